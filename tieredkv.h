@@ -731,10 +731,10 @@
  *
  *   tieredkv_cuda.cu is one more file, for compute capability 8.0 and later. It keeps the same blocks, byte for byte,
  *   in device memory of yours. It appends with encoding and demotion on the device, and attends with 1 to 64 queries
- *   on the compressed tiers. tkvcu_import copies a sequence of the CPU to the device, and tkvcu_export copies it
- *   back. Calls captured once into a CUDA graph replay at any length. It has formats A, R, KIVI and Q8, F16 or BF16
- *   in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors and meters.
- *   The comment at its top is its manual; examples/cuda_decode.cu is a program.
+ *   on the compressed tiers. tkvcu_import_seq copies a sequence of the CPU to the device, and tkvcu_export_seq
+ *   copies it back. Calls captured once into a CUDA graph replay at any length. It has formats A, R, KIVI and Q8,
+ *   F16 or BF16 in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors
+ *   and meters. The comment at its top is its manual; examples/cuda_decode.cu is a program.
  */
 
 /* ======== prefix.h ======== */
@@ -15837,7 +15837,7 @@ typedef struct tkvi_pool {
     int keep_all;            /* 1 in place: pages never go back to the allocator */
     int recode_pages;        /* free pages that only recoding may use */
     int64_t kept_free_pages; /* free pages that do not go back to the allocator, as they are needed soon */
-    int64_t max_pages;       /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
+    int64_t max_pages;       /* in place: most pages, recode_pages included (tkv_set_budget); 0: no limit */
     tkvi_page *page;
     uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
@@ -15885,10 +15885,10 @@ static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
 }
 
 /* >>growth. Each function allocates first and changes the pool only when it has the memory. 0: no memory. */
-/* Entries of a table that must hold `want`. The steps are a quarter, so that the table is never far from full. */
-static uint32_t tkvi_cap_for(int64_t want) {
+/* Capacity of a table that must hold n_entries. It grows in steps of a quarter, so that little of it is unused. */
+static uint32_t tkvi_cap_for(int64_t n_entries) {
     uint32_t cap = 16;
-    while ((int64_t)cap < want) cap += cap / 4;
+    while ((int64_t)cap < n_entries) cap += cap / 4;
     return cap;
 }
 
@@ -15898,42 +15898,42 @@ static int tkvi_keeps_token_meta(const tkv_config *cfg) {
 }
 
 /* Bytes of an entry of the block table, its token_meta included. */
-static size_t tkvi_block_entry(const tkv_config *cfg) {
+static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
-static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
-    const size_t entry = tkvi_block_entry(&pool->tables->cfg);
-    const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
+static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
+    const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
+    const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
     uint32_t i;
     size_t bytes;
     uint8_t *bigger;
-    if (want <= had) return 1;
+    if (n_entries <= old_cap) return 1;
     if (!tkvi_mul(cap, entry, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
-    if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (TKVI_HAS_EVICT && had && pool->token_meta)
-        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, had * sizeof(tkvi_token_meta));
-    tkvi_put(pool->heap, pool->block, had * entry);
+    if (old_cap) memcpy(bigger, pool->block, old_cap * sizeof(tkvi_block));
+    if (TKVI_HAS_EVICT && old_cap && pool->token_meta)
+        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, old_cap * sizeof(tkvi_token_meta));
+    tkvi_put(pool->heap, pool->block, old_cap * entry);
     pool->block = (tkvi_block *)(void *)bigger;
     pool->token_meta = tkvi_keeps_token_meta(&pool->tables->cfg)
                            ? (tkvi_token_meta *)(void *)(bigger + cap * sizeof(tkvi_block))
                            : NULL;
     pool->block_cap = cap;
-    for (i = cap; i-- > had;) {
+    for (i = cap; i-- > old_cap;) {
         pool->block[i].page = pool->free_block;
         pool->free_block = i;
     }
     return 1;
 }
 
-static int tkvi_grow_pages(tkvi_pool *pool, uint32_t want) {
-    const uint32_t cap = tkvi_cap_for(want);
+static int tkvi_grow_pages(tkvi_pool *pool, uint32_t n_entries) {
+    const uint32_t cap = tkvi_cap_for(n_entries);
     tkvi_page *bigger;
     size_t bytes;
-    if (want <= pool->page_cap) return 1;
+    if (n_entries <= pool->page_cap) return 1;
     if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
     bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
@@ -15970,7 +15970,7 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     return pages;
 }
 
-/* Gives free pages back to the allocator. Keeps the spare pages, `kept_free_pages`, and the pages of reservations.
+/* Gives free pages back to the allocator. Keeps recode_pages, `kept_free_pages`, and the pages of reservations.
  * The last entry of the page table moves into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
     const int64_t keep = pool->recode_pages + kept_free_pages + tkvi_reserved_pages(pool);
@@ -16013,7 +16013,7 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
     return tkvi_slot_bytes(pool, b->page, b->slot);
 }
 
-/* Takes a slot of a class for block `owner`. There must be one (tkvi_peak_ready). */
+/* Takes a slot of a class for block `owner`. There must be one (tkvi_allocate_peak). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
     uint32_t i = pool->partial_pages[size_class];
@@ -16108,7 +16108,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     return id;
 }
 
-/* Moves a block with one holder to a slot of another layout. `write` fills the new bytes from the old ones. */
+/* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
 static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int layout, tkvi_rewrite write, void *ctx) {
@@ -16174,11 +16174,11 @@ typedef struct tkvi_peak {
     const tkvi_tables *tables;
     int64_t *live;                   /* [n_classes] slots in use or reserved at this point of the series */
     int64_t most_pages, most_blocks; /* maxima so far; a block counts twice while it is recoded */
-    int64_t outside;                 /* offloaded and discarded blocks: they have no slot */
+    int64_t n_offloaded;             /* blocks without a slot: offloaded or discarded */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0, blocks = k->outside;
+    int64_t pages = 0, blocks = k->n_offloaded;
     int c;
     for (c = 0; c < k->tables->n_classes; c++) {
         pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
@@ -16195,9 +16195,9 @@ static void tkvi_peak_take(tkvi_peak *k, int layout) {
 
 static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout[layout].size_class]--; }
 
-/* Allocates the pages and block entries of the peak, in addition to the spare pages. Returns 0 without memory or
+/* Allocates the pages and block entries of the peak, in addition to pool.recode_pages. Returns 0 without memory or
  * page allowance. Then nothing that a caller can see has changed. */
-static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
+static int tkvi_allocate_peak(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
     if (pool->max_pages && k->most_pages + pool->recode_pages > pool->max_pages) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
@@ -16500,11 +16500,12 @@ struct tkv_cache {
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
     uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
+    /* [4][n_classes] slots requested; then work space: slots of the present forecast (tkvi_forecast), n_in_class and
+     * mixed (tkvi_subtract_smallest_blocks) */
     int64_t *slot_request;
     tkvi_memory_request memory_request; /* valid during the call */
     int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
+    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_EVICT_TO_FLOOR */
     /* Discarding and recomputation (reclaim/discard.h). */
     uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
     uint64_t blocks_discarded, recomputed; /* blocks */
@@ -16532,7 +16533,7 @@ static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) 
     return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
 }
 
-static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->model.head_dim;
     return kv->q_products +
@@ -16540,7 +16541,7 @@ static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
 }
 
 /* NULL where no format is a SQUAT format. */
-static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
+static uint16_t *tkvi_squat_factors_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     if (!TKVI_HAS_SQUAT || !kv->squat_factors) return NULL;
@@ -16572,8 +16573,8 @@ static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
     return (TKVI_HAS_EVICT ? ~b->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
- * apart, so each takes two entries of `positions` (32 bits). */
+/* 1 if each position of this block takes two entries of `positions` (32 bits). That is so in a sinks' block with
+ * anchors, because their positions can be far apart. Such a block is known by its capacity below 64. */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
            kv->tables.layout[b->layout].tokens < TKVI_BLOCK;
@@ -16599,72 +16600,78 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
 
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
-static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
     if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
-/* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
-static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+/* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
+static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return TKVI_HAS_EVICT && b->n_packed && tkvi_has_long_positions(kv, b) ? list->len
                                                                            : tkvi_block_end(kv, list, ids, i);
 }
 
-/* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
+/* 1 if tokens cannot move to other slots. Formats that undo RoPE (KVQUANT) need consecutive positions in a block. */
 static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT && kv->tables.rope != NULL; }
 
-/* Copies token_meta of the tokens with a bit in `there` from block `from` to slots at, at + 1, ... of block `to`.
- * `start` is the first position of `to`. Returns the next free slot. The two may be one block. */
-static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
+/* Copies token_meta of the slots in moved_mask from block `from` to consecutive slots of block `to`, from `slot` on.
+ * start: first position of `to`. Both may be the same block. Returns the next free slot. */
+static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int slot, uint32_t from, uint64_t moved_mask,
                                 int start) {
-    tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
-    const uint64_t pinned = b->pinned_mask, temporary_pins = b->temporary_mask, anchored = b->anchored_mask;
+    tkvi_token_meta *dst = &kv->pool.token_meta[to], *src = &kv->pool.token_meta[from];
+    const uint64_t pinned = src->pinned_mask, temporary_pins = src->temporary_mask,
+                   anchored = src->anchored_mask;
     int t;
-    if (at == 0) a->pinned_mask = a->temporary_mask = a->anchored_mask = 0;
+    if (slot == 0) dst->pinned_mask = dst->temporary_mask = dst->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        if (!(there >> t & 1)) continue;
-        a->positions[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
-        a->scores[at] = b->scores[t];
-        a->pinned_mask |= (pinned >> t & 1) << at;
-        a->temporary_mask |= (temporary_pins >> t & 1) << at;
-        if (temporary_pins >> t & 1) a->temporary_until = tkvi_max(a->temporary_until, b->temporary_until);
-        a->anchored_mask |= (anchored >> t & 1) << at;
-        at++;
+        if (!(moved_mask >> t & 1)) continue;
+        dst->positions[slot] =
+            (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* slot <= t if from == to */
+        dst->scores[slot] = src->scores[t];
+        dst->pinned_mask |= (pinned >> t & 1) << slot;
+        dst->temporary_mask |= (temporary_pins >> t & 1) << slot;
+        if (temporary_pins >> t & 1)
+            dst->temporary_until = tkvi_max(dst->temporary_until, src->temporary_until);
+        dst->anchored_mask |= (anchored >> t & 1) << slot;
+        slot++;
     }
-    return at;
+    return slot;
 }
 
-/* Is `layout` the format of the layer's hot tier? */
+/* 1 if `layout` has the format of the layer's hot tier. */
 static int tkvi_is_hot_layout(const tkv_cache *kv, int layer, int layout) {
     return kv->tables.layout[layout].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
 }
 
-/* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
+/* Number of further tokens after which a token that left every window expires. A truncation of the hot tail can bring
+ * it back into a window. */
 static int tkvi_expiry_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
 }
 
+/* The tier that block i of a list is counted in. Sinks count as hot. */
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_TIER_HOT;
     if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
     return i < list->sinks + list->archive + list->warm ? TKV_TIER_WARM : TKV_TIER_HOT;
 }
 
-/* Calls `visit` for up to 16 hot or warm blocks of a head, whose values are the most accurate. Order: the newest
- * block of each sequence, then the second newest of each, ... Skips sinks and offloaded blocks. Returns the
- * number of calls. */
+/* Tables are learned from at most this many blocks of a head. */
 #define TKVI_LEARN_BLOCKS 16
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
-static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
-    int seq, age, had = -1, found = 0;
-    for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
-        had = found;
+/* Calls `visit` for the newest hot and warm blocks of a head, because their values are the most accurate. Order: the
+ * newest block of each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks.
+ * Returns the number of calls. */
+static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
+    int seq, from_end, found_before = -1, found = 0;
+    for (from_end = 1; found_before < found && found < TKVI_LEARN_BLOCKS; from_end++) {
+        found_before = found;
         for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            const int i = list->n - age;
+            const int i = list->n - from_end;
             const tkvi_block *b;
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
@@ -16697,8 +16704,8 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
-/* The refusal of a call that this build leaves out. sentence: names the switch. kv may be NULL. */
-static tkv_status tkvi_left_out(tkv_cache *kv, const char *sentence) {
+/* Refuses a call that this build leaves out. sentence: names the switch. kv may be NULL. */
+static tkv_status tkvi_refuse_left_out(tkv_cache *kv, const char *sentence) {
     return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
 }
 
@@ -16758,8 +16765,9 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
            tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads * sizeof(int64_t));
 }
 
-/* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
-static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
+/* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
+ * Returns 0 without memory. */
+static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
@@ -16770,153 +16778,163 @@ static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
     return 1;
 }
 
-static void tkvi_put_stats(tkv_cache *kv) {
+static void tkvi_free_stats(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
     kv->q_sq_sum = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
-    /* bytes, each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, seen, query_stats, metric, feedback, meter;
-    size_t solve, recode, parts, shadow;
+    /* bytes of the parts in their order in memory, each rounded up to 64 */
+    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, squat_factors, meter;
+    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
 
-static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
-    size_t seqs = (size_t)h->cfg.limits.max_seqs, n;
-    int k_pad = tkvi_round_up(h->cfg.model.head_dim, 16), v_pad = tkvi_round_up(h->cfg.model.v_head_dim, 16);
+static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
+    size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
+    int k_pad = tkvi_round_up(derived->cfg.model.head_dim, 16),
+        v_pad = tkvi_round_up(derived->cfg.model.v_head_dim, 16);
     memset(s, 0, sizeof *s);
     s->cache = tkvi_align_up(sizeof(tkv_cache));
-    s->tables = tkvi_align_up(tkvi_tables_bytes(h));
+    s->tables = tkvi_align_up(tkvi_tables_bytes(derived));
     if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
     s->seqs = tkvi_align_up(n);
-    if (!tkvi_mul(seqs, (size_t)h->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
+    if (!tkvi_mul(seqs, (size_t)derived->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n))
+        return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    /* per class: reserved_slots of each sequence, 2 of peak_live, 2 of the pool, 4 of slot_request, partial_pages */
+    if (!tkvi_mul(seqs + 9, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
-    if (h->cfg.host.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
-    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(int));
-    if (TKVI_HAS_SQUAT && h->any_squat) {
-        size_t dim = (size_t)h->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
-        n = (size_t)h->cfg.model.n_layers * (size_t)h->cfg.model.n_kv_heads;
-        s->query_stats = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(tkvi_query_stats));
-        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
-        s->metric = tkvi_align_up(s->metric);
-        s->feedback =
-            n * tkvi_feedback_count(h->cfg.model.head_dim, h->cfg.format.squat_block) * sizeof(uint16_t);
-        s->feedback = tkvi_align_up(s->feedback);
+    if (derived->cfg.host.parallel_for)
+        s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+    if (derived->any_shared || derived->any_kvquant)
+        s->tokens_seen = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(int));
+    if (TKVI_HAS_SQUAT && derived->any_squat) {
+        size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
+        s->query_stats = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(tkvi_query_stats));
+        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->q_products)) return 0;
+        s->q_products = tkvi_align_up(s->q_products);
+        s->squat_factors = n *
+                           tkvi_feedback_count(derived->cfg.model.head_dim, derived->cfg.format.squat_block) *
+                           sizeof(uint16_t);
+        s->squat_factors = tkvi_align_up(s->squat_factors);
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
-    if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
-    s->total = s->cache + s->seen + s->query_stats + s->meter + s->solve;
-    if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
-    if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
+    if (!tkvi_meter_sizes(derived, &s->meter, &s->meter_copies)) return 0;
+    s->total = s->cache + s->tokens_seen + s->query_stats + s->meter + s->solve;
+    if (!tkvi_add(s->total, s->meter_copies, &s->total)) return 0;
+    if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->squat_factors, &s->total))
+        return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
-           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
+           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->split_sums, &s->total);
 }
 
 /* Bytes that tkv_get_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
-    return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
+    return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->squat_factors + s->meter;
 }
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
-static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
-    const size_t pages = (size_t)h->recode_pages + 2;
-    size_t n = 0, all = s->total;
-    if (h->any_shared && !tkvi_add(all, tkvi_stats_bytes(&h->cfg), &all)) return (size_t)-1;
-    if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
-    if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
-    return all;
+static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
+    const size_t pages = (size_t)derived->recode_pages + 2;
+    size_t n = 0, total = s->total;
+    if (derived->any_shared && !tkvi_add(total, tkvi_stats_bytes(&derived->cfg), &total)) return (size_t)-1;
+    if (!tkvi_add(total, tkvi_version_bytes(derived), &total)) return (size_t)-1;
+    if (!tkvi_mul(pages, derived->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(total, n, &total))
+        return (size_t)-1;
+    return total;
 }
 
-/* Free pages that a cache with a budget keeps. The next block of every layer will need them. */
+/* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
 static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
     return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
 }
 
-/* Builds an empty cache in one fixed piece of memory from the heap. */
-static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_cache **out) {
-    tkvi_heap heap = *from;
+/* Builds an empty cache in one fixed piece of memory. source: the heap of the memory; the cache gets a copy of it. */
+static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap *source, tkv_cache **out) {
+    tkvi_heap heap = *source;
     tkvi_sizes s;
-    uint8_t *at;
+    uint8_t *next;
     tkv_cache *kv;
     int c;
-    size_t classes = (size_t)h->n_classes;
-    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.host.isa);
+    size_t classes = (size_t)derived->n_classes;
+    const tkvi_kernels *kernels = tkvi_kernels_for(derived->cfg.host.isa);
     if (!kernels) return TKV_ERR_ISA;
-    if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget.bytes && h->cfg.budget.bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
-    at = (uint8_t *)tkvi_get(&heap, s.total);
-    if (!at) return TKV_ERR_NOMEM;
-    memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
-    kv = (tkv_cache *)(void *)at;
-    at += s.cache;
-    tkvi_tables_build(&kv->tables, h, at);
-    at += s.tables;
-    kv->seq = (tkvi_seq *)(void *)at;
-    at += s.seqs;
-    kv->list = (tkvi_list *)(void *)at;
-    at += s.lists;
-    kv->reserved_slots = (int64_t *)(void *)at;
-    kv->peak_live = kv->reserved_slots + (size_t)h->cfg.limits.max_seqs * classes;
+    if (!tkvi_compute_fixed_sizes(derived, &s)) return TKV_ERR_CONFIG;
+    if (derived->cfg.budget.bytes && derived->cfg.budget.bytes < tkvi_least_budget(derived, &s))
+        return TKV_ERR_BUDGET;
+    next = (uint8_t *)tkvi_get(&heap, s.total);
+    if (!next) return TKV_ERR_NOMEM;
+    memset(next, 0, s.total - s.solve - s.recode - s.split_sums - s.meter_copies);
+    kv = (tkv_cache *)(void *)next;
+    next += s.cache;
+    tkvi_tables_build(&kv->tables, derived, next);
+    next += s.tables;
+    kv->seq = (tkvi_seq *)(void *)next;
+    next += s.seqs;
+    kv->list = (tkvi_list *)(void *)next;
+    next += s.lists;
+    kv->reserved_slots = (int64_t *)(void *)next;
+    kv->peak_live = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
     kv->pool.used_slots = kv->peak_live + 2 * classes;
     kv->pool.reserved_slots = kv->pool.used_slots + classes;
     kv->slot_request = kv->pool.reserved_slots + classes;
     kv->pool.partial_pages = (uint32_t *)(void *)(kv->slot_request + 4 * classes);
-    at += s.counts;
-    if (s.seen) {
-        kv->tokens_seen = (int *)(void *)at;
-        for (c = 0; c < h->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
+    next += s.counts;
+    if (s.tokens_seen) {
+        kv->tokens_seen = (int *)(void *)next;
+        for (c = 0; c < derived->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
     }
-    at += s.seen;
-    if (TKVI_HAS_SQUAT && h->any_squat) {
-        kv->query_stats = (tkvi_query_stats *)(void *)at;
-        kv->q_products = (int64_t *)(void *)(at + s.query_stats);
-        kv->squat_factors = (uint16_t *)(void *)(at + s.query_stats + s.metric);
-        kv->solve = (float *)(void *)(at + s.query_stats + s.metric + s.feedback + s.meter);
+    next += s.tokens_seen;
+    if (TKVI_HAS_SQUAT && derived->any_squat) {
+        kv->query_stats = (tkvi_query_stats *)(void *)next;
+        kv->q_products = (int64_t *)(void *)(next + s.query_stats);
+        kv->squat_factors = (uint16_t *)(void *)(next + s.query_stats + s.q_products);
+        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.squat_factors + s.meter);
     }
-    at += s.query_stats + s.metric + s.feedback;
-    kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
-    at += s.meter + s.solve;
-    kv->recode = (float *)(void *)at;
-    at += s.recode;
-    kv->split_sums = s.parts ? (float *)(void *)at : NULL;
+    next += s.query_stats + s.q_products + s.squat_factors;
+    kv->meter =
+        tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
+    next += s.meter + s.solve;
+    kv->recode = (float *)(void *)next;
+    next += s.recode;
+    kv->split_sums = s.split_sums ? (float *)(void *)next : NULL;
     kv->kernels = kernels;
     kv->fixed_bytes = s.total;
     kv->table_bytes = tkvi_table_bytes(&s);
-    kv->scratch_bytes = s.solve + s.recode + s.parts;
-    kv->copy_bytes = s.shadow;
+    kv->scratch_bytes = s.solve + s.recode + s.split_sums;
+    kv->copy_bytes = s.meter_copies;
     kv->pool.tables = &kv->tables;
-    if (!tkvi_get_stats(kv, &heap)) {
+    if (!tkvi_allocate_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
         return TKV_ERR_NOMEM;
     }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
-    for (c = 0; c < h->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
+    for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
-    (void)tkv_init_pressure(&kv->pressure, &h->cfg.budget.pressure, NULL, 0);
-    kv->pressure.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
+    (void)tkv_init_pressure(&kv->pressure, &derived->cfg.budget.pressure, NULL, 0);
+    kv->pressure.cfg =
+        derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
     kv->relax_at = (size_t)-1;
-    kv->pool.recode_pages = h->recode_pages;
-    for (c = 0; c < h->cfg.model.n_layers; c++)
+    kv->pool.recode_pages = derived->recode_pages;
+    for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
             kv->bytes_per_block += kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
-    if (h->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
+    if (derived->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
 }
 
 /* >>tables */
 /* Allocates this version of the tables of all layers. Returns 0 without memory. */
-static int tkvi_version_ready(tkv_cache *kv, int version) {
+static int tkvi_allocate_version(tkv_cache *kv, int version) {
     tkvi_tables *t = &kv->tables;
     uint8_t *mem;
     if (t->version[version].bytes) return 1;
@@ -16929,7 +16947,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
 }
 
 /* Bytes held by table versions and statistics. */
-static size_t tkvi_learning_held(const tkv_cache *kv) {
+static size_t tkvi_learning_bytes(const tkv_cache *kv) {
     size_t n = kv->q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
@@ -16937,15 +16955,15 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 }
 
 /* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
-#define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
-static size_t tkvi_choice_entry(const tkv_config *cfg) {
-    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE : 0;
+static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
 }
 
 /* >>creation and destruction */
-/* Sets up the heap with the config's allocator, or with malloc and free. */
-static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
+/* Initialises the heap with the config's allocator, or with malloc and free. */
+static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
     memset(heap, 0, sizeof *heap);
     heap->from = cfg->host.allocator;
 #ifndef TKV_NO_MALLOC
@@ -16958,21 +16976,21 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
     return tkvi_bad(reason, size, "host.allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
 }
 
-/* Writes the reason for an error of tkvi_build. */
-static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *h, char *reason,
-                                      size_t size) {
+/* Writes the reason for an error of tkvi_build_cache. */
+static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *derived, char *reason,
+                                    size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
-    const int fits = tkvi_fixed_sizes(h, &s);
+    const int fits = tkvi_compute_fixed_sizes(derived, &s);
     if (st == TKV_ERR_ISA) {
         tkvi_append_text(&t, "host.isa is ");
-        tkvi_append_text(&t, tkvi_isa_name(h->cfg.host.isa));
+        tkvi_append_text(&t, tkvi_isa_name(derived->cfg.host.isa));
         tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
         tkvi_append_text(&t, "budget.bytes is ");
-        tkvi_append_int(&t, (int64_t)h->cfg.budget.bytes);
+        tkvi_append_int(&t, (int64_t)derived->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
-        tkvi_append_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_append_int(&t, (int64_t)tkvi_least_budget(derived, &s));
         tkvi_append_text(&t, " for an empty cache and its first tokens");
     } else if (st == TKV_ERR_NOMEM) {
         tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
@@ -16980,7 +16998,7 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
         tkvi_append_text(&t, " bytes");
     } else {
         tkvi_append_text(&t, "limits.max_seqs is ");
-        tkvi_append_int(&t, h->cfg.limits.max_seqs);
+        tkvi_append_int(&t, derived->cfg.limits.max_seqs);
         tkvi_append_text(&t, "; that number of sequences takes more bytes than this machine can address");
     }
     return st;
@@ -16989,24 +17007,24 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
 /* Creates a cache; `reason` gets a sentence about an error. */
 static tkv_status tkvi_create(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
-    tkvi_derived_config shape;
+    tkvi_derived_config derived;
     tkv_cache *kv;
-    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
+    tkv_status st = tkvi_validate(cfg, &derived, reason, size);
     if (!cfg || !out) {
         tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
         tkvi_append_text(&t, cfg ? "out is missing" : "the config is missing");
         return TKV_ERR_ARG;
     }
-    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
+    if (!st) st = tkvi_init_heap(cfg, &heap, reason, size);
     if (st) return st;
-    heap.limit = shape.cfg.budget.bytes;
-    st = tkvi_build(&shape, &heap, &kv);
-    if (!st && shape.cfg.budget.bytes && kv->tables.version_bytes &&
-        !tkvi_version_ready(kv, 0)) { /* reserved now: it must not fail later */
+    heap.limit = derived.cfg.budget.bytes;
+    st = tkvi_build_cache(&derived, &heap, &kv);
+    if (!st && derived.cfg.budget.bytes && kv->tables.version_bytes &&
+        !tkvi_allocate_version(kv, 0)) { /* allocated now, because learning must not fail later */
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
     }
-    if (st) return tkvi_append_unbuilt(st, &shape, reason, size);
+    if (st) return tkvi_write_reason(st, &derived, reason, size);
     *out = kv;
     return TKV_OK;
 }
@@ -17027,36 +17045,37 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     }
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
-    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
+    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
-    tkvi_put_stats(kv);
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
-    heap = kv->heap; /* kv lies in the last piece that is freed */
+    tkvi_free_stats(kv);
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
+    heap = kv->heap; /* the last piece to free contains kv */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
 
-/* >>growth of the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
+/* >>growth */
+/* Grows the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
 static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     size_t bytes;
     uint8_t *bigger;
-    if (cap <= kv->choice_cap || !tkvi_choice_entry(&kv->tables.cfg)) return 1;
-    if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
+    if (cap <= kv->choice_cap || !tkvi_choice_entry_bytes(&kv->tables.cfg)) return 1;
+    if (!tkvi_mul(cap, TKVI_CHOICE_BYTES, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
     kv->choice_space = bigger;
     kv->choice_cap = cap;
     return 1;
 }
 
-/* >>growth of a sequence's block lists to `want` blocks per layer. Returns 0 without memory. */
-static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
+/* Grows the block lists of a sequence to n_blocks per layer. Returns 0 without memory. */
+static int tkvi_grow_lists(tkv_cache *kv, int seq, int n_blocks) {
     tkvi_seq *s = &kv->seq[seq];
-    uint32_t cap = tkvi_cap_for(want), *bigger;
+    uint32_t cap = tkvi_cap_for(n_blocks), *bigger;
     size_t layers = (size_t)kv->tables.cfg.model.n_layers, bytes;
     size_t l;
     if (!tkvi_grow_choice(kv, cap)) return 0;
@@ -17076,7 +17095,7 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
 /* >>in place: all memory at its largest size, at creation */
 /* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
  * that a flush closes are not counted. */
-static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
+static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
     int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
@@ -17093,130 +17112,143 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
     }
 }
 
-typedef struct tkvi_most {
+/* Largest sizes of a cache in place. */
+typedef struct tkvi_in_place_sizes {
     uint32_t page_cap, block_cap, list_cap;
     int64_t pages;
     size_t bytes; /* total, each piece at a multiple of 64 */
-} tkvi_most;
+} tkvi_in_place_sizes;
 
 /* Sizes under a budget: tables at their largest, and as many pages as the rest of the budget allows. */
-static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
-    const size_t budget = h->cfg.budget.bytes, layers = (size_t)h->cfg.model.n_layers;
-    const int64_t list = (int64_t)h->cfg.limits.max_tokens / TKVI_BLOCK + 4;
-    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.limits.max_seqs;
-    size_t rest = 0, lists;
-    if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
+static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
+                                       tkvi_in_place_sizes *sizes) {
+    const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
+    const int64_t list_blocks = (int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks =
+        (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
+    size_t without_pages = 0, lists;
+    if (budget < tkvi_least_budget(derived, fixed)) return TKV_ERR_BUDGET;
     if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
-    m->list_cap = tkvi_cap_for(list);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
-        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.limits.max_seqs, &lists) ||
-        !tkvi_add(lists, fixed->total, &rest) ||
-        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
-        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, rest, &rest))
+    sizes->list_cap = tkvi_cap_for(list_blocks);
+    if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), layers, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)derived->cfg.limits.max_seqs, &lists) ||
+        !tkvi_add(lists, fixed->total, &without_pages) ||
+        !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
+                  &without_pages) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
-    m->pages = (int64_t)(budget / h->page_bytes);
-    if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
-    for (; m->pages > h->recode_pages; m->pages--) { /* the block and page tables need bytes, too */
-        size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = h->cfg.offload.write || h->cfg.budget.discard ? blocks : 64u * (uint64_t)m->pages;
-        m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
-        m->page_cap = tkvi_cap_for(m->pages);
-        n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
-            tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
-        if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
-            m->bytes = budget;
+    sizes->pages = (int64_t)(budget / derived->page_bytes);
+    if (sizes->pages > 0x3fffffff) sizes->pages = 0x3fffffff;
+    for (; sizes->pages > derived->recode_pages;
+         sizes->pages--) { /* the block and page tables need bytes, too */
+        size_t pages = (size_t)sizes->pages * derived->page_bytes, n;
+        uint64_t fitting_blocks =
+            derived->cfg.offload.write || derived->cfg.budget.discard ? blocks : 64u * (uint64_t)sizes->pages;
+        sizes->block_cap =
+            tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
+        sizes->page_cap = tkvi_cap_for(sizes->pages);
+        n = tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) +
+            tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
+        if (tkvi_add(n, without_pages, &n) && tkvi_add(n, pages, &n) && n <= budget) {
+            sizes->bytes = budget;
             return TKV_OK;
         }
     }
     return TKV_ERR_BUDGET;
 }
 
-static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
-    tkvi_tier_spec rule[TKV_MAX_LEVELS];
-    int64_t live[TKVI_MAX_LAYOUTS], wait[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
+/* Computes the largest sizes that a cache in place can need. */
+static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place_sizes *sizes) {
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    int64_t most_slots[TKVI_MAX_LAYOUTS], waiting_slots[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
-    memset(m, 0, sizeof *m);
-    memset(live, 0, sizeof live);
-    memset(wait, 0, sizeof wait);
-    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget.bytes) return tkvi_most_within(h, &fixed, m);
-    for (i = 0; i < h->cfg.model.n_layers; i++) {
+    memset(sizes, 0, sizeof *sizes);
+    memset(most_slots, 0, sizeof most_slots);
+    memset(waiting_slots, 0, sizeof waiting_slots);
+    if (!tkvi_compute_fixed_sizes(derived, &fixed)) return TKV_ERR_CONFIG;
+    if (derived->cfg.budget.bytes) return tkvi_size_for_budget(derived, &fixed, sizes);
+    for (i = 0; i < derived->cfg.model.n_layers; i++) {
         tkvi_plan p;
-        (void)tkvi_plan_of(h, i, &p, rule);
+        (void)tkvi_plan_of(derived, i, &p, specs);
         if (p.stored_layer != i) continue;
-        tkvi_most_blocks(&h->cfg, &p, most);
-        if (p.sink) live[h->class_of[p.sink_layout]]++;
+        tkvi_compute_most_blocks(&derived->cfg, &p, most);
+        if (p.sink) most_slots[derived->class_of[p.sink_layout]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            live[h->class_of[p.now.key[tier]]] += most[tier];
-            /* blocks that wait for a table, in all sequences together */
+            most_slots[derived->class_of[p.now.key[tier]]] += most[tier];
+            /* blocks can wait for a table; all sequences share this number */
             if (tier != TKV_TIER_ARCHIVE && tkvi_plan_learns(&p))
-                wait[h->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+                waiting_slots[derived->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         }
     }
-    for (c = 0; c < h->n_classes; c++) {
-        live[c] = live[c] * h->cfg.limits.max_seqs + wait[c];
-        blocks += live[c];
-        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* + 1: recoding needs a second slot */
+    for (c = 0; c < derived->n_classes; c++) {
+        most_slots[c] = most_slots[c] * derived->cfg.limits.max_seqs + waiting_slots[c];
+        blocks += most_slots[c];
+        sizes->pages += tkvi_pages_for(&derived->size_class[c],
+                                       most_slots[c] + 1); /* + 1: recoding needs a slot for the new bytes */
     }
-    if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
-    m->page_cap = tkvi_cap_for(m->pages);
-    m->block_cap = tkvi_cap_for(blocks + h->n_classes);
-    m->list_cap = tkvi_cap_for(h->cfg.limits.max_tokens / TKVI_BLOCK + 4);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.model.n_layers, &n) ||
-        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.limits.max_seqs, &n) ||
-        !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
-        !tkvi_add(pages, m->bytes, &m->bytes) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
-        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
+    if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
+    sizes->page_cap = tkvi_cap_for(sizes->pages);
+    sizes->block_cap = tkvi_cap_for(blocks + derived->n_classes);
+    sizes->list_cap = tkvi_cap_for(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4);
+    if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
+        !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
+        !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
+        !tkvi_add(n, fixed.total, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), sizes->bytes,
+                  &sizes->bytes) ||
+        !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
+                  sizes->bytes, &sizes->bytes))
         return TKV_ERR_CONFIG;
     return TKV_OK;
 }
 
-static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *h, tkvi_most *m) {
-    tkv_status st = tkvi_validate(cfg, h, NULL, 0);
+static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
+                                       tkvi_in_place_sizes *sizes) {
+    tkv_status st = tkvi_validate(cfg, derived, NULL, 0);
     if (!st && cfg->limits.max_tokens == 0) st = TKV_ERR_CONFIG;
-    if (!st) st = tkvi_most_of(h, m);
+    if (!st) st = tkvi_size_in_place(derived, sizes);
     return st;
 }
 
 /* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
-static size_t tkvi_offload_bytes(const tkvi_derived_config *h) {
+static size_t tkvi_offload_bytes(const tkvi_derived_config *derived) {
     size_t bytes = 0;
     int i;
-    for (i = 0; i < h->n_keys; i++)
-        if (h->bytes[i].total > bytes) bytes = h->bytes[i].total;
-    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h->cfg.model.n_kv_heads;
+    for (i = 0; i < derived->n_keys; i++)
+        if (derived->bytes[i].total > bytes) bytes = derived->bytes[i].total;
+    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)derived->cfg.model.n_kv_heads;
 }
 
 TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload) {
-    tkvi_derived_config h;
-    tkvi_most m;
+    tkvi_derived_config derived;
+    tkvi_in_place_sizes sizes;
     tkv_status st;
     if (!in_place && !offload) return TKV_ERR_ARG;
-    st = in_place ? tkvi_derive_in_place(cfg, &h, &m) : tkvi_validate(cfg, &h, NULL, 0);
-    if (!st && in_place) *in_place = m.bytes;
-    if (!st && offload) *offload = tkvi_offload_bytes(&h);
+    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes) : tkvi_validate(cfg, &derived, NULL, 0);
+    if (!st && in_place) *in_place = sizes.bytes;
+    if (!st && offload) *offload = tkvi_offload_bytes(&derived);
     return st;
 }
 
 TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
-    tkvi_derived_config h;
-    tkvi_most m;
+    tkvi_derived_config derived;
+    tkvi_in_place_sizes sizes;
     tkvi_heap heap;
     tkvi_arena arena;
     tkv_cache *kv;
     size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
-    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
+    tkv_status st = tkvi_derive_in_place(cfg, &derived, &sizes);
     int i;
     if (!out || !mem) return TKV_ERR_ARG;
     if (st) return st;
-    if (bytes < m.bytes) return TKV_ERR_CAPACITY;
+    if (bytes < sizes.bytes) return TKV_ERR_CAPACITY;
     memset(&arena, 0, sizeof arena);
     arena.base = (uint8_t *)mem + skip;
     arena.size = bytes - skip;
@@ -17224,22 +17256,23 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     heap.from.user = &arena;
     heap.from.alloc = tkvi_arena_alloc;
     heap.from.release = tkvi_arena_release;
-    st = tkvi_build(&h, &heap, &kv);
+    st = tkvi_build_cache(&derived, &heap, &kv);
     if (st) return st;
     kv->arena = arena;
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;
-    /* No call here can fail: tkvi_most_of added up the same pieces. */
+    /* No call here can fail: tkvi_size_in_place added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
-        if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
-    for (i = 0; i < h.cfg.limits.max_seqs; i++)
-        if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_pages(&kv->pool, m.page_cap)) return TKV_ERR_CAPACITY;
-    while ((int64_t)kv->pool.n_pages < m.pages)
+        if (!tkvi_allocate_version(kv, i)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
+    for (i = 0; i < derived.cfg.limits.max_seqs; i++)
+        if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_pages(&kv->pool, sizes.page_cap)) return TKV_ERR_CAPACITY;
+    while ((int64_t)kv->pool.n_pages < sizes.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
-    if (h.cfg.budget.bytes) kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
+    if (derived.cfg.budget.bytes)
+        kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
     *out = kv;
     return TKV_OK;
 }
@@ -18270,7 +18303,7 @@ static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_
     w.side = side;
     w.visit = visit;
     w.ctx = ctx;
-    if (!s) (void)tkvi_each_block(from->kv, from->layer, head, tkvi_walk_block, &w);
+    if (!s) (void)tkvi_visit_newest_blocks(from->kv, from->layer, head, tkvi_walk_block, &w);
     for (t = 0; s && t < s->n; t++) {
         size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
         const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
@@ -18526,7 +18559,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
  *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
  * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
- * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
+ * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
@@ -18654,10 +18687,10 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
-    (void)tkvi_each_block(kv, layer, head, tkvi_gather_size, &g);
+    (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_size, &g);
     g.down = (g.k_most > 0.0f ? (int)(tkvi_bits(g.k_most) >> 23) - 127 : 0) - 20;
-    (void)tkvi_each_block(kv, layer, head, tkvi_gather_sums, &g);
-    if (g.tokens) (void)tkvi_each_block(kv, layer, head, tkvi_gather_range, &g);
+    (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
+    if (g.tokens) (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_range, &g);
     for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
     for (c = 0; c < cfg->model.head_dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
@@ -18745,14 +18778,14 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     int any = kv->pool.keep_all, i;
     kv->tokens_seen[layer] = again ? 0 : -1;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->tokens_seen[i] >= 0;
-    if (!any) tkvi_put_stats(kv);
+    if (!any) tkvi_free_stats(kv);
     if (!kv->q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
-/* Returns the number of tokens whose K and V tkvi_each_block can read, without its limit of blocks. It may be
- * smaller than kv->seen, because sequences end. */
+/* Returns the number of tokens whose K and V tkvi_visit_newest_blocks can read, without its limit of blocks. It
+ * may be smaller than kv->seen, because sequences end. */
 static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     int64_t n = 0;
     int seq;
@@ -18794,7 +18827,7 @@ static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
         kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
-    if (!tkvi_version_ready(kv, version)) {
+    if (!tkvi_allocate_version(kv, version)) {
         if (*had >= 0 && kv->heap.limit)
             kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return *had >= 0;
@@ -18849,7 +18882,7 @@ static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tie
 
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
-    int64_t *sum = tkvi_query_stats_of(kv, layer, head);
+    int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
@@ -18859,7 +18892,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
 /* Computes one head's factors from its sums: P = I + eta C / (tr C / dim). Sums of 0 leave the factors as they
  * are. */
 static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
-    const int64_t *sum = tkvi_query_stats_of(kv, layer, head);
+    const int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int dim = kv->tables.cfg.model.head_dim, i, j;
     double trace = 0.0;
     float *p = kv->solve;
@@ -18871,7 +18904,7 @@ static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
             p[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
         }
     tkvi_feedback_from(p, dim, kv->tables.cfg.format.squat_block);
-    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_feedback_of(kv, layer, head));
+    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_squat_factors_of(kv, layer, head));
 }
 
 /* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
@@ -18898,7 +18931,7 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
     if (!TKVI_HAS_SQUAT || !kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
-    memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+    memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
 #endif /* TKVI_LEARN_SQUAT_QUERIES_H */
@@ -19197,7 +19230,7 @@ static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
     if (*version < 0)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "blocks use every version of the table of layer", layer,
                          "; reset the sequences that hold the oldest");
-    return tkvi_version_ready(kv, *version) ? TKV_OK : tkvi_no_table(kv);
+    return tkvi_allocate_version(kv, *version) ? TKV_OK : tkvi_no_table(kv);
 }
 
 TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t size) {
@@ -19247,7 +19280,7 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     tkv_status st;
     size_t rows;
     int version;
-    if (!TKVI_HAS_KVQUANT) return tkvi_left_out(kv, "TKV_NO_KVQUANT leaves this out");
+    if (!TKVI_HAS_KVQUANT) return tkvi_refuse_left_out(kv, "TKV_NO_KVQUANT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
@@ -19292,7 +19325,7 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
             if (tkvi_n_readable_tokens(kv, layer) < 1)
                 return tkvi_fail(kv, TKV_ERR_STATE, "no tokens to learn from are in layer", layer, "");
         }
-    if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
+    if (none && !tkvi_allocate_version(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
@@ -19308,7 +19341,7 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     int layer;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
-    if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
+    if (!st && !tkvi_allocate_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
         tkvi_query_stats_restart(kv, layer);
@@ -19428,7 +19461,7 @@ static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, f
     (void)tkv_update_importance(&kv->token_scores.importance, token, position, NULL, n, len - 1, a);
 }
 
-/* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */
+/* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store_tokens). */
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_token_score_mode *mode = kv->token_scores.mode;
     int i;
@@ -19601,42 +19634,44 @@ typedef struct tkvi_fetch_buffer {
 } tkvi_fetch_buffer;
 
 /* Number of pieces of a record: 1 or 2. */
-static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
+static int tkvi_n_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
-/* Describes a piece of a block. part: 0 is K, or K and V in one piece; 1 is V. */
-static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int layout,
-                                uint64_t mark, int head, int part) {
+/* Describes a piece of a block. part: 0 for K, or for K and V in one piece; 1 for V. */
+static tkvi_piece tkvi_describe_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int layout,
+                                      uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.layout[layout].record[head];
-    uint8_t text[24];
-    tkvi_piece p;
-    p.key = tkvi_store_key(id, what);
-    p.from = r->at + (part ? r->v_at : 0);
-    p.at = p.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
-    p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
-    tkvi_store32(text, p.key);
-    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
-    tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
-    tkvi_store32(text + 12, (uint32_t)layout);
-    tkvi_store32(text + 16, (uint32_t)mark);
-    tkvi_store32(text + 20, (uint32_t)(mark >> 32));
-    p.seed = tkvi_xxh64(0, text, sizeof text);
-    return p;
+    uint8_t seed_bytes[24];
+    tkvi_piece piece;
+    piece.key = tkvi_store_key(id, what);
+    piece.from = r->at + (part ? r->v_at : 0);
+    piece.at = piece.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
+    piece.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_n_pieces(r) == 1 ? r->v.bytes : 0);
+    tkvi_store32(seed_bytes, piece.key);
+    tkvi_store32(seed_bytes + 4, 2u * (uint32_t)head + (uint32_t)part);
+    tkvi_store32(seed_bytes + 8, (uint32_t)kv->pool.block[id].start);
+    tkvi_store32(seed_bytes + 12, (uint32_t)layout);
+    tkvi_store32(seed_bytes + 16, (uint32_t)mark);
+    tkvi_store32(seed_bytes + 20, (uint32_t)(mark >> 32));
+    piece.seed = tkvi_xxh64(0, seed_bytes, sizeof seed_bytes);
+    return piece;
 }
 
 /* >>writing */
 /* Writes a block that is in RAM to the store. 0: the store failed, and the key was erased. */
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
-    TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    TKVI_ALIGNED uint8_t buffer[TKVI_OFFLOAD_ROOM];
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_layout *c = &kv->tables.layout[b->layout];
+    const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int head, part;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-        for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
-            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->layout, mark, head, part);
-            memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
-            tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
-            if (s->write(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
+        for (part = 0; part < tkvi_n_pieces(&layout->record[head]); part++) {
+            const tkvi_piece piece = tkvi_describe_piece(kv, id, what, b->layout, mark, head, part);
+            memcpy(buffer, tkvi_block_bytes(&kv->pool, b) + piece.from, piece.bytes);
+            tkvi_store64(buffer + piece.bytes, tkvi_xxh64(piece.seed, buffer, piece.bytes));
+            if (store->write(store->user, piece.key, piece.at, buffer, piece.bytes + TKVI_OFFLOAD_CHECKSUM) ==
+                0)
+                continue;
             tkvi_erase_key(&kv->pool, id, what);
             kv->n_unwritten++;
             return 0;
@@ -19661,27 +19696,28 @@ static int tkvi_can_store(const tkv_cache *kv) {
     return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->store_failed;
 }
 
-/* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
- * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.tiers.hot_tokens counts as
- * it was given. Its special values (0, TKV_OFF, TKV_UNLIMITED) set no age. */
-static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
+/* 1 if blocks that end before position `end` are old enough to be offloaded. At least the hot tokens of the tier spec
+ * must follow them, and the last append must not have added to them. If the tier spec keeps all tokens hot,
+ * cfg.tiers.hot_tokens counts as it was given. Its special values (0, TKV_OFF, TKV_UNLIMITED) set no age. */
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.tiers.hot_tokens;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
-    return end <= list->chunk_start && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    int hot_tokens = spec->hot != TKVI_FOREVER ? spec->hot : kv->tables.cfg.tiers.hot_tokens;
+    if (hot_tokens == TKVI_FOREVER) hot_tokens = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
+    return end <= list->chunk_start &&
+           (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot_tokens;
 }
 
-/* 1 if block i of a list may be offloaded by rule r: it is old and has one holder. Sinks and the last two blocks
- * stay. From the last two blocks attention takes its reference key. */
-static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r) {
+/* 1 if block i of a list may be offloaded: it is old, and only this list holds it. Sinks stay in RAM. So do the last
+ * two blocks, because attention takes its reference key from them. */
+static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
-    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
 }
 
-/* Index of the block of a list to offload next, the oldest that may be; -1: none. Also moves list->out on. */
-static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
+/* Index of the oldest block of a list that may be offloaded; -1: none. Also updates list->n_offloaded. */
+static int tkvi_find_offloadable(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->n_offloaded;
@@ -19692,10 +19728,10 @@ static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
-/* Offloads the block that tkvi_next_to_offload finds. 0: there is none, or the store failed and the block stays in
+/* Offloads the block that tkvi_find_offloadable finds. 0: there is none, or the store failed and the block stays in
  * RAM. */
 static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
-    const int i = tkvi_next_to_offload(kv, seq, layer);
+    const int i = tkvi_find_offloadable(kv, seq, layer);
     uint32_t id, page;
     tkvi_block *b;
     int slot;
@@ -19712,57 +19748,59 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
     kv->n_offloaded++;
-    tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
+    tkvi_record_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     tkvi_emit_offloaded(kv, seq, layer, i);
     return 1;
 }
 
 /* >>reading */
-/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `room`. *bytes points to it
- * until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
+/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `buffer`. *bytes points to
+ * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
  * TKV_ERR_DATA (wrong checksum). */
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
-                                                int head, tkv_side side, tkvi_fetch_buffer *room,
+                                                int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
-    const tkvi_record *r = &kv->tables.layout[layout].record[head];
-    const int part = side == TKV_V && tkvi_pieces(r) == 2;
-    const tkvi_piece p = tkvi_piece_of(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
+    const tkvi_record *record = &kv->tables.layout[layout].record[head];
+    const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
+    const tkvi_piece piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
-    *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
-    if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
-    room->key = TKVI_NIL;
-    if (s->read(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
-    if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
-    room->key = p.key;
-    room->head = head;
-    room->part = part;
+    *bytes = buffer->bytes + (side == TKV_V && !part ? record->v_at : 0);
+    if (buffer->key == piece.key && buffer->head == head && buffer->part == part) return TKV_OK;
+    buffer->key = TKVI_NIL;
+    if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
+        return TKV_ERR_IO;
+    if (tkvi_load64(buffer->bytes + piece.bytes) != tkvi_xxh64(piece.seed, buffer->bytes, piece.bytes))
+        return TKV_ERR_DATA;
+    buffer->key = piece.key;
+    buffer->head = head;
+    buffer->part = part;
     return TKV_OK;
 }
 
-/* One side of a head's record: in its slot, or read into `room` if the block is offloaded. *bytes is valid until
- * the next call with this buffer. Errors: those of tkvi_read_piece. */
-static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
-                                  tkvi_fetch_buffer *room, const uint8_t **bytes) {
+/* Gets one side of a head's record: in its slot, or read into `buffer` if the block is offloaded. *bytes is valid
+ * until the next call with this buffer. Errors: those of tkvi_read_piece. */
+static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
+                                      tkvi_fetch_buffer *buffer, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
-    if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, room, bytes);
-    *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
+    const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
+    if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, buffer, bytes);
+    *bytes = tkvi_block_bytes(&kv->pool, b) + record->at + (side == TKV_K ? 0 : record->v_at);
     return TKV_OK;
 }
 
 /* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    if (s->prefetch) {
-        const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
-        s->prefetch(s->user, tkvi_store_key(id, TKVI_ITSELF),
-                    r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
-                    r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
+    if (store->prefetch) {
+        const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
+        store->prefetch(store->user, tkvi_store_key(id, TKVI_ITSELF),
+                        record->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
+                        record->v_at + record->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }
 }
 
@@ -19793,11 +19831,11 @@ static int tkvi_needs_recompute(const tkv_cache *kv, const tkvi_list *list, cons
 static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, lacks = 0;
-    for (i = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && i < list->n && !lacks; i++)
-        lacks = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
+    int i, found = 0;
+    for (i = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && i < list->n && !found; i++)
+        found = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
-    return lacks;
+    return found;
 }
 
 /* 1 if queries that see the positions from `oldest` on need a discarded block. The last two blocks always count,
@@ -19810,17 +19848,17 @@ static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t 
     return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
-/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its rules decide
- * which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
+/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
+ * decide which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
-        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, r);) i++;
+        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, spec);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
     }
     return to;
@@ -20052,8 +20090,9 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
 #endif /* TKVI_RECLAIM_ANCHORS_H */
 /* ======== reclaim/age.h ======== */
 /*
- * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also finds the blocks that are
- * due by age. Both work for real or as a dry run (tkvi_peak), which only counts slots.
+ * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also
+ * finds the blocks that are old enough, and expires blocks that left every window. Each change can be played as a
+ * dry run, which only counts slots (tkvi_peak).
  *
  *     blocks of a list     [sinks] [archive ...............] [warm ..........] [hot ...........]
  *     age in tokens         exact   >= hot_tokens +           >= hot_tokens     below hot_tokens
@@ -20061,18 +20100,18 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
  *
  * The age of a block is the number of tokens after it. Ageing runs at the start of an append or of a step, before
  * new tokens are stored, and in tkv_seq_flush. So the tokens of a chunk are still exact when the chunk is attended
- * to. Ageing recodes whole blocks; only a flush may include the unfinished one.
+ * to. Ageing recodes full blocks. Only a flush may recode a last block that is not full.
  */
 #ifndef TKVI_RECLAIM_AGE_H
 #define TKVI_RECLAIM_AGE_H
 
 
-/* Tier by age of a block that ends before position `end`, in a list of `len` tokens. hot: age at which it leaves
- * hot. */
-static tkv_tier tkvi_tier_due(const tkvi_tier_spec *r, int hot, int end, int len) {
+/* The tier that age gives to a block. end: first position after the block. len: tokens of the list. hot_age: age at
+ * which a block leaves the hot tier. */
+static tkv_tier tkvi_tier_by_age(const tkvi_tier_spec *spec, int hot_age, int end, int len) {
     int64_t age = (int64_t)len - end;
-    if (age < hot) return TKV_TIER_HOT;
-    return age < (int64_t)hot + r->warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
+    if (age < hot_age) return TKV_TIER_HOT;
+    return age < (int64_t)hot_age + spec->warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
 }
 
 /* With a budget blocks are recoded when bytes are needed (reclaim/budget.h), without one when they are old. */
@@ -20091,23 +20130,23 @@ static int tkvi_is_smaller(const tkv_cache *kv, int from, int to) {
 typedef struct tkvi_recoding {
     tkv_cache *kv;
     const tkvi_layout *from, *to;
-    int layer, start; /* start: first position of the block */
-    uint64_t there;   /* live_mask: tokens that are recoded; the others are left out */
+    int layer, start;   /* start: first position of the block */
+    uint64_t live_mask; /* slots that are recoded; all other slots are left out */
 } tkvi_recoding;
 
-/* Decodes keys or values of the tokens in the mask `there` into consecutive rows of `out`. stride: floats per row.
- * Returns the number of rows. */
-static int tkvi_values_of(const tkvi_side *side, const tkvi_simd_ops *help, const uint8_t *bytes,
-                          uint64_t there, float *out, size_t stride) {
-    int t = 0, n = 0;
-    while (t < TKVI_BLOCK && there >> t) {
+/* Decodes K or V of the slots in live_mask into consecutive rows of `out`. stride: floats per row. Returns the
+ * number of rows. */
+static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_ops, const uint8_t *bytes,
+                              uint64_t live_mask, float *out, size_t stride) {
+    int slot = 0, n_rows = 0;
+    while (slot < TKVI_BLOCK && live_mask >> slot) {
         int run = 0;
-        while (t + run < TKVI_BLOCK && there >> (t + run) & 1) run++;
-        if (run) tkvi_values(side, help, bytes, t, run, out + (size_t)n * stride, stride);
-        n += run;
-        t += tkvi_max(run, 1);
+        while (slot + run < TKVI_BLOCK && live_mask >> (slot + run) & 1) run++;
+        if (run) tkvi_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
+        n_rows += run;
+        slot += tkvi_max(run, 1);
     }
-    return n;
+    return n_rows;
 }
 
 /* Encodes the n tokens decoded in kv->recode (rows of K, then rows of V) as record r of one head, at dst. start:
@@ -20117,53 +20156,53 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     const tkv_config *cfg = &kv->tables.cfg;
     const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
-    to_k.feedback = tkvi_feedback_of(kv, layer, head);
+    to_k.feedback = tkvi_squat_factors_of(kv, layer, head);
     to_k.start = start;
     tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
     tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
 }
 
-/* Recodes all heads of a block from slot src to slot dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
-static void tkvi_recode(void *ctx, const uint8_t *src, uint8_t *dst) {
+/* Recodes all heads of a block from the bytes src to the bytes dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
+static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
-    const tkvi_simd_ops *help = r->kv->kernels->simd_ops;
+    const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
     float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
-    int h, n;
-    for (h = 0; h < cfg->model.n_kv_heads; h++) {
-        const tkvi_record *a = &r->from->record[h], *b = &r->to->record[h];
-        n = tkvi_values_of(&a->k, help, src + a->at, r->there, k, dk);
-        (void)tkvi_values_of(&a->v, help, src + a->at + a->v_at, r->there, v, dv);
-        tkvi_encode_record(r->kv, r->layer, h, b, r->start, n, dst + b->at);
+    int head, n_tokens;
+    for (head = 0; head < cfg->model.n_kv_heads; head++) {
+        const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
+        n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
+        (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask, v, dv);
+        tkvi_encode_record(r->kv, r->layer, head, to, r->start, n_tokens, dst + to->at);
     }
 }
 
 /* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
 static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
-    const tkvi_layout *c = &kv->tables.layout[b->layout];
+    const tkvi_layout *from = &kv->tables.layout[b->layout];
     int i;
     if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_layout(kv, layer, b->layout))
         return;
     for (i = 0; i < kv->meter->n; i++) {
-        tkvi_head_probe *g = &kv->meter->head_probe[i];
-        if (g->layer == layer)
-            tkvi_head_probe_keep(kv->meter, g, b->start, tkvi_list_of(kv, seq, layer)->expired,
-                                 tkvi_block_bytes(&kv->pool, b) + c->record[g->head].at,
-                                 c->record[g->head].k.bytes + c->record[g->head].v.bytes);
+        tkvi_head_probe *probe = &kv->meter->head_probe[i];
+        if (probe->layer == layer)
+            tkvi_head_probe_keep(kv->meter, probe, b->start, tkvi_list_of(kv, seq, layer)->expired,
+                                 tkvi_block_bytes(&kv->pool, b) + from->record[probe->head].at,
+                                 from->record[probe->head].k.bytes + from->record[probe->head].v.bytes);
     }
 }
 
-/* Recodes block i of a list to `layout`. If tokens were evicted, the others move together where the format allows
- * it. dry_run not NULL: only counts the slots that this takes and gives. */
-static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int layout, tkvi_peak *dry_run) {
+/* Recodes block i of a list to `layout`. If tokens were evicted, the other tokens move to the first slots, unless
+ * the format fixes slots. dry_run not NULL: only counts the slots that this takes and gives back. */
+static void tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout, tkvi_peak *dry_run) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
-    int packs;
-    uint16_t previous_coding;
+    int is_packed;
+    uint16_t previous_layout;
     tkvi_recoding r;
-    if (tkvi_is_offloaded(b)) return; /* offloaded blocks keep their format */
+    if (tkvi_is_offloaded(b)) return; /* its bytes are not in RAM */
     if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return; /* same format */
     /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
     if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return;
@@ -20174,106 +20213,111 @@ static void tkvi_demote(tkv_cache *kv, int seq, int layer, int i, int layout, tk
     }
     tkvi_copy_for_meter(kv, seq, layer, b);
     kv->demoted++;
-    previous_coding = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
+    previous_layout = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
     r.kv = kv;
     r.from = &kv->tables.layout[b->layout];
     r.to = &kv->tables.layout[layout];
     r.layer = layer;
     r.start = b->start;
     tkvi_choose_anchors(kv, seq, layer, i);
-    r.there = tkvi_used_mask(kv, list, ids, i);
-    packs = TKVI_HAS_EVICT && (b->evicted_mask & ~r.there) && r.there && !tkvi_has_fixed_slots(kv);
-    if (packs) {
+    r.live_mask = tkvi_used_mask(kv, list, ids, i);
+    is_packed =
+        TKVI_HAS_EVICT && (b->evicted_mask & ~r.live_mask) && r.live_mask && !tkvi_has_fixed_slots(kv);
+    if (is_packed) {
         tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.there |= b->evicted_mask; /* no token changes its slot */
+        r.live_mask |= b->evicted_mask; /* no token changes its slot */
         tkvi_store_exact_copy(kv, layer, id);
     }
     if (b->refs > 1) { /* the other holders keep the old block */
         ids[i] = tkvi_new_block(&kv->pool, layout, b->start);
         b = &kv->pool.block[id];
-        tkvi_recode(&r, tkvi_block_bytes(&kv->pool, b), tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
+        tkvi_recode_heads(&r, tkvi_block_bytes(&kv->pool, b),
+                          tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
         if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
         kv->pool.block[ids[i]].evicted_mask = b->evicted_mask;
         kv->pool.block[ids[i]].n_packed = b->n_packed;
         tkvi_release_block(&kv->pool, id);
     } else {
-        tkvi_recode_block(&kv->pool, id, layout, tkvi_recode, &r);
+        tkvi_recode_block(&kv->pool, id, layout, tkvi_recode_heads, &r);
     }
     b = &kv->pool.block[ids[i]];
-    tkvi_note_move(kv, ids[i], list->len);
-    b->previous_layout = previous_coding;
-    if (packs) {
-        b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.there, b->start);
+    tkvi_record_move(kv, ids[i], list->len);
+    b->previous_layout = previous_layout;
+    if (is_packed) {
+        b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.live_mask, b->start);
         b->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     }
 }
 
-/* >>dry run. It starts with the slots in use and the reserved ones. */
+/* >>dry run */
+/* Begins a dry run. It starts from the slots in use and the reserved slots. */
 static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
-    tkvi_peak k;
+    tkvi_peak dry_run;
     int c;
-    memset(&k, 0, sizeof k);
-    k.tables = &kv->tables;
-    k.live = kv->peak_live;
+    memset(&dry_run, 0, sizeof dry_run);
+    dry_run.tables = &kv->tables;
+    dry_run.live = kv->peak_live;
     for (c = 0; c < kv->tables.n_classes; c++)
-        k.live[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c];
-    k.outside = kv->pool.n_offloaded;
-    tkvi_peak_note(&k);
-    return k;
+        dry_run.live[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c];
+    dry_run.n_offloaded = kv->pool.n_offloaded;
+    tkvi_peak_note(&dry_run);
+    return dry_run;
 }
 
-/* Does what is due by age in one layer of a sequence. Blocks that left every window expire (after the margin of
- * tkvi_expiry_margin). Warm blocks go to the archive, hot blocks to warm or archive. hot: age at which blocks leave
- * the hot tier: that of the plan, 0 to flush, or TKVI_FOREVER to do the windows only. partial: 1 recodes the
- * unfinished block, too. dry_run not NULL: only counts. */
-static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tkvi_peak *dry_run) {
+/* Ages one list. Blocks that left every window expire, after the margin of tkvi_expiry_margin. Warm blocks go to the
+ * archive, hot blocks to warm or archive. hot_age: age at which blocks leave the hot tier. It is that of the plan, 0
+ * for a flush, or TKVI_FOREVER to expire blocks only. partial_too: 1 also recodes a last block that is not full.
+ * dry_run not NULL: only counts slots. */
+static void tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too,
+                          tkvi_peak *dry_run) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, gone = 0, len = now.len;
-    while (p->kept_window && gone + 1 < now.n &&
-           (int64_t)tkvi_block_end(kv, &now, ids, gone) + p->kept_window + tkvi_expiry_margin(p) <= len) {
-        const tkvi_block *b = &kv->pool.block[ids[gone]];
+    int i, n_expired = 0, len = now.len;
+    while (p->kept_window && n_expired + 1 < now.n &&
+           (int64_t)tkvi_block_end(kv, &now, ids, n_expired) + p->kept_window + tkvi_expiry_margin(p) <=
+               len) {
+        const tkvi_block *b = &kv->pool.block[ids[n_expired]];
         if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->layout);
-        if (!dry_run) tkvi_release_block(&kv->pool, ids[gone]);
-        gone++;
+        if (!dry_run) tkvi_release_block(&kv->pool, ids[n_expired]);
+        n_expired++;
     }
-    if (gone) { /* In a dry run `now` is a copy of the list, and the block numbers stay in place. */
-        int left = gone, tier, *of_tier[3];
-        now.n_recoded = tkvi_max(0, now.n_recoded - (gone - now.sinks)); /* sinks expire first */
-        now.n_tightest = tkvi_max(0, now.n_tightest - (gone - now.sinks));
-        now.n_offloaded = tkvi_max(0, now.n_offloaded - (gone - now.sinks));
+    if (n_expired) { /* A dry run changes only `now`, a copy of the list. The block numbers stay in place. */
+        int left = n_expired, tier, *of_tier[3];
+        now.n_recoded = tkvi_max(0, now.n_recoded - (n_expired - now.sinks)); /* sinks expire first */
+        now.n_tightest = tkvi_max(0, now.n_tightest - (n_expired - now.sinks));
+        now.n_offloaded = tkvi_max(0, now.n_offloaded - (n_expired - now.sinks));
         of_tier[0] = &now.sinks;
         of_tier[1] = &now.archive;
         of_tier[2] = &now.warm;
-        now.expired = tkvi_block_start(kv, ids, gone);
+        now.expired = tkvi_block_start(kv, ids, n_expired);
         for (tier = 0; tier < 3; tier++) {
-            int take = tkvi_min(left, *of_tier[tier]);
-            *of_tier[tier] -= take;
-            left -= take;
+            int n_taken = tkvi_min(left, *of_tier[tier]);
+            *of_tier[tier] -= n_taken;
+            left -= n_taken;
         }
-        now.n -= gone;
+        now.n -= n_expired;
         if (dry_run) {
-            ids += gone;
+            ids += n_expired;
         } else {
-            memmove(ids, ids + gone, (size_t)now.n * sizeof *ids);
+            memmove(ids, ids + n_expired, (size_t)now.n * sizeof *ids);
             *list = now;
         }
     }
     for (i = now.sinks + now.archive; i < now.n; i++) {
         int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
-        int whole = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
-        tkv_tier due = tkvi_tier_due(&p->now, hot, end, len);
+        int is_full = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+        tkv_tier due = tkvi_tier_by_age(&p->now, hot_age, end, len);
         while (tkvi_must_wait_for_table(kv, layer, due))
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
-        if (due == TKV_TIER_HOT || (!whole && !partial)) break;
+        if (due == TKV_TIER_HOT || (!is_full && !partial_too)) break;
         if (is_warm && due == TKV_TIER_WARM) {
             i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
             continue;
         }
-        tkvi_demote(kv, seq, layer, i + (dry_run ? gone : 0), tkvi_layout_of(&kv->tables, layer, due),
-                    dry_run);
+        tkvi_demote_block(kv, seq, layer, i + (dry_run ? n_expired : 0),
+                          tkvi_layout_of(&kv->tables, layer, due), dry_run);
         if (is_warm) now.warm--;
         if (due == TKV_TIER_ARCHIVE) now.archive++;
         else now.warm++;
@@ -20289,12 +20333,12 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
  * whose remaining tokens fit into one block are merged.
  *
  *     blocks     [a b c d] [e f g h] [i j k l]        the policy evicts b c e f g j
- *     gone        . x x .   x x x .   . x . .
+ *     evicted     . x x .   x x x .   . x . .
  *     merged     [a d h -]           [i . k l]        both blocks are decoded and encoded as one
  *
- * Tokens keep their positions: a packed block lists them (tkvi_token_meta.where). An empty block is freed, and the
- * block before it then covers its positions. The last block is neither freed nor merged, nor are blocks with
- * several holders. Eviction needs no memory except kv->choice, which grows with the lists.
+ * Tokens keep their positions: a packed block lists them (tkvi_token_meta.positions). An empty block is freed, and
+ * the block before it then covers its positions. The last block is neither freed nor merged. Nor is a block that
+ * several lists hold. Eviction needs no memory except kv->choice_space, which grows with the lists.
  */
 #ifndef TKVI_RECLAIM_EVICT_TOKENS_H
 #define TKVI_RECLAIM_EVICT_TOKENS_H
@@ -20302,9 +20346,9 @@ static void tkvi_age(tkv_cache *kv, int seq, int layer, int hot, int partial, tk
 
 /* >>counts and masks */
 /* Number of bits that are set. */
-static int tkvi_bits_in(uint64_t x) {
+static int tkvi_n_bits(uint64_t mask) {
     int n = 0;
-    for (; x; x &= x - 1) n++;
+    for (; mask; mask &= mask - 1) n++;
     return n;
 }
 
@@ -20313,49 +20357,52 @@ static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, co
 }
 
 /* Number of live tokens of a list. */
-static int tkvi_count(const tkv_cache *kv, int seq, int layer) {
+static int tkvi_n_live(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
         n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask
-                 ? tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i))
+                 ? tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i))
                  : tkvi_block_tokens(kv, list, ids, i);
     return n;
 }
 
 /* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
  * block may hold any position. */
-static int tkvi_first_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+static int tkvi_first_block_to_search(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                                      int position) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors
                ? 0
                : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
 /* Mask of the pinned tokens of a block, without temporary pins that have ended. */
-static uint64_t tkvi_pinned_in(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
+static uint64_t tkvi_pinned_mask_of(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
     const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
     return token_meta->pinned_mask |
            (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
-/* Mask of the live tokens of block i from which a policy may choose, without anchors. */
+/* Mask of the live tokens of block i that a policy may choose. Anchors in the sinks' block are not among them. */
 static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
                                     int layer, int i) {
-    const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
-    return i < list->sinks ? there & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink) : there;
+    const uint64_t live_mask = tkvi_live_mask_in(kv, list, ids, i);
+    return i < list->sinks ? live_mask & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink)
+                           : live_mask;
 }
 
 /* Number of live tokens at the positions start .. start + n - 1. */
-static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start, int n) {
+static int tkvi_n_live_between(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int start,
+                               int n) {
     int i, t, found = 0;
-    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
-        const uint64_t there = tkvi_live_mask_in(kv, list, ids, i);
+    for (i = tkvi_first_block_to_search(kv, list, ids, start); i < list->n; i++) {
+        const uint64_t live_mask = tkvi_live_mask_in(kv, list, ids, i);
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (there >> t & 1) {
-                const int at = tkvi_slot_position(kv, ids[i], t);
-                found += at >= start && at < start + n;
+            if (live_mask >> t & 1) {
+                const int position = tkvi_slot_position(kv, ids[i], t);
+                found += position >= start && position < start + n;
             }
     }
     return found;
@@ -20363,131 +20410,135 @@ static int tkvi_count_in(const tkv_cache *kv, const tkvi_list *list, const uint3
 
 /* >>freeing and merging blocks */
 /* Removes the quality meter's copies of the block that begins at `start`. */
-static void tkvi_forget_copies(tkv_cache *kv, int seq, int layer, int start) {
-    int i, a;
+static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
+    int i, copy;
     if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
     for (i = 0; i < kv->meter->n; i++) {
-        tkvi_head_probe *g = &kv->meter->head_probe[i];
-        for (a = 0; a < g->n && g->layer == layer; a++)
-            if (g->start[a] == start) tkvi_head_probe_drop(g, a);
+        tkvi_head_probe *probe = &kv->meter->head_probe[i];
+        for (copy = 0; copy < probe->n && probe->layer == layer; copy++)
+            if (probe->start[copy] == start) tkvi_head_probe_drop(probe, copy);
     }
 }
 
-/* Removes block i from its list and releases it. The counts of the list follow. */
-static void tkvi_unlist(tkv_cache *kv, int seq, int layer, int i) {
+/* Removes block i from its list, updates the counts of the list, and releases the block. */
+static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int coded = i - list->sinks;
-    tkvi_forget_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
+    const int after_sinks = i - list->sinks;
+    tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
     tkvi_release_block(&kv->pool, ids[i]);
-    if (coded < 0) list->sinks--;
-    else if (coded < list->archive) list->archive--;
-    else if (coded < list->archive + list->warm) list->warm--;
-    if (coded >= 0 && coded < list->n_recoded) list->n_recoded--;
-    if (coded >= 0 && coded < list->n_tightest) list->n_tightest--;
-    if (coded >= 0 && coded < list->n_offloaded) list->n_offloaded--;
+    if (after_sinks < 0) list->sinks--;
+    else if (after_sinks < list->archive) list->archive--;
+    else if (after_sinks < list->archive + list->warm) list->warm--;
+    if (after_sinks >= 0 && after_sinks < list->n_recoded) list->n_recoded--;
+    if (after_sinks >= 0 && after_sinks < list->n_tightest) list->n_tightest--;
+    if (after_sinks >= 0 && after_sinks < list->n_offloaded) list->n_offloaded--;
     list->n--;
     memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
 }
 
-/* Frees block i, which has no tokens left. 0: it must stay, because the block before it has other holders. That
- * block would have to list its positions. */
+/* Frees block i, which has no tokens left. The block before it must then list its positions. 0: block i stays,
+ * because other lists hold the block before it, so that one cannot be changed. */
 static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (i > 0 && kv->pool.block[ids[i - 1]].refs > 1) return 0;
     if (i > 0) tkvi_list_positions(kv, list, ids, i - 1);
-    tkvi_unlist(kv, seq, layer, i);
+    tkvi_unlist_block(kv, seq, layer, i);
     return 1;
 }
 
-/* Number of tokens of block i + 1 that may move to block i; 0: none. If all of them fit, all may. If not, as many
- * as fit may, provided that bytes are very short (press) or that this loses nothing. It loses nothing if the blocks
- * are exact, have no copy in the store, and a quarter of block i is free. Both blocks need the same tier and
- * format. The last block takes no part. Positions in a packed block span at most 65536 (16 bits). */
-static int tkvi_may_join(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
-                         int press) {
+/* Number of tokens of block i + 1 that may move to block i; 0: none. Both blocks need the same tier and format, and
+ * the last block takes no part. A packed block spans at most 65536 positions (16 bits).
+ *
+ * If all tokens of block i + 1 fit, all may move. Otherwise both blocks are encoded again, and no block is freed. So
+ * a part of the tokens moves only if `fill` is 1, or if that loses nothing and a quarter of block i is free. It
+ * loses nothing if the blocks are exact and have no copy in the store. */
+static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
+                           int fill) {
     const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
     const int key = kv->tables.layout[a->layout].key;
-    int room, n;
+    int n_free, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || key != kv->tables.layout[b->layout].key || tkvi_has_fixed_slots(kv))
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
-    room = TKVI_BLOCK - tkvi_bits_in(tkvi_used_mask(kv, list, ids, i));
-    n = tkvi_bits_in(tkvi_used_mask(kv, list, ids, i + 1));
-    if (n <= room) return n;
+    n_free = TKVI_BLOCK - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
+    n = tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1));
+    if (n <= n_free) return n;
     if (kv->pool.token_meta[ids[i]].anchored_mask | kv->pool.token_meta[ids[i + 1]].anchored_mask) return 0;
-    if (press) return room;
+    if (fill) return n_free;
     if (!tkvi_is_hot_layout(kv, layer, a->layout) || a->copy_layout || b->copy_layout) return 0;
-    return room >= TKVI_BLOCK / 4 ? room : 0;
+    return n_free >= TKVI_BLOCK / 4 ? n_free : 0;
 }
 
-/* The lowest n of the set bits. */
-static uint64_t tkvi_first_bits(uint64_t bits, int n) {
-    uint64_t rest = bits;
-    while (n-- > 0) rest &= rest - 1;
-    return bits & ~rest;
+/* Mask of the lowest n bits that are set. */
+static uint64_t tkvi_first_bits(uint64_t mask, int n) {
+    uint64_t others = mask;
+    while (n-- > 0) others &= others - 1;
+    return mask & ~others;
 }
 
 /* Moves the start of block i to its first token that is not evicted. */
-static void tkvi_begin_later(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     tkvi_block *b = &kv->pool.block[ids[i]];
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
-    int t, by = 0;
+    int t, shift = 0;
     tkvi_list_positions(kv, list, ids, i);
     for (t = b->n_packed; t-- > 0;)
-        if (!(b->evicted_mask >> t & 1)) by = token_meta->positions[t];
+        if (!(b->evicted_mask >> t & 1)) shift = token_meta->positions[t];
     for (t = 0; t < b->n_packed; t++)
         token_meta->positions[t] =
-            (uint16_t)(token_meta->positions[t] > by ? token_meta->positions[t] - by : 0);
-    b->start += by;
+            (uint16_t)(token_meta->positions[t] > shift ? token_meta->positions[t] - shift : 0);
+    b->start += shift;
 }
 
-/* Moves the first `count` tokens that block i + 1 still holds to block i. If block i + 1 is empty then, it is
- * freed. */
-static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int count) {
+/* Moves the first n_moved used slots of block i + 1 (b) to block i (a). If b is empty then, it is freed. */
+static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_moved) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
-    const tkvi_simd_ops *help = kv->kernels->simd_ops;
+    const tkvi_simd_ops *simd_ops = kv->kernels->simd_ops;
     tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
-    const uint64_t here = tkvi_used_mask(kv, list, ids, i), left = tkvi_used_mask(kv, list, ids, i + 1);
-    const uint64_t there = tkvi_first_bits(left, count);
+    const uint64_t used_a = tkvi_used_mask(kv, list, ids, i), used_b = tkvi_used_mask(kv, list, ids, i + 1);
+    const uint64_t moved_mask = tkvi_first_bits(used_b, n_moved);
     const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
     float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
-    uint8_t *to = tkvi_block_bytes(&kv->pool, a);
-    const uint8_t *from = tkvi_block_bytes(&kv->pool, b);
-    int h;
-    for (h = 0; h < cfg->model.n_kv_heads; h++) {
-        const tkvi_record *r = &kv->tables.layout[a->layout].record[h];
-        const tkvi_record *s = &kv->tables.layout[b->layout].record[h];
-        int n = tkvi_values_of(&r->k, help, to + r->at, here, k, dk);
-        (void)tkvi_values_of(&r->v, help, to + r->at + r->v_at, here, v, dv);
-        (void)tkvi_values_of(&s->k, help, from + s->at, there, k + (size_t)n * dk, dk);
-        n += tkvi_values_of(&s->v, help, from + s->at + s->v_at, there, v + (size_t)n * dv, dv);
-        tkvi_encode_record(kv, layer, h, r, a->start, n, to + r->at);
+    uint8_t *bytes_a = tkvi_block_bytes(&kv->pool, a);
+    const uint8_t *bytes_b = tkvi_block_bytes(&kv->pool, b);
+    int head;
+    for (head = 0; head < cfg->model.n_kv_heads; head++) {
+        const tkvi_record *record_a = &kv->tables.layout[a->layout].record[head];
+        const tkvi_record *record_b = &kv->tables.layout[b->layout].record[head];
+        int n = tkvi_decode_tokens(&record_a->k, simd_ops, bytes_a + record_a->at, used_a, k, dk);
+        (void)tkvi_decode_tokens(&record_a->v, simd_ops, bytes_a + record_a->at + record_a->v_at, used_a, v,
+                                 dv);
+        (void)tkvi_decode_tokens(&record_b->k, simd_ops, bytes_b + record_b->at, moved_mask,
+                                 k + (size_t)n * dk, dk);
+        n += tkvi_decode_tokens(&record_b->v, simd_ops, bytes_b + record_b->at + record_b->v_at, moved_mask,
+                                v + (size_t)n * dv, dv);
+        tkvi_encode_record(kv, layer, head, record_a, a->start, n, bytes_a + record_a->at);
     }
     tkvi_align_steps(kv, ids[i], ids[i + 1]);
-    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], here, a->start);
-    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->n_packed, ids[i + 1], there, a->start);
+    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, a->start);
+    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->n_packed, ids[i + 1], moved_mask, a->start);
     a->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
-    tkvi_forget_copies(kv, seq, layer, a->start);
+    tkvi_forget_meter_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
     kv->merged++;
-    if (there == left) {
-        tkvi_unlist(kv, seq, layer, i + 1);
+    if (moved_mask == used_b) {
+        tkvi_unlist_block(kv, seq, layer, i + 1);
         return;
     }
-    b->evicted_mask |= there;
-    tkvi_forget_copies(kv, seq, layer, b->start); /* the block begins later now, and has other tokens */
+    b->evicted_mask |= moved_mask;
+    tkvi_forget_meter_copies(kv, seq, layer, b->start); /* the block begins later now, and has other tokens */
     tkvi_forget_copy(&kv->pool, ids[i + 1]);
-    tkvi_begin_later(kv, list, ids, i + 1);
+    tkvi_advance_start(kv, list, ids, i + 1);
 }
 
-/* After an eviction: frees empty blocks and merges neighbours. press: as in tkvi_may_join. */
-static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
+/* After an eviction: frees empty blocks and merges neighbours. fill: as in tkvi_n_joinable. */
+static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
@@ -20496,21 +20547,21 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int press) {
             tkvi_free_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && (n = tkvi_may_join(kv, layer, list, ids, i, press)) > 0)
+        while (i + 1 < list->n && (n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
-/* >>the choice of victims. Arrays over the tokens of a list that a policy may choose, oldest first, in
- * kv->choice. */
+/* >>the choice of victims */
+/* Arrays over the tokens of a list that a policy may choose, oldest first. They lie in kv->choice_space. */
 typedef struct tkvi_choice {
     uint64_t *pinned, *victims; /* bit masks over the tokens */
     int *position;
-    float *value, *score; /* value: what the policy needs to see; score: its result, low ones are evicted */
+    float *value, *score; /* value: input of the policy; score: its result, the lowest are evicted */
     signed char *priority;
     int n; /* tokens */
 } tkvi_choice;
 
-static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
+static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
     const size_t blocks = kv->choice_cap, tokens = blocks * TKVI_BLOCK;
     tkvi_choice c;
     c.pinned = (uint64_t *)(void *)kv->choice_space;
@@ -20523,48 +20574,48 @@ static tkvi_choice tkvi_choice_of(const tkv_cache *kv) {
     return c;
 }
 
-/* Decodes the keys of the tokens in the mask `there` of a block, for one head. Keys of an offloaded block that
- * cannot be read are zeros: nothing is known of them. */
-static void tkvi_keys_of(const tkv_cache *kv, uint32_t id, int head, uint64_t there, float *out) {
+/* Decodes the keys of the slots in `mask` of a block, for one head. If the block is offloaded and cannot be read,
+ * its keys count as zeros. */
+static void tkvi_decode_keys(const tkv_cache *kv, uint32_t id, int head, uint64_t mask, float *out) {
     const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
     const tkvi_record *r = &kv->tables.layout[kv->pool.block[id].layout].record[head];
     const uint8_t *bytes;
-    tkvi_fetch_buffer room;
-    room.key = TKVI_NIL;
-    if (tkvi_side_bytes(kv, id, head, TKV_K, &room, &bytes))
-        memset(out, 0, (size_t)tkvi_bits_in(there) * dim * sizeof *out);
-    else (void)tkvi_values_of(&r->k, kv->kernels->simd_ops, bytes, there, out, dim);
+    tkvi_fetch_buffer buffer;
+    buffer.key = TKVI_NIL;
+    if (tkvi_get_side_bytes(kv, id, head, TKV_K, &buffer, &bytes))
+        memset(out, 0, (size_t)tkvi_n_bits(mask) * dim * sizeof *out);
+    else (void)tkvi_decode_tokens(&r->k, kv->kernels->simd_ops, bytes, mask, out, dim);
 }
 
-/* Norms of the keys of the tokens in the mask `there` of a block, each the mean of the KV heads. */
-static void tkvi_block_norms(const tkv_cache *kv, uint32_t id, uint64_t there, float *out) {
+/* Norms of the keys of the slots in `mask` of a block. Each is the mean over the KV heads. */
+static void tkvi_compute_key_norms(const tkv_cache *kv, uint32_t id, uint64_t mask, float *out) {
     const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
-    int h, t, n = tkvi_bits_in(there);
+    int head, t, n = tkvi_n_bits(mask);
     memset(out, 0, (size_t)n * sizeof *out);
-    for (h = 0; h < heads; h++) {
-        tkvi_keys_of(kv, id, h, there, kv->recode);
+    for (head = 0; head < heads; head++) {
+        tkvi_decode_keys(kv, id, head, mask, kv->recode);
         for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->recode + t * dim, dim) / heads);
     }
 }
 
 /* KeyDiff scores of a layer's n keys, decoded block by block. The formula is that of tkvi_score_keydiff. */
-static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, int n) {
+static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float *out, int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
-    int h, i, t, pass, count, at;
+    int head, i, t, pass, count, first;
     memset(out, 0, (size_t)n * sizeof *out);
-    for (h = 0; h < heads; h++) {
+    for (head = 0; head < heads; head++) {
         double anchor[TKV_MAX_HEAD_DIM], length = 0.0;
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
-            for (i = 0, at = 0; i < list->n; i++, at += count) {
-                const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
-                count = tkvi_bits_in(there);
-                tkvi_keys_of(kv, ids[i], h, there, kv->recode);
+            for (i = 0, first = 0; i < list->n; i++, first += count) {
+                const uint64_t mask = tkvi_choosable_mask(kv, list, ids, layer, i);
+                count = tkvi_n_bits(mask);
+                tkvi_decode_keys(kv, ids[i], head, mask, kv->recode);
                 for (t = 0; t < count; t++)
                     if (pass)
-                        out[at + t] -=
+                        out[first + t] -=
                             tkvi_key_cosine(kv->recode + t * dim, anchor, length, dim) / (float)heads;
                     else tkvi_add_direction(kv->recode + t * dim, dim, anchor);
             }
@@ -20575,57 +20626,58 @@ static void tkvi_differing(const tkv_cache *kv, int seq, int layer, float *out, 
 
 /* Tokens that an eviction to free bytes spares, although the policy would evict them. */
 typedef struct tkvi_spared {
-    int outside; /* 1: spares offloaded and discarded tokens, as they take bytes only in the index */
-    const tkvi_tier_spec *rule; /* dry run: blocks that it may offload count as offloaded; NULL: none */
-    int vacant; /* dry run with a rule: blocks that end at or before this count as discarded */
+    int offloaded; /* 1: spares offloaded and discarded tokens, as they take bytes only in the index */
+    const tkvi_tier_spec *tier_spec; /* dry run: blocks that it lets offload count as offloaded; or NULL */
+    int discarded_to; /* dry run with a tier_spec: blocks that end at or before this count as discarded */
 } tkvi_spared;
 
 /* 1 if block i is offloaded or discarded, or counts as such in a dry run. */
-static int tkvi_has_no_slot(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *s) {
+static int tkvi_has_no_slot(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) return 1;
-    if (!s || !s->rule || i < list->sinks) return 0;
-    return tkvi_block_end(kv, list, ids, i) <= s->vacant ||
-           (tkvi_can_store(kv) && tkvi_can_offload(kv, seq, layer, i, s->rule));
+    if (!spared || !spared->tier_spec || i < list->sinks) return 0;
+    return tkvi_block_end(kv, list, ids, i) <= spared->discarded_to ||
+           (tkvi_can_store(kv) && tkvi_can_offload(kv, seq, layer, i, spared->tier_spec));
 }
 
-/* Builds the view of a layer's tokens for a policy. p: its pinned, priority and scores are indexed by position, or
- * NULL. needs: bits TKVI_NEEDS_. */
+/* Builds the view of a list's tokens for a policy, with its arrays in *c. p, or NULL: the caller's pins, priorities
+ * and scores, all by position. needs: bits TKVI_NEEDS_. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
                                       const tkvi_spared *spared, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
     int i, t, newest = tkvi_token_score_newest(kv, list, ids);
-    *c = tkvi_choice_of(kv);
+    *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const uint64_t pinned = tkvi_pinned_in(kv, list, ids[i]);
-        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int first = c->n,
-                  stays = spared && spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared);
-        float mass[TKVI_BLOCK];
+                  is_spared = spared && spared->offloaded && tkvi_has_no_slot(kv, seq, layer, i, spared);
+        float scores[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
-        tkvi_decay_to_now(kv, ids[i], list->len, newest, mass);
+        tkvi_decay_to_now(kv, ids[i], list->len, newest, scores);
         if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
-            tkvi_block_norms(kv, ids[i], there, c->value + c->n);
+            tkvi_compute_key_norms(kv, ids[i], choosable, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            int at;
-            if (!(there >> t & 1)) continue;
-            at = tkvi_slot_position(kv, ids[i], t);
-            c->position[c->n] = at;
+            int position;
+            if (!(choosable >> t & 1)) continue;
+            position = tkvi_slot_position(kv, ids[i], t);
+            c->position[c->n] = position;
             if (needs & TKVI_NEEDS_NORMS && tkvi_keeps_norms(kv))
                 c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].scores[t]);
-            if (!(needs & TKVI_NEEDS_NORMS)) c->value[c->n] = p && p->scores ? p->scores[at] : mass[t];
-            c->priority[c->n] = (signed char)(p && p->priorities ? p->priorities[at] : 0);
-            if (b->refs > 1 || stays || pinned >> t & 1 ||
-                (p && p->pinned_mask && tkvi_has(p->pinned_mask, at)))
+            if (!(needs & TKVI_NEEDS_NORMS))
+                c->value[c->n] = p && p->scores ? p->scores[position] : scores[t];
+            c->priority[c->n] = (signed char)(p && p->priorities ? p->priorities[position] : 0);
+            if (b->refs > 1 || is_spared || pinned >> t & 1 ||
+                (p && p->pinned_mask && tkvi_has(p->pinned_mask, position)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
-        if (needs & TKVI_NEEDS_USER_SCORES && !(p && p->scores)) /* importance as tkv_get_importance has it */
+        if (needs & TKVI_NEEDS_USER_SCORES && !(p && p->scores)) /* by tkv_get_importance */
             tkvi_importance_of_block(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
     memset(&v, 0, sizeof v);
@@ -20637,118 +20689,120 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     return v;
 }
 
-/* Number of tokens that a layer may keep, if layers keep `keep` on average. Some policies give each layer a budget
- * of its own. */
-static int tkvi_layer_keep(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg, int keep) {
-    int budget[TKVI_MAX_LAYERS], i, n = 0, mine = 0;
-    tkv_evict_budget b;
+/* Number of tokens that a layer may keep, if layers keep `keep` on average. Some policies (PyramidKV) give each
+ * layer its own number. */
+static int tkvi_n_kept_in_layer(const tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
+                                int keep) {
+    int budget[TKVI_MAX_LAYERS], i, n = 0, own = 0;
+    tkv_evict_budget split;
     if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM) return keep;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
-        if (i == layer) mine = n;
+        if (i == layer) own = n;
         n += kv->tables.plan[i].stored_layer == i;
     }
-    memset(&b, 0, sizeof b);
-    b.shape = tkvi_evict_row_of(cfg->policy)->shape;
-    b.n_layers = n;
-    b.total = (int64_t)n * keep;
-    b.n_tokens = tkvi_list_of(kv, seq, layer)->len;
-    b.window = cfg->recent_tokens;
-    return tkv_split_evict_budget(&b, budget) ? keep : budget[mine];
+    memset(&split, 0, sizeof split);
+    split.shape = tkvi_evict_row_of(cfg->policy)->shape;
+    split.n_layers = n;
+    split.total = (int64_t)n * keep;
+    split.n_tokens = tkvi_list_of(kv, seq, layer)->len;
+    split.window = cfg->recent_tokens;
+    return tkv_split_evict_budget(&split, budget) ? keep : budget[own];
 }
 
-/* Marks the victims of a choice in the victim masks of their blocks (victim_mask). */
-static void tkvi_note_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
+/* Sets the victim_mask of each block from the victims of a choice. */
+static void tkvi_mark_victims(tkv_cache *kv, int seq, int layer, const tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, at = 0;
+    int i, t, token = 0;
     for (i = 0; i < list->n; i++) {
-        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
-        uint64_t *chosen = &kv->pool.token_meta[ids[i]].victim_mask;
-        *chosen = 0;
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        uint64_t *victim_mask = &kv->pool.token_meta[ids[i]].victim_mask;
+        *victim_mask = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (there >> t & 1 && tkvi_has(c->victims, at++)) *chosen |= (uint64_t)1 << t;
+            if (choosable >> t & 1 && tkvi_has(c->victims, token++)) *victim_mask |= (uint64_t)1 << t;
     }
 }
 
 /* Evicts the tokens in the victim masks, then compacts the blocks and emits the event. Cannot fail. */
-static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int press) {
+static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int *position = tkvi_choice_of(kv).position;
-    int i, t, gone = 0;
+    int *positions = tkvi_map_choice(kv).position;
+    int i, t, n_evicted = 0;
     for (i = 0; i < list->n; i++) {
-        uint64_t *chosen = &kv->pool.token_meta[ids[i]].victim_mask;
+        uint64_t *victim_mask = &kv->pool.token_meta[ids[i]].victim_mask;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (*chosen >> t & 1) position[gone++] = tkvi_slot_position(kv, ids[i], t);
-        kv->pool.block[ids[i]].evicted_mask |= *chosen;
-        *chosen = 0;
+            if (*victim_mask >> t & 1) positions[n_evicted++] = tkvi_slot_position(kv, ids[i], t);
+        kv->pool.block[ids[i]].evicted_mask |= *victim_mask;
+        *victim_mask = 0;
     }
-    kv->evicted += (uint64_t)gone;
-    tkvi_compact_blocks(kv, seq, layer, press);
-    if (gone) tkvi_emit_evicted(kv, seq, layer, position, gone);
+    kv->evicted += (uint64_t)n_evicted;
+    tkvi_compact_blocks(kv, seq, layer, fill);
+    if (n_evicted) tkvi_emit_evicted(kv, seq, layer, positions, n_evicted);
 }
 
-/* Chooses victims so that at most `keep` tokens of a layer stay; pinned and spared tokens can make it more. p: as
- * in tkv_evict, or NULL. Fails if a score is not a finite number. */
-static tkv_status tkvi_choose(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
-                              const tkv_evict_params *p, int keep, const tkvi_spared *spared,
-                              tkvi_choice *c) {
+/* Chooses victims so that at most `keep` tokens of a list stay. Pinned and spared tokens stay even if they are more.
+ * p: as in tkv_evict, or NULL. Fails if a score is not finite. */
+static tkv_status tkvi_choose_victims(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
+                                      const tkv_evict_params *p, int keep, const tkvi_spared *spared,
+                                      tkvi_choice *c) {
     const int attention = TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES;
     const int needs = p && p->scores ? TKVI_NEEDS_USER_SCORES : tkvi_evict_needs(cfg->policy);
     tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spared, c);
-    tkv_evict_config by = *cfg;
+    tkv_evict_config scoring = *cfg;
     tkv_status st;
-    if (p && p->scores && !(tkvi_evict_needs(cfg->policy) & attention)) by.policy = TKV_EVICT_SCORES;
-    keep = tkvi_max(1, keep - (tkvi_count(kv, seq, layer) - c->n)); /* anchors stay */
-    if (needs & TKVI_NEEDS_KEYS) tkvi_differing(kv, seq, layer, c->score, c->n);
-    else if ((st = tkvi_score_tokens(&by, &v, c->score)) != TKV_OK) return st;
+    if (p && p->scores && !(tkvi_evict_needs(cfg->policy) & attention)) scoring.policy = TKV_EVICT_SCORES;
+    keep = tkvi_max(1, keep - (tkvi_n_live(kv, seq, layer) - c->n)); /* anchors stay */
+    if (needs & TKVI_NEEDS_KEYS) tkvi_compute_keydiff(kv, seq, layer, c->score, c->n);
+    else if ((st = tkvi_score_tokens(&scoring, &v, c->score)) != TKV_OK) return st;
     return tkvi_select_victims(cfg, &v, c->score, keep, c->victims, NULL);
 }
 
-/* tkvi_choose by cfg.evict. If that fails (scores of a user may be NaN), it chooses the oldest tokens. Cannot
- * fail. */
-static void tkvi_choose_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
-                                  tkvi_choice *c) {
+/* Chooses victims by cfg.evict. If that fails, because the caller's scores contain a NaN, it chooses the oldest
+ * tokens. Cannot fail. */
+static void tkvi_choose_victims_or_oldest(tkv_cache *kv, int seq, int layer, int keep,
+                                          const tkvi_spared *spared, tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
-    if (tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
+    if (tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
     oldest.policy = TKV_EVICT_SLIDING;
-    (void)tkvi_choose(kv, seq, layer, &oldest, NULL, keep, spared, c);
+    (void)tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spared, c);
 }
 
-/* Evicts by cfg.evict, or the oldest tokens, until at most `keep` stay. press: as in tkvi_may_join. */
+/* Evicts by cfg.evict, or the oldest tokens, until at most `keep` stay. fill: as in tkvi_n_joinable. */
 static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
-                                 int press) {
+                                 int fill) {
     tkvi_choice c;
-    tkvi_choose_or_oldest(kv, seq, layer, keep, spared, &c);
-    tkvi_note_victims(kv, seq, layer, &c);
-    tkvi_apply_eviction(kv, seq, layer, press);
+    tkvi_choose_victims_or_oldest(kv, seq, layer, keep, spared, &c);
+    tkvi_mark_victims(kv, seq, layer, &c);
+    tkvi_apply_eviction(kv, seq, layer, fill);
 }
 
-/* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the excess, at
- * least a batch (tkvi_evict_due). */
-static void tkvi_evict_due_in(tkv_cache *kv, int seq, int layer, int n) {
+/* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the
+ * excess, at least a batch (tkvi_evict_due). */
+static void tkvi_evict_excess(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
-    tkv_evict_config full;
-    int count, due, keep, least;
+    tkv_evict_config filled;
+    int count, excess, keep, least;
     if (!TKVI_HAS_EVICT || !cfg->evict.policy || !cfg->evict.keep_tokens ||
         kv->tables.plan[layer].stored_layer != layer)
         return;
-    count = tkvi_count(kv, seq, layer);
-    keep = tkvi_layer_keep(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
-    due = tkvi_evict_due(&cfg->evict, count, n, keep);
-    (void)tkvi_evict_fill(&cfg->evict, &full);
-    least = tkvi_min(full.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
-    if (due > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - due, least), NULL, 0);
+    count = tkvi_n_live(kv, seq, layer);
+    keep = tkvi_n_kept_in_layer(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
+    excess = tkvi_evict_due(&cfg->evict, count, n, keep);
+    (void)tkvi_evict_fill(&cfg->evict, &filled);
+    least = tkvi_min(filled.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
+    if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), NULL, 0);
 }
 
 /* >>eviction as a reclaim stage, when no level fits the budget */
-/* Mask of the pinned tokens of block i that are live. Pins of evicted tokens do not count. */
-static uint64_t tkvi_held_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_pinned_in(kv, list, ids[i]) & tkvi_live_mask_in(kv, list, ids, i);
+/* Mask of the tokens of block i that are pinned and live. */
+static uint64_t tkvi_live_pinned_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                                      int i) {
+    return tkvi_pinned_mask_of(kv, list, ids[i]) & tkvi_live_mask_in(kv, list, ids, i);
 }
 
-/* Number of tokens of a list that stay in any case, an upper bound. It counts all n_anchors, because blocks that
- * are recoded make anchors. */
+/* Upper bound of the tokens of a list that eviction cannot remove: sinks, recent, pinned and spared tokens, and
+ * anchors. It counts all n_anchors, because recoding a block can make anchors. */
 static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -20760,34 +20814,35 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_sp
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_bits_in(spared->outside && tkvi_has_no_slot(kv, seq, layer, i, spared)
-                              ? tkvi_live_mask_in(kv, list, ids, i)
-                              : tkvi_held_in(kv, list, ids, i));
+        n += tkvi_n_bits(spared->offloaded && tkvi_has_no_slot(kv, seq, layer, i, spared)
+                             ? tkvi_live_mask_in(kv, list, ids, i)
+                             : tkvi_live_pinned_mask(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
 }
 
-/* Evicts a batch of tokens from the list that can spare the most. outside_too: 1 evicts offloaded tokens as well.
- * 0: no list can spare any. */
-static int tkvi_evict_batch(tkv_cache *kv, int outside_too) {
+/* Evicts a batch of tokens from the list that can spare the most. offloaded_too: 1 evicts offloaded tokens as
+ * well. Returns 0 if no list can spare any. */
+static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int seq, layer, most = 0, of_seq = 0, of_layer = 0, count = 0;
+    int seq, layer, most_spare = 0, of_seq = 0, of_layer = 0, count = 0;
     tkvi_spared spared;
     memset(&spared, 0, sizeof spared);
-    spared.outside = !outside_too;
+    spared.offloaded = !offloaded_too;
     for (seq = 0; seq < cfg->limits.max_seqs && cfg->evict.policy; seq++)
         for (layer = 0; layer < cfg->model.n_layers && !kv->seq[seq].in_step; layer++) {
-            const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_count(kv, seq, layer) : 0;
+            const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_n_live(kv, seq, layer) : 0;
             const int spare = n ? n - tkvi_n_staying(kv, seq, layer, &spared) : 0;
-            if (spare <= most) continue;
-            most = spare;
+            if (spare <= most_spare) continue;
+            most_spare = spare;
             of_seq = seq;
             of_layer = layer;
             count = n;
         }
-    if (most > 0)
+    if (most_spare > 0)
         tkvi_evict_or_oldest(kv, of_seq, of_layer,
-                             count - tkvi_min(most, cfg->evict.batch ? cfg->evict.batch : 64), &spared, 0);
-    return most > 0;
+                             count - tkvi_min(most_spare, cfg->evict.batch ? cfg->evict.batch : 64), &spared,
+                             0);
+    return most_spare > 0;
 }
 
 #endif /* TKVI_RECLAIM_EVICT_TOKENS_H */
@@ -20796,39 +20851,37 @@ static int tkvi_evict_batch(tkv_cache *kv, int outside_too) {
  * reclaim/budget.h - keeps everything that a cache holds within its budget. When bytes are needed, blocks are
  * recoded into smaller formats, oldest first.
  *
- *     append -> forecast: would it fit with all old blocks recoded at some level, or after the stages below?
- *               no: TKV_ERR_BUDGET, nothing has changed                              (tkvi_fits_somewhere)
- *            -> more in use than the level allows: recode what the new bytes require      (tkvi_keep_pace)
- *            -> still too little memory, stage by stage until it suffices:                (tkvi_make_room)
- *               1. recode all that this level recodes, then go to the next level
- *               2. offload the oldest blocks, if the config has a store (offload.h)
- *               3. discard blocks that the caller's model can recompute (discard.h)
- *               4. evict tokens (evict_tokens.h)
+ *     append -> 1. forecast: does the append fit after some reclaim stages?             (tkvi_plan_reclaim)
+ *                  If not: TKV_ERR_BUDGET. Nothing is recoded or evicted.
+ *            -> 2. if the level's threshold is passed: recode some old blocks           (tkvi_recode_for_append)
+ *            -> 3. while the append does not fit, the next of these reclaim stages:     (tkvi_reclaim_bytes)
+ *                  a. recode every block that this level recodes, then go to the next level
+ *                  b. offload the oldest blocks, if the config has a store (offload.h)
+ *                  c. discard blocks that the caller's model can recompute (discard.h)
+ *                  d. evict tokens (evict_tokens.h); first of all stages if only that order fits
  *
- * How many blocks eviction frees depends on which tokens the policy chooses. A look at each list gives a lower
- * bound (tkvi_bound_eviction). If the bound is too low, a dry run plays the eviction through (tkvi_dry_run_floor).
- * In it the policy chooses for each list all tokens that may be evicted. The others are merged into as few blocks
- * as possible. The eviction comes after the other stages or before them. The real eviction then does the same.
+ * The forecast is arithmetic. A dry run (tkvi_peak) counts the slots that an operation takes. The number of blocks
+ * of each size gives the pages in use exactly (cache/pool.h). Only eviction is not known exactly: how many blocks it
+ * frees depends on the tokens that the policy chooses. tkvi_bound_eviction computes a lower bound. If the bound does
+ * not suffice, tkvi_dry_run_floor plays the eviction: the policy chooses all victims that it may have. The remaining
+ * tokens are merged into as few blocks as possible. The real eviction then does the same.
  *
- * Before an operation a dry run (tkvi_peak) counts the slots that it takes. The pages in use follow exactly from
- * the number of blocks of each size (cache/pool.h). So it is arithmetic whether an operation fits. Recoding needs a
- * free page for each block size that it writes. These pages (pool.spare) are held from the first append on, and
- * nothing else uses them. A list remembers how many of its blocks are recoded as the level demands
- * (tkvi_list.tight). So one look at each list finds the next block.
+ * Recoding needs a free page for each block size that it writes. These pages (pool.recode_pages) are held from the
+ * first append on, and only recoding uses them. A list stores how many of its blocks the level has recoded
+ * (tkvi_list.n_recoded, n_tightest). So the search for the next block looks at one or two blocks of a list.
  *
- * The cache goes to a tighter level if the average pressure asks for it and this level has nothing left to recode.
- * It also goes there if memory cannot be found otherwise. It goes to a looser level if the pressure fell and
- * everything held would fit there. Its blocks keep their formats then.
+ * The level rises if the average pressure demands it and this level has nothing left to recode. It also rises in
+ * stage a. It falls if the pressure fell and all blocks would fit at the lower level. Blocks then keep their formats.
  */
 #ifndef TKVI_RECLAIM_BUDGET_H
 #define TKVI_RECLAIM_BUDGET_H
 
 
 /* >>bytes */
-/* Bytes held, without the free pages beyond those for recoding (pool.spare). */
-static size_t tkvi_in_use(const tkv_cache *kv) {
-    const size_t spare = (size_t)kv->pool.recode_pages, n_free = kv->pool.n_free_pages;
-    return kv->heap.held - (n_free > spare ? n_free - spare : 0) * kv->tables.page_bytes;
+/* Bytes held, without free pages beyond pool.recode_pages. */
+static size_t tkvi_used_bytes(const tkv_cache *kv) {
+    const size_t recode_pages = (size_t)kv->pool.recode_pages, n_free = kv->pool.n_free_pages;
+    return kv->heap.held - (n_free > recode_pages ? n_free - recode_pages : 0) * kv->tables.page_bytes;
 }
 
 /* Bytes held, without pages. */
@@ -20836,70 +20889,73 @@ static size_t tkvi_bytes_without_pages(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
 }
 
-/* Bytes of the larger array if `cap` entries cannot hold `want`, else 0. They come on top of the old array, which
- * is freed only afterwards. */
-static size_t tkvi_growth(uint32_t cap, int64_t want, size_t item) {
-    return want > (int64_t)cap ? (size_t)tkvi_cap_for(want) * item : 0;
+/* Bytes of the new array if `cap` entries cannot hold n_entries, else 0. The old array is not subtracted: it is freed
+ * only after the copy. */
+static size_t tkvi_growth_bytes(uint32_t cap, int64_t n_entries, size_t entry_bytes) {
+    return n_entries > (int64_t)cap ? (size_t)tkvi_cap_for(n_entries) * entry_bytes : 0;
 }
 
 /* >>the memory request of a call */
-/* Number of tokens that the last block of a list still takes. */
+/* Number of tokens that the last block of a list can still take. */
 static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids) {
-    int last = list->n - 1, room;
+    int last = list->n - 1, capacity;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
-        return 0;                                                       /* flushed before it was full */
-    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].n_packed) return 0; /* the blocks after it were cut off */
-    room = last < list->sinks ? p->sink : TKVI_BLOCK;
-    return tkvi_max(0, room - (list->len - tkvi_block_start(kv, ids, last)));
+        return 0; /* a flush recoded it before it was full */
+    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].n_packed)
+        return 0; /* a packed block: truncation removed the blocks after it */
+    capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
+    return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
 }
 
 /* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
-static int tkvi_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                           const uint32_t *ids, int n, int *sink) {
-    int rest = n - tkvi_tail_free_slots(kv, p, list, ids);
-    *sink = rest > 0 && list->len == 0 && p->sink > 0;
-    if (*sink) rest -= p->sink;
-    return *sink + (rest > 0 ? (rest + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+static int tkvi_n_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                             const uint32_t *ids, int n, int *sink) {
+    int n_tokens = n - tkvi_tail_free_slots(kv, p, list, ids);
+    *sink = n_tokens > 0 && list->len == 0 && p->sink > 0;
+    if (*sink) n_tokens -= p->sink;
+    return *sink + (n_tokens > 0 ? (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
-/* Entries that a list needs for n more tokens: its blocks, the new ones, and one more. */
-static int tkvi_list_entries(const tkv_cache *kv, int seq, int layer, int n) {
+/* Block numbers that a list must hold with n more tokens: its blocks, the new ones, and one more. */
+static int tkvi_n_list_entries(const tkv_cache *kv, int seq, int layer, int n) {
     int sink;
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return list->n + tkvi_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) +
-           1;
+    return list->n +
+           tkvi_n_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) + 1;
 }
 
-/* Entries of the longest list that a row of a memory request needs. layer < 0: of all layers. on_dry_run: 1 leaves
- * out the blocks that the forecast frees (tkvi_list.left). */
-static int tkvi_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer, int on_dry_run) {
-    const int to = layer < 0 ? tkv_get_length(kv, row->seq, TKV_ALL_LAYERS) + row->n : 0;
-    int l, want = 0;
+/* Block numbers that the longest list of a row of a memory request must hold. layer < 0: of all layers. uses_n_left:
+ * 1 leaves out the blocks that the forecast frees (tkvi_list.n_left). */
+static int tkvi_n_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer, int uses_n_left) {
+    const int len_after = layer < 0 ? tkv_get_length(kv, row->seq, TKV_ALL_LAYERS) + row->n : 0;
+    int l, most = 0;
     if (row->n == 0) return 0;
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
-        const int more = layer < 0 ? to - list->len : row->n, gone = on_dry_run ? list->n - list->n_left : 0;
-        if (kv->tables.plan[l].stored_layer == l && more > 0)
-            want = tkvi_max(want, tkvi_list_entries(kv, row->seq, l, more) - gone);
+        const int n_new = layer < 0 ? len_after - list->len : row->n,
+                  n_freed = uses_n_left ? list->n - list->n_left : 0;
+        if (kv->tables.plan[l].stored_layer == l && n_new > 0)
+            most = tkvi_max(most, tkvi_n_list_entries(kv, row->seq, l, n_new) - n_freed);
     }
-    return want;
+    return most;
 }
 
-/* Bytes that the index takes in addition if it has `blocks` blocks and serves the memory request. Old arrays are
- * freed only after the new ones exist. */
-static size_t tkvi_index_growth(const tkv_cache *kv, int64_t blocks, int on_dry_run) {
-    const tkvi_memory_request *o = &kv->memory_request;
-    size_t bytes = tkvi_growth(kv->pool.block_cap, blocks + o->blocks, tkvi_block_entry(&kv->tables.cfg));
+/* Bytes of new arrays of the index (block table, lists, space of choices) if there are `blocks` blocks and the
+ * memory request is served. uses_n_left: as in tkvi_n_row_entries. */
+static size_t tkvi_index_growth_bytes(const tkv_cache *kv, int64_t blocks, int uses_n_left) {
+    const tkvi_memory_request *request = &kv->memory_request;
+    size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, blocks + request->blocks,
+                                     tkvi_block_entry_bytes(&kv->tables.cfg));
     int i, most = 0;
-    for (i = 0; i < o->n_rows; i++) {
-        const int want = tkvi_row_entries(kv, &o->rows[i], o->layer, on_dry_run);
-        bytes += tkvi_growth(kv->seq[o->rows[i].seq].cap, want, sizeof(uint32_t)) *
+    for (i = 0; i < request->n_rows; i++) {
+        const int n_entries = tkvi_n_row_entries(kv, &request->rows[i], request->layer, uses_n_left);
+        bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n_entries, sizeof(uint32_t)) *
                  (size_t)kv->tables.cfg.model.n_layers;
-        most = tkvi_max(most, want);
+        most = tkvi_max(most, n_entries);
     }
-    return bytes + tkvi_growth(kv->choice_cap, most, tkvi_choice_entry(&kv->tables.cfg));
+    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
 }
 
 /* Clears the memory request. */
@@ -20908,17 +20964,18 @@ static void tkvi_clear_request(tkv_cache *kv) {
     memset(&kv->memory_request, 0, sizeof kv->memory_request);
 }
 
-/* Sets the memory request of an operation: slots from its dry run, tokens for lists from its rows. Slots that the
- * operation gives back do not count. layer: as in tkvi_memory_request. */
+/* Sets the memory request of an operation: slots from its dry run, tokens of lists from its rows. If the
+ * operation gives back slots of a class, the request for that class is 0, not negative. layer: as in
+ * tkvi_memory_request. */
 static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
                              int layer) {
     int64_t blocks = kv->pool.n_offloaded;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t now = kv->pool.used_slots[c] + kv->pool.reserved_slots[c],
-                      more = dry_run->live[c] - now;
-        kv->slot_request[c] = more > 0 ? more : 0;
-        blocks += now + kv->slot_request[c];
+        const int64_t taken = kv->pool.used_slots[c] + kv->pool.reserved_slots[c],
+                      n_more = dry_run->live[c] - taken;
+        kv->slot_request[c] = n_more > 0 ? n_more : 0;
+        blocks += taken + kv->slot_request[c];
     }
     kv->memory_request.rows = rows;
     kv->memory_request.n_rows = n_rows;
@@ -20927,52 +20984,56 @@ static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_
 }
 
 /* >>forecast */
+/* All forecasts share one array of slots (kv->slot_request): a new forecast overwrites the slots of the last one. */
 typedef struct tkvi_forecast {
-    int64_t *slots;  /* [n_classes] slots in use, reserved or requested */
-    int64_t outside; /* blocks without a slot: offloaded or discarded */
-    int on_dry_run;  /* 1: lists have tkvi_list.left blocks */
-    int64_t more;    /* pages to add, because the classes of the freed slots are unknown */
+    int64_t *slots;      /* [n_classes] slots in use, reserved or requested */
+    int64_t n_offloaded; /* blocks without a slot: offloaded or discarded */
+    int uses_n_left;     /* 1: lists have tkvi_list.n_left blocks */
+    int64_t extra_pages; /* pages to add, because the classes of the freed slots are unknown */
 } tkvi_forecast;
 
 /* Forecast of the present state with the memory request, without any reclaim. */
-static tkvi_forecast tkvi_now(tkv_cache *kv) {
-    tkvi_forecast o;
+static tkvi_forecast tkvi_forecast_now(tkv_cache *kv) {
+    tkvi_forecast forecast;
     int c;
-    o.slots = kv->slot_request + kv->tables.n_classes;
-    o.outside = kv->pool.n_offloaded;
-    o.on_dry_run = 0;
-    o.more = 0;
+    forecast.slots = kv->slot_request + kv->tables.n_classes;
+    forecast.n_offloaded = kv->pool.n_offloaded;
+    forecast.uses_n_left = 0;
+    forecast.extra_pages = 0;
     for (c = 0; c < kv->tables.n_classes; c++)
-        o.slots[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + kv->slot_request[c];
-    return o;
+        forecast.slots[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + kv->slot_request[c];
+    return forecast;
 }
 
-/* Bytes held in a forecast, with the pages for recoding and the growth of the index. *index, if not NULL, gets that
- * growth. Returns (size_t)-1 on overflow. */
-static size_t tkvi_bytes_with(const tkv_cache *kv, const tkvi_forecast *o, size_t *index) {
-    int64_t pages = kv->pool.recode_pages + o->more, blocks = o->outside;
-    size_t bytes, more;
+/* Bytes held in a forecast, with the pages for recoding and new arrays of the index and page table. *index, if not
+ * NULL, gets the bytes of these arrays. Returns (size_t)-1 on overflow. */
+static size_t tkvi_forecast_bytes(const tkv_cache *kv, const tkvi_forecast *forecast, size_t *index) {
+    int64_t pages = kv->pool.recode_pages + forecast->extra_pages, blocks = forecast->n_offloaded;
+    size_t bytes, growth;
     int c;
     for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t slots = o->slots[c] > 0 ? o->slots[c] : 0;
+        const int64_t slots = forecast->slots[c] > 0 ? forecast->slots[c] : 0;
         pages += tkvi_pages_for(&kv->tables.size_class[c], slots);
         blocks += slots;
     }
-    more = tkvi_index_growth(kv, blocks, o->on_dry_run);
-    if (!tkvi_add(more, tkvi_growth(kv->pool.page_cap, pages, sizeof(tkvi_page)), &more)) return (size_t)-1;
-    if (index) *index = more;
+    growth = tkvi_index_growth_bytes(kv, blocks, forecast->uses_n_left);
+    if (!tkvi_add(growth, tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)), &growth))
+        return (size_t)-1;
+    if (index) *index = growth;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, more, &bytes))
+        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, growth, &bytes))
         return (size_t)-1;
     return bytes;
 }
 
-static size_t tkvi_bytes_now(tkv_cache *kv) {
-    const tkvi_forecast now = tkvi_now(kv);
-    return tkvi_bytes_with(kv, &now, NULL);
+/* Bytes held if the memory request is served without any reclaim. */
+static size_t tkvi_requested_bytes(tkv_cache *kv) {
+    const tkvi_forecast now = tkvi_forecast_now(kv);
+    return tkvi_forecast_bytes(kv, &now, NULL);
 }
 
-/* >>stale blocks: blocks that the level's rule recodes into fewer bytes */
+/* >>stale blocks */
+/* A stale block: the tier spec of the level demands a layout with fewer bytes for it. */
 typedef struct tkvi_stale {
     int seq, layer, i, layout; /* layout: the smaller one */
     tkv_tier due;
@@ -20984,35 +21045,36 @@ static const tkvi_layout *tkvi_layout_at(const tkv_cache *kv, const tkvi_stale *
 }
 
 /* 1 if any sequence has an open step. */
-static int tkvi_any_step(const tkv_cache *kv) {
-    int seq, any = 0;
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) any |= kv->seq[seq].in_step;
-    return any;
+static int tkvi_has_open_step(const tkv_cache *kv) {
+    int seq, open = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) open |= kv->seq[seq].in_step;
+    return open;
 }
 
-/* The tier that rule r demands for a block of a list; TKV_TIER_HOT: it must stay as it is. start, end: its positions.
- * last: 1 for the last block. tables: 1 if missing tables can be learned now; else blocks wait for them. */
-static tkv_tier tkvi_due_from(const tkv_cache *kv, int seq, int layer, int start, int end, int last,
-                              const tkvi_tier_spec *r, int tables) {
+/* The tier that a tier spec demands for a block of a list. TKV_TIER_HOT: the block must stay as it is. start, end:
+ * its positions. is_last: 1 for the last block. can_learn: 1 if missing tables can be learned now. Otherwise blocks
+ * wait for them. */
+static tkv_tier tkvi_due_tier_of(const tkv_cache *kv, int seq, int layer, int start, int end, int is_last,
+                                 const tkvi_tier_spec *spec, int can_learn) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    tkv_tier due = tkvi_tier_due(r, r->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk_start || (last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
-    while (r->needs_table[due] && kv->tables.current_version[layer] < 0 && !tables)
+    tkv_tier due = tkvi_tier_by_age(spec, spec->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
+    if (end > list->chunk_start || (is_last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
+    while (spec->needs_table[due] && kv->tables.current_version[layer] < 0 && !can_learn)
         due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
     return due;
 }
 
-/* The same for block i of a list. */
-static tkv_tier tkvi_due(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r,
-                         int tables) {
+/* tkvi_due_tier_of for block i of a list. */
+static tkv_tier tkvi_due_tier(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec,
+                              int can_learn) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    return tkvi_due_from(kv, seq, layer, tkvi_block_start(kv, ids, i), tkvi_block_end(kv, list, ids, i),
-                         i + 1 == list->n, r, tables);
+    return tkvi_due_tier_of(kv, seq, layer, tkvi_block_start(kv, ids, i), tkvi_block_end(kv, list, ids, i),
+                            i + 1 == list->n, spec, can_learn);
 }
 
-/* Counts block i as recoded for the tier `due`. It is the first one of its list that was not. Each tier of a list
- * is a range of consecutive blocks, so only counts change. */
+/* Counts block i as recoded for the tier `due`. All blocks before it are counted already. Each tier of a list is a
+ * range of consecutive blocks, so only counts change. */
 static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
     if (i >= list->sinks + list->archive + list->warm) list->warm++;
     if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
@@ -21023,36 +21085,36 @@ static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
     list->n_recoded = tkvi_max(list->n_recoded, i + 1 - list->sinks);
 }
 
-/* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Blocks on the way
- * that are not stale count as recoded from now on. */
-static int tkvi_stale_in(tkv_cache *kv, int seq, int layer, int tables, tkvi_stale *s) {
+/* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Passed
+ * blocks that are due but not stale count as recoded from now on. */
+static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, tkvi_stale *stale) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *r = &kv->tables.plan[layer].now;
+    const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     for (;;) {
         int i = list->sinks + list->n_tightest;
-        tkv_tier due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
+        tkv_tier due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         const tkvi_block *b;
         if (due != TKV_TIER_ARCHIVE) {
             i = list->sinks + list->n_recoded;
-            due = i < list->n ? tkvi_due(kv, seq, layer, i, r, tables) : TKV_TIER_HOT;
+            due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
         b = &kv->pool.block[ids[i]];
-        s->layout = tkvi_layout_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, s->layout)) {
-            s->seq = seq;
-            s->layer = layer;
-            s->i = i;
-            s->due = due;
+        stale->layout = tkvi_layout_of(&kv->tables, layer, due);
+        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, stale->layout)) {
+            stale->seq = seq;
+            stale->layer = layer;
+            stale->i = i;
+            stale->due = due;
             return 1;
         }
         tkvi_count_recoded(list, i, due);
     }
 }
 
-/* Which slots a recoded block may take: any; those that need no new memory; those in pages of its class that are
- * open already. */
+/* The slots that a recoded block may take: any; slots in pages that the pool holds; slots in partial pages of its
+ * class. */
 typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
 
 static int tkvi_has_slot(const tkv_cache *kv, int layout, tkvi_where where) {
@@ -21061,27 +21123,27 @@ static int tkvi_has_slot(const tkv_cache *kv, int layout, tkvi_where where) {
     return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_reserved_pages(&kv->pool);
 }
 
-/* Finds the oldest stale block of all lists that has a slot of the kind `where`. 0: there is none. early: 1
- * includes blocks that wait for a table, as one can be learned from the present blocks. */
-static int tkvi_next_stale(tkv_cache *kv, tkvi_where where, int early, tkvi_stale *oldest) {
-    int seq, layer, found = 0, most = -1, tables = early && !tkvi_any_step(kv);
+/* Finds the oldest stale block of all lists that has a slot of the kind `where`. 0: there is none. learns: 1
+ * includes blocks that wait for a table, because the table can be learned from the present blocks. */
+static int tkvi_find_stale(tkv_cache *kv, tkvi_where where, int learns, tkvi_stale *oldest) {
+    int seq, layer, found = 0, oldest_age = -1, can_learn = learns && !tkvi_has_open_step(kv);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            tkvi_stale s;
+            tkvi_stale stale;
             int age;
-            if (list->n == 0 || !tkvi_stale_in(kv, seq, layer, tables, &s)) continue;
-            age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), s.i);
-            if (age <= most || !tkvi_has_slot(kv, s.layout, where)) continue;
-            most = age;
-            *oldest = s;
+            if (list->n == 0 || !tkvi_find_stale_in(kv, seq, layer, can_learn, &stale)) continue;
+            age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), stale.i);
+            if (age <= oldest_age || !tkvi_has_slot(kv, stale.layout, where)) continue;
+            oldest_age = age;
+            *oldest = stale;
             found = 1;
         }
     return found;
 }
 
-/* Error for an operation that does not fit at the last level either. bytes: the fewest that it would take. */
-static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
+/* Writes the error of an operation that fits after no reclaim stages. bytes: the fewest bytes that it would take. */
+static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the last level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
     if (kv->store_failed)
@@ -21093,25 +21155,25 @@ static tkv_status tkvi_over_budget(tkv_cache *kv, size_t bytes) {
 }
 
 /* >>levels */
-/* Offloads the oldest block of all lists that may be offloaded. 0: there is none, or the store failed. */
+/* Offloads the oldest block of all lists that can be offloaded. 0: there is none, or the store failed. */
 static int tkvi_offload_oldest(tkv_cache *kv) {
-    int seq, layer, most = -1, of_seq = 0, of_layer = 0;
+    int seq, layer, oldest_age = -1, oldest_seq = 0, oldest_layer = 0;
     if (!tkvi_can_store(kv)) return 0;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-            const int i = tkvi_next_to_offload(kv, seq, layer);
+            const int i = tkvi_find_offloadable(kv, seq, layer);
             int age;
             if (i < 0) continue;
             age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
-            if (age <= most) continue;
-            most = age;
-            of_seq = seq;
-            of_layer = layer;
+            if (age <= oldest_age) continue;
+            oldest_age = age;
+            oldest_seq = seq;
+            oldest_layer = layer;
         }
-    return most >= 0 && tkvi_offload_next(kv, of_seq, of_layer);
+    return oldest_age >= 0 && tkvi_offload_next(kv, oldest_seq, oldest_layer);
 }
 
-/* Ends all reservations. Called when the plan changes without a budget, or when a budget begins or ends: their
+/* Ends all reservations. Called when the plan changes without a budget, or when a budget begins or ends. Reserved
  * slots were counted for the old plan. */
 static void tkvi_end_reservations(tkv_cache *kv) {
     const size_t n = (size_t)kv->tables.n_classes;
@@ -21124,7 +21186,7 @@ static void tkvi_end_reservations(tkv_cache *kv) {
 
 /* Applies the plans of a level to all layers, also if the plans of the present level changed. All blocks then count
  * as not yet recoded. */
-static void tkvi_take_plans(tkv_cache *kv, int level) {
+static void tkvi_apply_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.limits.max_seqs * (size_t)kv->tables.cfg.model.n_layers;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
@@ -21132,64 +21194,65 @@ static void tkvi_take_plans(tkv_cache *kv, int level) {
 }
 
 /* Changes the level and emits the event. */
-static void tkvi_go_to_level(tkv_cache *kv, int level) {
+static void tkvi_change_level(tkv_cache *kv, int level) {
     const int from = kv->tables.level;
     if (level == from) return;
-    tkvi_take_plans(kv, level);
+    tkvi_apply_plans(kv, level);
     kv->relax_at = (size_t)-1;
     tkvi_pressure_move(&kv->pressure.now, level);
-    tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_in_use(kv),
+    tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_used_bytes(kv),
                     level > from ? "the pressure rose: old tokens get fewer bits"
                                  : "the pressure fell: new tokens get more bits");
 }
 
-/* >>reclaim stages: bits. A forecast at a level recodes all stale blocks. TKVI_LOOSEN replaces that. The other bits
- * add stages. tkvi_make_room follows the bits that the forecast needed (kv->reclaim_stages). */
+/* >>reclaim stages */
+/* Bits of kv->reclaim_stages. Every forecast at a level recodes all stale blocks, or with TKVI_LOOSEN does the
+ * opposite. The other bits add stages. tkvi_reclaim_bytes applies the bits with which the forecast did fit. */
 typedef enum tkvi_reclaim_stages {
-    TKVI_LOOSEN = 1,    /* blocks that are smaller than the level's format get that format */
-    TKVI_OUT = 2,       /* all blocks that may be offloaded or discarded are */
-    TKVI_EVICT = 4,     /* eviction frees blocks; it spares offloaded tokens */
-    TKVI_EVICT_ALL = 8, /* eviction does not spare offloaded tokens */
-    TKVI_FLOOR = 16,    /* evicts each list to its floor at once and merges it, so the victims are known */
-    TKVI_FIRST = 32     /* eviction comes before all other stages */
+    TKVI_LOOSEN = 1,          /* forecast only: blocks smaller than the level demands grow to its layout */
+    TKVI_OFFLOAD_ALL = 2,     /* offload and discard all blocks that can be */
+    TKVI_EVICT = 4,           /* evict tokens, except offloaded and discarded ones */
+    TKVI_EVICT_ALL = 8,       /* evict offloaded and discarded tokens as well */
+    TKVI_EVICT_TO_FLOOR = 16, /* evict each list to its floor and merge it; a dry run knows the victims */
+    TKVI_EVICT_FIRST = 32     /* evict before all other stages */
 } tkvi_reclaim_stages;
 
-/* The tokens of a sequence that eviction spares in a forecast at a level with these reclaim stages. */
-static tkvi_spared tkvi_spared_by(const tkv_cache *kv, int seq, const tkvi_tier_spec *rule, int level,
-                                  int reclaim_stages) {
-    tkvi_spared s;
-    memset(&s, 0, sizeof s);
-    s.outside = !(reclaim_stages & TKVI_EVICT_ALL);
-    if (reclaim_stages & TKVI_OUT) s.rule = rule;
-    if (TKVI_HAS_DISCARD && reclaim_stages & TKVI_OUT && kv->tables.cfg.budget.discard &&
+/* The tokens of a sequence that eviction spares in a forecast with these reclaim stages. spec: of the level. */
+static tkvi_spared tkvi_build_spared(const tkv_cache *kv, int seq, const tkvi_tier_spec *spec, int level,
+                                     int reclaim_stages) {
+    tkvi_spared spared;
+    memset(&spared, 0, sizeof spared);
+    spared.offloaded = !(reclaim_stages & TKVI_EVICT_ALL);
+    if (reclaim_stages & TKVI_OFFLOAD_ALL) spared.tier_spec = spec;
+    if (TKVI_HAS_DISCARD && reclaim_stages & TKVI_OFFLOAD_ALL && kv->tables.cfg.budget.discard &&
         tkvi_is_idle(kv, seq))
-        s.vacant = tkvi_discardable_to(kv, seq, level);
-    return s;
+        spared.discarded_to = tkvi_discardable_to(kv, seq, level);
+    return spared;
 }
 
-/* 1 if the policy chooses the same victims whether or not blocks are recoded or offloaded before. Only then a dry
- * run can choose them. */
-static int tkvi_has_floor(const tkv_cache *kv) {
-    const tkv_evict_policy kind = kv->tables.cfg.evict.policy;
-    return kind && kind != TKV_EVICT_USER && !(tkvi_evict_needs(kind) & TKVI_NEEDS_KEYS) &&
-           (!(tkvi_evict_needs(kind) & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
+/* 1 if the policy chooses the same victims whether or not blocks are recoded or offloaded before. Otherwise a dry
+ * run cannot choose them: policies that read keys would see recoded keys, and a user policy is the caller's. */
+static int tkvi_can_forecast_victims(const tkv_cache *kv) {
+    const tkv_evict_policy policy = kv->tables.cfg.evict.policy;
+    return policy && policy != TKV_EVICT_USER && !(tkvi_evict_needs(policy) & TKVI_NEEDS_KEYS) &&
+           (!(tkvi_evict_needs(policy) & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* The floor of a list: the number of tokens that TKVI_FLOOR leaves. They are those that stay in any case, and
- * kv->share eighths of the others. */
-static int tkvi_floor_of(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
-    const int stay = tkvi_n_staying(kv, seq, layer, spared);
-    const int64_t more = tkvi_max(0, tkvi_count(kv, seq, layer) - stay);
-    return stay + (int)(more * kv->kept_eighths / 8);
+/* The floor of a list: the number of tokens that TKVI_EVICT_TO_FLOOR leaves. It is the number of tokens that cannot
+ * be evicted, and kv->kept_eighths eighths of the others. */
+static int tkvi_n_floor_tokens(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+    const int n_staying = tkvi_n_staying(kv, seq, layer, spared);
+    const int64_t n_others = tkvi_max(0, tkvi_n_live(kv, seq, layer) - n_staying);
+    return n_staying + (int)(n_others * kv->kept_eighths / 8);
 }
 
 /* Evicts one list to its floor and merges its blocks. 0: the list is empty, or its sequence has an open step. */
-static int tkvi_go_to_floor(tkv_cache *kv, int seq, int layer, int outside_too) {
-    tkvi_spared s;
-    memset(&s, 0, sizeof s);
-    s.outside = !outside_too;
+static int tkvi_evict_to_floor(tkv_cache *kv, int seq, int layer, int offloaded_too) {
+    tkvi_spared spared;
+    memset(&spared, 0, sizeof spared);
+    spared.offloaded = !offloaded_too;
     if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
-    tkvi_evict_or_oldest(kv, seq, layer, tkvi_floor_of(kv, seq, layer, &s), &s, 1);
+    tkvi_evict_or_oldest(kv, seq, layer, tkvi_n_floor_tokens(kv, seq, layer, &spared), &spared, 1);
     return 1;
 }
 
@@ -21198,368 +21261,385 @@ typedef struct tkvi_planned_block {
     uint64_t anchored;
     int start, tokens, layout;
     tkv_tier tier;
-    int stays; /* 1: it has several holders, so it cannot be freed, merged or recoded */
-    int away;  /* 1: it has no slot (offloaded or discarded) */
+    int shared;    /* 1: several lists hold it, so it cannot be freed, merged or recoded */
+    int offloaded; /* 1: it has no slot (offloaded or discarded) */
 } tkvi_planned_block;
 
-/* Moves tokens of block b to block a, as tkvi_may_join allows with press. end: the end position of b. 1: b is empty
- * then. */
+/* Dry run of tkvi_join_blocks with as many tokens as tkvi_n_joinable allows with `fill`. end: end position of b.
+ * Returns 1 if b is empty then. */
 static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
     const tkvi_layout *layout = kv->tables.layout;
-    const int room = TKVI_BLOCK - a->tokens;
-    if (a->stays || b->stays || a->away || b->away || a->tier != b->tier || tkvi_has_fixed_slots(kv))
+    const int n_free = TKVI_BLOCK - a->tokens;
+    if (a->shared || b->shared || a->offloaded || b->offloaded || a->tier != b->tier ||
+        tkvi_has_fixed_slots(kv))
         return 0;
     if (layout[a->layout].key != layout[b->layout].key || end - a->start > 65536) return 0;
-    if (b->tokens > room && a->anchored | b->anchored) return 0;
+    if (b->tokens > n_free && a->anchored | b->anchored) return 0;
     a->anchored |= b->anchored;
-    a->tokens += tkvi_min(b->tokens, room);
-    b->tokens -= tkvi_min(b->tokens, room);
+    a->tokens += tkvi_min(b->tokens, n_free);
+    b->tokens -= tkvi_min(b->tokens, n_free);
     return b->tokens == 0;
 }
 
-/* Plans the blocks of a list after eviction to its floor and merging. Returns their number and sets *out to them. r
- * not NULL: all blocks are recoded by this rule before, and offloaded or discarded according to `spared`. NULL:
- * they are as they are now. */
+/* Plans the blocks of a list after eviction to its floor and merging. Returns their number and points *out
+ * to them. spec: all blocks are recoded by this tier spec before, and offloaded or discarded as `spared` says. NULL:
+ * blocks are as they are now. *out is valid until the next choice of victims, because it lies in kv->choice_space. */
 static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
-                              const tkvi_tier_spec *r, tkvi_planned_block **out) {
+                              const tkvi_tier_spec *spec, tkvi_planned_block **out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int tables = !tkvi_any_step(kv);
-    tkvi_planned_block *dry_run;
-    tkvi_choice c;
-    int i, t, at = 0, n = 0;
-    tkvi_choose_or_oldest(kv, seq, layer, tkvi_floor_of(kv, seq, layer, spared), spared, &c);
-    *out = dry_run = (tkvi_planned_block *)(void *)c.score; /* reuses memory of the scores */
+    const int can_learn = !tkvi_has_open_step(kv);
+    tkvi_planned_block *planned;
+    tkvi_choice choice;
+    int i, t, token = 0, n = 0;
+    tkvi_choose_victims_or_oldest(kv, seq, layer, tkvi_n_floor_tokens(kv, seq, layer, spared), spared,
+                                  &choice);
+    *out = planned = (tkvi_planned_block *)(void *)choice.score; /* the scores are no longer needed */
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        const uint64_t there = tkvi_choosable_mask(kv, list, ids, layer, i);
-        uint64_t left = tkvi_used_mask(kv, list, ids, i);
-        tkvi_planned_block *mine = &dry_run[n];
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        uint64_t used = tkvi_used_mask(kv, list, ids, i);
+        tkvi_planned_block *block = &planned[n];
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (there >> t & 1 && tkvi_has(c.victims, at++)) left &= ~((uint64_t)1 << t);
-        mine->anchored = kv->pool.token_meta[ids[i]].anchored_mask;
-        mine->start = tkvi_block_start(kv, ids, i);
-        mine->tokens = tkvi_bits_in(left);
-        mine->layout = b->layout;
-        mine->tier = tkvi_tier_at(list, i);
-        mine->stays = b->refs > 1;
-        mine->away = !mine->stays && tkvi_has_no_slot(kv, seq, layer, i, spared);
-        if (r && i >= list->sinks && !mine->stays && !mine->away) {
-            const tkv_tier due = tkvi_due(kv, seq, layer, i, r, tables);
-            if (due != TKV_TIER_HOT) mine->tier = due;
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]))
-                mine->layout = r->layout[due];
+            if (choosable >> t & 1 && tkvi_has(choice.victims, token++)) used &= ~((uint64_t)1 << t);
+        block->anchored = kv->pool.token_meta[ids[i]].anchored_mask;
+        block->start = tkvi_block_start(kv, ids, i);
+        block->tokens = tkvi_n_bits(used);
+        block->layout = b->layout;
+        block->tier = tkvi_tier_at(list, i);
+        block->shared = b->refs > 1;
+        block->offloaded = !block->shared && tkvi_has_no_slot(kv, seq, layer, i, spared);
+        if (spec && i >= list->sinks && !block->shared && !block->offloaded) {
+            const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, spec, can_learn);
+            if (due != TKV_TIER_HOT) block->tier = due;
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]))
+                block->layout = spec->layout[due];
         }
-        if (i + 1 < list->n && mine->tokens == 0 && !mine->stays && !(n > 0 && mine[-1].stays)) continue;
+        if (i + 1 < list->n && block->tokens == 0 && !block->shared && !(n > 0 && block[-1].shared)) continue;
         if (i + 1 < list->n && i > list->sinks && n > 0 &&
-            tkvi_dry_run_join(kv, mine - 1, mine, tkvi_block_end(kv, list, ids, i)))
+            tkvi_dry_run_join(kv, block - 1, block, tkvi_block_end(kv, list, ids, i)))
             continue;
-        if (mine->tokens < tkvi_bits_in(left)) { /* some tokens moved: it starts at the next one */
-            left &= ~tkvi_first_bits(left, tkvi_bits_in(left) - mine->tokens);
-            for (t = 0; !(left >> t & 1);) t++;
-            mine->start = tkvi_slot_position(kv, ids[i], t);
+        if (block->tokens < tkvi_n_bits(used)) { /* its first tokens moved: it starts at the next one */
+            used &= ~tkvi_first_bits(used, tkvi_n_bits(used) - block->tokens);
+            for (t = 0; !(used >> t & 1);) t++;
+            block->start = tkvi_slot_position(kv, ids[i], t);
         }
         n++;
     }
     return n;
 }
 
-/* Number of sinks' blocks in a plan of tkvi_dry_run_floor: 0 or 1. */
-static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_planned_block *dry_run,
+/* Number of sinks' blocks among the n blocks of tkvi_dry_run_floor: 0 or 1. */
+static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_planned_block *planned,
                               int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return n && list->sinks && dry_run->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
+    return n && list->sinks && planned->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
 }
 
-/* tkvi_discardable_to for the case that all layers are at their floor. */
+/* Dry run of tkvi_discardable_to after all layers were evicted to their floor. */
 static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
     int layer, i, n, to = TKVI_FOREVER;
     if (!TKVI_HAS_DISCARD || !kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const int len = tkvi_list_of(kv, seq, layer)->len;
-        const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-        tkvi_planned_block *dry_run;
+        const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+        tkvi_planned_block *planned;
         if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
-        n = tkvi_dry_run_floor(kv, seq, layer, spared, NULL, &dry_run);
-        i = tkvi_dry_run_sinks(kv, seq, layer, dry_run, n);
-        while (i + 2 < n && !dry_run[i].stays && tkvi_is_old(kv, seq, layer, dry_run[i + 1].start, r)) i++;
-        to = tkvi_min(to, i < n ? dry_run[i].start : len);
+        n = tkvi_dry_run_floor(kv, seq, layer, spared, NULL, &planned);
+        i = tkvi_dry_run_sinks(kv, seq, layer, planned, n);
+        while (i + 2 < n && !planned[i].shared && tkvi_is_old(kv, seq, layer, planned[i + 1].start, spec))
+            i++;
+        to = tkvi_min(to, i < n ? planned[i].start : len);
     }
     return to;
 }
 
 /* Replaces a list in a forecast by its blocks at the floor. */
 static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
-                           tkvi_forecast *o) {
+                           tkvi_forecast *forecast) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-    const int first = reclaim_stages & TKVI_FIRST;
-    const tkvi_spared spared =
-        tkvi_spared_by(kv, seq, r, level, first ? reclaim_stages & ~TKVI_OUT : reclaim_stages);
-    const int vacant =
-        first && reclaim_stages & TKVI_OUT ? tkvi_dry_run_discardable_to(kv, seq, level, &spared) : 0;
-    tkvi_planned_block *dry_run;
+    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+    const int evicts_first = reclaim_stages & TKVI_EVICT_FIRST;
+    const tkvi_spared spared = tkvi_build_spared(
+        kv, seq, spec, level, evicts_first ? reclaim_stages & ~TKVI_OFFLOAD_ALL : reclaim_stages);
+    const int discarded_to = evicts_first && reclaim_stages & TKVI_OFFLOAD_ALL
+                                 ? tkvi_dry_run_discardable_to(kv, seq, level, &spared)
+                                 : 0;
+    tkvi_planned_block *planned;
     int i, sinks;
-    list->n_left = tkvi_dry_run_floor(kv, seq, layer, &spared, first ? NULL : r, &dry_run);
+    list->n_left = tkvi_dry_run_floor(kv, seq, layer, &spared, evicts_first ? NULL : spec, &planned);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (b->refs > 1) continue;
-        if (tkvi_is_offloaded(b)) o->outside--;
-        else o->slots[kv->tables.layout[b->layout].size_class]--;
+        if (tkvi_is_offloaded(b)) forecast->n_offloaded--;
+        else forecast->slots[kv->tables.layout[b->layout].size_class]--;
     }
-    sinks = tkvi_dry_run_sinks(kv, seq, layer, dry_run, list->n_left);
+    sinks = tkvi_dry_run_sinks(kv, seq, layer, planned, list->n_left);
     for (i = 0; i < list->n_left; i++) {
-        tkvi_planned_block *b = &dry_run[i];
+        tkvi_planned_block *b = &planned[i];
         const int end = i + 1 < list->n_left ? b[1].start : list->len;
-        if (b->stays) continue;
-        if (first && reclaim_stages & TKVI_OUT && i >= sinks && !b->away) { /* now the other stages */
-            const tkv_tier due =
-                tkvi_due_from(kv, seq, layer, b->start, end, i + 1 == list->n_left, r, !tkvi_any_step(kv));
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]))
-                b->layout = r->layout[due];
-            b->away = end <= vacant ||
-                      (tkvi_can_store(kv) && i + 2 < list->n_left && tkvi_is_old(kv, seq, layer, end, r));
+        if (b->shared) continue;
+        if (evicts_first && reclaim_stages & TKVI_OFFLOAD_ALL && i >= sinks &&
+            !b->offloaded) { /* then the other stages */
+            const tkv_tier due = tkvi_due_tier_of(kv, seq, layer, b->start, end, i + 1 == list->n_left, spec,
+                                                  !tkvi_has_open_step(kv));
+            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]))
+                b->layout = spec->layout[due];
+            b->offloaded = end <= discarded_to || (tkvi_can_store(kv) && i + 2 < list->n_left &&
+                                                   tkvi_is_old(kv, seq, layer, end, spec));
         }
-        if (b->away) o->outside++;
-        else o->slots[kv->tables.layout[b->layout].size_class]++;
+        if (b->offloaded) forecast->n_offloaded++;
+        else forecast->slots[kv->tables.layout[b->layout].size_class]++;
     }
 }
 
 /* Lower bounds of what eviction in batches takes from a list, after all other stages. */
 typedef struct tkvi_evict_bound {
-    int oldest;  /* tokens in RAM, if the policy evicts the oldest first */
-    int here;    /* for other policies: blocks in RAM; which ones is unknown */
-    int outside; /* blocks without a slot; each of the others may keep one token */
+    int oldest_tokens;    /* tokens in RAM, if the policy evicts the oldest first; else 0 */
+    int blocks_in_ram;    /* blocks in RAM for other policies; which blocks is unknown */
+    int offloaded_blocks; /* blocks without a slot; each of the other blocks may keep one token */
 } tkvi_evict_bound;
 
-/* The tier and the layout of block i after all stale blocks are recoded by rule r. */
+/* The tier and the layout of block i after all stale blocks are recoded by a tier spec. */
 static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer, int i,
-                                         const tkvi_tier_spec *r, int *layout) {
+                                         const tkvi_tier_spec *spec, int *layout) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
-    const tkv_tier due = tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv));
-    *layout =
-        due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, r->layout[due]) ? r->layout[due] : b->layout;
+    const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv));
+    *layout = due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]) ? spec->layout[due]
+                                                                                       : b->layout;
     return due != TKV_TIER_HOT ? due : tkvi_tier_at(list, i);
 }
 
-/* Computes these bounds for a list. They are 0 in an open step, or if a block has several holders.
+/* Computes these bounds for a list. They are 0 in an open step, or if several lists hold a block of it.
  *
- * Two neighbours that may be merged but do not fit into one block hold more than 64 tokens together. So `stay`
- * tokens leave at most 2 * stay / 64 blocks, and one more at the end of each stretch. A stretch is a range of one
- * tier and format; the end of the list and the span of 65536 positions end one, too. If tokens cannot move
- * (tkvi_has_fixed_slots), blocks are never merged. If the policy evicts the oldest tokens first, the freed blocks
- * are known, unless recoding makes anchors before. */
-static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int layer, const tkvi_tier_spec *r,
-                                            const tkvi_spared *spared) {
+ * Two neighbours that cannot be merged into one block hold more than 64 tokens together. So n_staying tokens leave at
+ * most 2 * n_staying / 64 blocks, and one more at the end of each stretch. Blocks merge only within a stretch: a
+ * range of one tier and one format, with at most 65536 positions. If tokens cannot move (tkvi_has_fixed_slots),
+ * blocks are never merged. If the policy evicts the oldest tokens first, the freed blocks are known. They are
+ * unknown if recoding can make anchors before. */
+static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int layer,
+                                            const tkvi_tier_spec *spec, const tkvi_spared *spared) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int in_order =
+    const int oldest_first =
         tkvi_evict_row_of(kv->tables.cfg.evict.policy)->in_order && !kv->tables.cfg.tiers.n_anchors;
-    int i, stay, stretches = 1 + list->len / 32768, shared = 0, key = -1, out = 0, tokens_out = 0, tokens = 0;
-    tkvi_evict_bound go = {0, 0, 0};
-    tkv_tier was = TKV_TIER_HOT;
-    if (kv->seq[seq].in_step || list->n == 0) return go;
-    stay = tkvi_n_staying(kv, seq, layer, spared);
+    int i, n_staying, stretches = 1 + list->len / 32768, is_shared = 0, previous_key = -1, n_offloaded = 0,
+                      offloaded_tokens = 0, tokens_in_ram = 0;
+    tkvi_evict_bound freed = {0, 0, 0};
+    tkv_tier previous_tier = TKV_TIER_HOT;
+    if (kv->seq[seq].in_step || list->n == 0) return freed;
+    n_staying = tkvi_n_staying(kv, seq, layer, spared);
     for (i = 0; i < list->n; i++) {
-        const int there = tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
-        shared |= kv->pool.block[ids[i]].refs > 1;
+        const int n_live = tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
+        is_shared |= kv->pool.block[ids[i]].refs > 1;
         if (i < list->sinks) continue;
         if (tkvi_has_no_slot(kv, seq, layer, i, spared)) {
-            out++;
-            tokens_out += there;
-            key = -1;
+            n_offloaded++;
+            offloaded_tokens += n_live;
+            previous_key = -1;
         } else {
             int layout;
-            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, r, &layout);
-            stretches += kv->tables.layout[layout].key != key || tier != was;
-            key = kv->tables.layout[layout].key;
-            was = tier;
-            tokens += there;
+            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, spec, &layout);
+            stretches += kv->tables.layout[layout].key != previous_key || tier != previous_tier;
+            previous_key = kv->tables.layout[layout].key;
+            previous_tier = tier;
+            tokens_in_ram += n_live;
         }
     }
-    if (shared || (tkvi_has_fixed_slots(kv) && !in_order)) return go;
-    if (!spared->outside) go.outside = tkvi_max(0, out - stay);
-    else stay -= tokens_out;
-    if (in_order) go.oldest = tkvi_max(0, tokens - stay);
-    else go.here = tkvi_max(0, list->n - list->sinks - out - stretches - 2 * stay / TKVI_BLOCK);
-    return go;
+    if (is_shared || (tkvi_has_fixed_slots(kv) && !oldest_first)) return freed;
+    if (!spared->offloaded) freed.offloaded_blocks = tkvi_max(0, n_offloaded - n_staying);
+    else n_staying -= offloaded_tokens;
+    if (oldest_first) freed.oldest_tokens = tkvi_max(0, tokens_in_ram - n_staying);
+    else
+        freed.blocks_in_ram =
+            tkvi_max(0, list->n - list->sinks - n_offloaded - stretches - 2 * n_staying / TKVI_BLOCK);
+    return freed;
 }
 
-/* Frees n blocks of a list in a forecast. has: the blocks of the list in each class. Which n blocks will be freed
- * is unknown. Assume the smallest (a lower bound). If others are freed, other pages are not full: the classes that
- * count for that are marked (`mixed`). */
-static void tkvi_subtract_smallest_blocks(tkv_cache *kv, int n, int64_t *has, tkvi_forecast *o) {
+/* Frees n blocks of a list in a forecast. n_in_class: the blocks of the list in each class. Which n blocks will be
+ * freed is unknown. Assume the smallest (a lower bound). Any class of the list may then have one more page that is
+ * not full. These classes are marked in `mixed`. */
+static void tkvi_subtract_smallest_blocks(tkv_cache *kv, int n, int64_t *n_in_class,
+                                          tkvi_forecast *forecast) {
     int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
     while (n > 0) {
-        int c, least = -1;
+        int c, smallest = -1;
         for (c = 0; c < kv->tables.n_classes; c++)
-            if (has[c] > 0 &&
-                (least < 0 || kv->tables.size_class[c].slots > kv->tables.size_class[least].slots))
-                least = c;
-        if (least < 0) return;
-        for (c = 0; c < kv->tables.n_classes; c++) mixed[c] |= has[c] > 0;
-        o->slots[least] -= tkvi_min((int)has[least], n);
-        n -= (int)has[least];
-        has[least] = 0;
+            if (n_in_class[c] > 0 &&
+                (smallest < 0 || kv->tables.size_class[c].slots > kv->tables.size_class[smallest].slots))
+                smallest = c;
+        if (smallest < 0) return;
+        for (c = 0; c < kv->tables.n_classes; c++) mixed[c] |= n_in_class[c] > 0;
+        forecast->slots[smallest] -= tkvi_min((int)n_in_class[smallest], n);
+        n -= (int)n_in_class[smallest];
+        n_in_class[smallest] = 0;
     }
 }
 
 /* Replaces the blocks of a list in a forecast by those after recoding at a level and after the reclaim stages. */
 static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
-                             tkvi_forecast *o) {
+                             tkvi_forecast *forecast) {
     const tkvi_tables *t = &kv->tables;
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *r = &tkvi_tier_specs_of(t, layer)[level];
-    const tkvi_spared spared = tkvi_spared_by(kv, seq, r, level, reclaim_stages);
-    int64_t *has = kv->slot_request + 2 * t->n_classes;
-    tkvi_evict_bound go = {0, 0, 0};
-    tkv_evict_config full;
+    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
+    const tkvi_spared spared = tkvi_build_spared(kv, seq, spec, level, reclaim_stages);
+    int64_t *n_in_class = kv->slot_request + 2 * t->n_classes;
+    tkvi_evict_bound freed = {0, 0, 0};
+    tkv_evict_config evict;
     int i;
-    memset(has, 0, (size_t)t->n_classes * sizeof *has);
-    if (TKVI_HAS_EVICT) (void)tkvi_evict_fill(&t->cfg.evict, &full);
-    if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT) go = tkvi_bound_eviction(kv, seq, layer, r, &spared);
-    list->n_left = list->n - go.here;
+    memset(n_in_class, 0, (size_t)t->n_classes * sizeof *n_in_class);
+    if (TKVI_HAS_EVICT) (void)tkvi_evict_fill(&t->cfg.evict, &evict);
+    if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT)
+        freed = tkvi_bound_eviction(kv, seq, layer, spec, &spared);
+    list->n_left = list->n - freed.blocks_in_ram;
     for (i = list->sinks; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        int gone = 0, layout;
+        int is_freed = 0, layout;
         if (b->refs > 1) continue;
         if (tkvi_has_no_slot(kv, seq, layer, i, &spared)) {
-            gone = go.outside-- > 0;
-            if (!tkvi_is_offloaded(b)) o->slots[t->layout[b->layout].size_class]--;
-            o->outside += !gone - tkvi_is_offloaded(b);
-            list->n_left -= gone;
+            is_freed = freed.offloaded_blocks-- > 0;
+            if (!tkvi_is_offloaded(b)) forecast->slots[t->layout[b->layout].size_class]--;
+            forecast->n_offloaded += !is_freed - tkvi_is_offloaded(b);
+            list->n_left -= is_freed;
             continue;
         }
-        if (TKVI_HAS_EVICT && go.oldest > 0) {
-            go.oldest -= tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
-            gone = go.oldest >= 0 && i + 1 < list->n && !tkvi_held_in(kv, list, ids, i) &&
-                   tkvi_block_start(kv, ids, i) >= full.sink_tokens;
+        if (TKVI_HAS_EVICT && freed.oldest_tokens > 0) {
+            freed.oldest_tokens -= tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
+            is_freed = freed.oldest_tokens >= 0 && i + 1 < list->n &&
+                       !tkvi_live_pinned_mask(kv, list, ids, i) &&
+                       tkvi_block_start(kv, ids, i) >= evict.sink_tokens;
         }
         if (reclaim_stages & TKVI_LOOSEN) {
-            layout = r->layout[tkvi_due(kv, seq, layer, i, r, !tkvi_any_step(kv))];
+            layout = spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv))];
             if (!tkvi_is_smaller(kv, layout, b->layout)) layout = b->layout;
         } else {
-            (void)tkvi_tier_after_recoding(kv, seq, layer, i, r, &layout);
+            (void)tkvi_tier_after_recoding(kv, seq, layer, i, spec, &layout);
         }
-        o->slots[t->layout[b->layout].size_class]--;
-        o->slots[t->layout[layout].size_class] += !gone;
-        has[t->layout[layout].size_class]++;
-        list->n_left -= gone;
+        forecast->slots[t->layout[b->layout].size_class]--;
+        forecast->slots[t->layout[layout].size_class] += !is_freed;
+        n_in_class[t->layout[layout].size_class]++;
+        list->n_left -= is_freed;
     }
-    tkvi_subtract_smallest_blocks(kv, go.here, has, o);
+    tkvi_subtract_smallest_blocks(kv, freed.blocks_in_ram, n_in_class, forecast);
 }
 
 /* Forecast at a level after these reclaim stages, with the memory request. */
-static tkvi_forecast tkvi_at_level(tkv_cache *kv, int level, int reclaim_stages) {
-    tkvi_forecast o = tkvi_now(kv);
+static tkvi_forecast tkvi_forecast_level(tkv_cache *kv, int level, int reclaim_stages) {
+    tkvi_forecast forecast = tkvi_forecast_now(kv);
     int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
     int seq, layer, c, n = 0;
-    o.on_dry_run = 1;
+    forecast.uses_n_left = 1;
     memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            if (TKVI_HAS_EVICT && reclaim_stages & TKVI_FLOOR && !kv->seq[seq].in_step &&
+            if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT_TO_FLOOR && !kv->seq[seq].in_step &&
                 tkvi_list_of(kv, seq, layer)->n)
-                tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &o);
-            else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &o);
+                tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &forecast);
+            else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &forecast);
     for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
-    o.more = tkvi_max(0, n - 1);
-    return o;
+    forecast.extra_pages = tkvi_max(0, n - 1);
+    return forecast;
 }
 
-/* 1 if the memory request fits into the budget at the last level after these reclaim stages. share: as in
- * tkvi_floor_of. *bytes: lowered to the bytes held then. Sets kv->reclaim_stages and kv->share. */
-static int tkvi_stages_fit(tkv_cache *kv, int reclaim_stages, int share, size_t budget, size_t *bytes) {
-    tkvi_forecast o;
-    size_t then;
+/* 1 if the memory request fits into the budget at the last level after these reclaim stages. *bytes: lowered to the
+ * bytes held then. Sets kv->reclaim_stages and kv->kept_eighths. */
+static int tkvi_try_stages(tkv_cache *kv, int reclaim_stages, int kept_eighths, size_t budget,
+                           size_t *bytes) {
+    tkvi_forecast forecast;
+    size_t needed;
     kv->reclaim_stages = reclaim_stages;
-    kv->kept_eighths = share;
-    o = tkvi_at_level(kv, kv->pressure.cfg.max_level, reclaim_stages);
-    then = tkvi_bytes_with(kv, &o, NULL);
-    *bytes = then < *bytes ? then : *bytes;
-    return then <= budget;
+    kv->kept_eighths = kept_eighths;
+    forecast = tkvi_forecast_level(kv, kv->pressure.cfg.max_level, reclaim_stages);
+    needed = tkvi_forecast_bytes(kv, &forecast, NULL);
+    *bytes = needed < *bytes ? needed : *bytes;
+    return needed <= budget;
 }
 
-/* 1 if the memory request fits with TKVI_FLOOR and this share. Tries three ways: eviction last; first and alone;
- * first, then the other stages. Each is tried with offloaded tokens spared, then with none spared. */
-static int tkvi_floor_fits(tkv_cache *kv, int share, size_t budget, size_t *bytes) {
-    static const int ways[] = {TKVI_OUT, TKVI_FIRST, TKVI_OUT | TKVI_FIRST};
-    const int n = (int)(sizeof ways / sizeof *ways);
+/* 1 if the memory request fits with TKVI_EVICT_TO_FLOOR. Tries three orders: the other stages, then eviction;
+ * eviction alone; eviction, then the other stages. It spares offloaded tokens in all orders first, then none. */
+static int tkvi_try_floor(tkv_cache *kv, int kept_eighths, size_t budget, size_t *bytes) {
+    static const int orders[] = {TKVI_OFFLOAD_ALL, TKVI_EVICT_FIRST, TKVI_OFFLOAD_ALL | TKVI_EVICT_FIRST};
+    const int n_orders = (int)(sizeof orders / sizeof *orders);
     int i, fits = 0;
-    for (i = 0; i < 2 * n && !fits; i++) {
-        /* recoding before the eviction makes anchors, which are not known yet */
-        if (kv->tables.cfg.tiers.n_anchors && !(ways[i % n] & TKVI_FIRST)) continue;
-        fits = tkvi_stages_fit(kv, TKVI_EVICT | TKVI_FLOOR | ways[i % n] | (i < n ? 0 : TKVI_EVICT_ALL),
-                               share, budget, bytes);
+    for (i = 0; i < 2 * n_orders && !fits; i++) {
+        /* recoding before the eviction makes anchors, and a dry run does not know them */
+        if (kv->tables.cfg.tiers.n_anchors && !(orders[i % n_orders] & TKVI_EVICT_FIRST)) continue;
+        fits = tkvi_try_stages(
+            kv, TKVI_EVICT | TKVI_EVICT_TO_FLOOR | orders[i % n_orders] | (i < n_orders ? 0 : TKVI_EVICT_ALL),
+            kept_eighths, budget, bytes);
     }
     return fits;
 }
 
-/* 1 if the memory request fits into the budget: as things are, at a level that cfg.budget.pressure allows, or at
- * the last level after more reclaim stages, in their order. It tries every level, because the last one need not
- * take the fewest bytes: more block sizes leave more pages that are not full. Sets kv->reclaim_stages. *bytes: the
- * fewest bytes found. */
-static int tkvi_still_fits(tkv_cache *kv, size_t budget, size_t *bytes) {
+/* Finds reclaim stages after which the memory request fits into the budget, and sets kv->reclaim_stages. Tries none,
+ * then each level that cfg.budget.pressure allows, then more stages at the last level. It tries every level, because
+ * the last one need not take the fewest bytes: more block sizes leave more pages that are not full. Returns 1 if it
+ * fits. *bytes: the fewest bytes found. */
+static int tkvi_choose_stages(tkv_cache *kv, size_t budget, size_t *bytes) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int level, share;
+    int level, kept_eighths;
     kv->reclaim_stages = 0;
-    *bytes = tkvi_bytes_now(kv);
+    *bytes = tkvi_requested_bytes(kv);
     for (level = kv->tables.level; *bytes > budget && level <= kv->pressure.cfg.max_level; level++) {
-        const tkvi_forecast o = tkvi_at_level(kv, level, 0);
-        const size_t then = tkvi_bytes_with(kv, &o, NULL);
-        *bytes = then < *bytes ? then : *bytes;
+        const tkvi_forecast forecast = tkvi_forecast_level(kv, level, 0);
+        const size_t needed = tkvi_forecast_bytes(kv, &forecast, NULL);
+        *bytes = needed < *bytes ? needed : *bytes;
     }
     if (*bytes <= budget) return 1;
     if ((tkvi_can_store(kv) || (TKVI_HAS_DISCARD && cfg->budget.discard)) &&
-        tkvi_stages_fit(kv, TKVI_OUT, 0, budget, bytes))
+        tkvi_try_stages(kv, TKVI_OFFLOAD_ALL, 0, budget, bytes))
         return 1;
     if (!TKVI_HAS_EVICT || !cfg->evict.policy) return 0;
-    if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT, 0, budget, bytes)) return 1;
-    if (tkvi_stages_fit(kv, TKVI_OUT | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
-    if (!tkvi_has_floor(kv) || !tkvi_floor_fits(kv, 0, budget, bytes)) return 0;
-    for (share = 7; share > 0 && !tkvi_floor_fits(kv, share, budget, bytes);) share--;
-    return share > 0 || tkvi_floor_fits(kv, 0, budget, bytes);
+    if (tkvi_try_stages(kv, TKVI_OFFLOAD_ALL | TKVI_EVICT, 0, budget, bytes)) return 1;
+    if (tkvi_try_stages(kv, TKVI_OFFLOAD_ALL | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
+    if (!tkvi_can_forecast_victims(kv) || !tkvi_try_floor(kv, 0, budget, bytes)) return 0;
+    for (kept_eighths = 7; kept_eighths > 0 && !tkvi_try_floor(kv, kept_eighths, budget, bytes);)
+        kept_eighths--;
+    return kept_eighths > 0 || tkvi_try_floor(kv, 0, budget, bytes);
 }
 
-/* tkvi_still_fits at the start of a call: a store that failed in an earlier call may be tried again. */
-static int tkvi_fits_somewhere(tkv_cache *kv, size_t budget, size_t *bytes) {
+/* tkvi_choose_stages at the start of a call. A store that failed in an earlier call is tried again. */
+static int tkvi_plan_reclaim(tkv_cache *kv, size_t budget, size_t *bytes) {
     kv->store_failed = 0;
-    return tkvi_still_fits(kv, budget, bytes);
+    return tkvi_choose_stages(kv, budget, bytes);
 }
 
 /* >>work */
 /* Recodes the oldest stale block that has a slot. Returns the bytes freed; 0: no block can be recoded at this
- * level. within, if not 0: a limit in bytes. A block that would open a page for which the limit leaves no memory is
- * passed over for one that opens none. Later blocks would free pages in turn, but there may be no later blocks.
- * early: as in tkvi_next_stale. */
-static size_t tkvi_recode_oldest(tkv_cache *kv, size_t within, int early) {
-    tkvi_stale s;
-    size_t had;
-    const int spare = kv->pool.recode_pages;
-    if (!tkvi_next_stale(kv, TKVI_IN_FREE_PAGES, early, &s)) return 0;
-    if (within && !tkvi_has_slot(kv, s.layout, TKVI_IN_OPEN_PAGES)) {
-        const tkvi_forecast then = tkvi_now(kv);
-        then.slots[tkvi_layout_at(kv, &s)->size_class]--;
-        then.slots[kv->tables.layout[s.layout].size_class]++;
-        if (tkvi_bytes_with(kv, &then, NULL) > within && !tkvi_next_stale(kv, TKVI_IN_OPEN_PAGES, early, &s))
+ * level. limit, if not 0: the bytes that may be held. If a block would open a page beyond the limit, a block that
+ * opens none is recoded instead. Such a page pays only if more blocks follow. learns: as in tkvi_find_stale. */
+static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
+    tkvi_stale stale;
+    size_t old_bytes;
+    const int recode_pages = kv->pool.recode_pages;
+    if (!tkvi_find_stale(kv, TKVI_IN_FREE_PAGES, learns, &stale)) return 0;
+    if (limit && !tkvi_has_slot(kv, stale.layout, TKVI_IN_OPEN_PAGES)) {
+        const tkvi_forecast recoded = tkvi_forecast_now(kv);
+        recoded.slots[tkvi_layout_at(kv, &stale)->size_class]--;
+        recoded.slots[kv->tables.layout[stale.layout].size_class]++;
+        if (tkvi_forecast_bytes(kv, &recoded, NULL) > limit &&
+            !tkvi_find_stale(kv, TKVI_IN_OPEN_PAGES, learns, &stale))
             return 0;
     }
-    had = tkvi_layout_at(kv, &s)->bytes.total;
-    if (kv->tables.plan[s.layer].now.needs_table[s.due] && kv->tables.current_version[s.layer] < 0) {
-        int8_t before; /* learns a table from the present blocks: this one cannot wait */
-        if (!tkvi_begin_table(kv, s.layer, 1, &before) || kv->tables.current_version[s.layer] < 0) return 0;
-        tkvi_end_table(kv, s.layer, before, 1);
-        s.layout = tkvi_layout_of(&kv->tables, s.layer, s.due);
+    old_bytes = tkvi_layout_at(kv, &stale)->bytes.total;
+    if (kv->tables.plan[stale.layer].now.needs_table[stale.due] &&
+        kv->tables.current_version[stale.layer] < 0) {
+        int8_t old_version; /* learns a table from the present blocks, because this block cannot wait */
+        if (!tkvi_begin_table(kv, stale.layer, 1, &old_version) ||
+            kv->tables.current_version[stale.layer] < 0)
+            return 0;
+        tkvi_end_table(kv, stale.layer, old_version, 1);
+        stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.due);
     }
     kv->pool.recode_pages = 0;
-    tkvi_demote(kv, s.seq, s.layer, s.i, s.layout, NULL);
-    kv->pool.recode_pages = spare;
-    tkvi_count_recoded(tkvi_list_of(kv, s.seq, s.layer), s.i, s.due);
+    tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout, NULL);
+    kv->pool.recode_pages = recode_pages;
+    tkvi_count_recoded(tkvi_list_of(kv, stale.seq, stale.layer), stale.i, stale.due);
     kv->recoded[kv->tables.level]++;
-    return had - kv->tables.layout[s.layout].bytes.total;
+    return old_bytes - kv->tables.layout[stale.layout].bytes.total;
 }
 
 /* Bytes in use above which a level recodes blocks: its threshold of the budget. It is lower if the budget must
@@ -21579,31 +21659,31 @@ static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
 /* 1 if more bytes are in use than tenths / 10 of the soft limit of the level. */
 static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
     const size_t soft = tkvi_soft_limit(kv, kv->tables.level);
-    return kv->tables.level > 0 && tkvi_in_use(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
+    return kv->tables.level > 0 && tkvi_used_bytes(kv) > (tenths < 10 ? soft / 10 * (size_t)tenths : soft);
 }
 
 /* Recodes the oldest stale block if it is time: memory is short (pressed), or the level is
- * cfg.budget.pressure.min_level and not 0. At that level stale blocks are recoded even if memory is free. Only
- * pressure learns a table from few tokens; else blocks wait for their table. Returns the bytes freed. */
+ * cfg.budget.pressure.min_level and not 0. At that level stale blocks are recoded even if memory is free. A
+ * table is learned from few tokens only if memory is short. Otherwise blocks wait for it. Returns the bytes freed. */
 static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
     if (!pressed && (level == 0 || level != kv->pressure.cfg.min_level)) return 0;
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
-/* Number of stale blocks at the present level: those in RAM with one holder. Without pressure,
- * cfg.budget.pressure.min_level does not count blocks that wait for a table: no work of now would recode them. */
-static uint64_t tkvi_pending(const tkv_cache *kv) {
+/* Number of stale blocks at the present level that recoding can reach: in RAM, and held by one list. If memory is not
+ * short, blocks at cfg.budget.pressure.min_level that wait for a table are not counted: they are not recoded now. */
+static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
     uint64_t n = 0;
     const int waits_for_tables = kv->tables.level == kv->pressure.cfg.min_level && !tkvi_is_pressed(kv, 10);
-    const int tables = !tkvi_any_step(kv) && !waits_for_tables;
+    const int can_learn = !tkvi_has_open_step(kv) && !waits_for_tables;
     int seq, layer, i;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = list->sinks + list->n_tightest; i < list->n; i++) {
-                tkv_tier due = tkvi_due(kv, seq, layer, i, &kv->tables.plan[layer].now, tables);
+                tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &kv->tables.plan[layer].now, can_learn);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_TIER_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
@@ -21613,120 +21693,122 @@ static uint64_t tkvi_pending(const tkv_cache *kv) {
     return n;
 }
 
-/* 1 if everything held would fit at the next looser level, below its threshold less the hysteresis. Three more
- * blocks of each layer must fit as well. Else the next blocks could soon bring this level back. */
-static int tkvi_may_relax(tkv_cache *kv) {
+/* 1 if everything held would fit at the level below, under its threshold less the hysteresis. Three more blocks of
+ * each layer must fit as well. Otherwise the next blocks could soon bring this level back. */
+static int tkvi_can_relax(tkv_cache *kv) {
     const int level = kv->tables.level;
     const tkv_pressure_config *p = &kv->pressure.cfg;
     const double budget = (double)kv->tables.cfg.budget.bytes;
     tkvi_forecast looser;
     double bytes;
-    if (tkvi_in_use(kv) >= kv->relax_at) return 0;
-    looser = tkvi_at_level(kv, level - 1, TKVI_LOOSEN);
-    bytes = (double)tkvi_bytes_with(kv, &looser, NULL);
+    if (tkvi_used_bytes(kv) >= kv->relax_at) return 0;
+    looser = tkvi_forecast_level(kv, level - 1, TKVI_LOOSEN);
+    bytes = (double)tkvi_forecast_bytes(kv, &looser, NULL);
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
-    kv->relax_at = tkvi_in_use(kv) - tkvi_in_use(kv) / 16; /* the check walks over all blocks */
+    kv->relax_at = tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check reads all blocks */
     return 0;
 }
 
 /* 1 if a layer has not yet learned a table that some level uses. */
-static int tkvi_needs_tables(const tkv_cache *kv) {
-    int i, lacks = 0;
+static int tkvi_has_missing_tables(const tkv_cache *kv) {
+    int i, missing = 0;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
-        lacks |= kv->tables.plan[i].stored_layer == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
-                 kv->tables.current_version[i] < 0;
-    return lacks;
+        missing |= kv->tables.plan[i].stored_layer == i && tkvi_plan_learns(&kv->tables.plan[i]) &&
+                   kv->tables.current_version[i] < 0;
+    return missing;
 }
 
-/* Called before a step opens. No table is learned in an open step, so missing ones are learned now if memory is
- * short. */
-static void tkvi_learn_early(tkv_cache *kv) {
+/* Called before a step opens. Learns missing tables now if memory is short, because an open step learns none. */
+static void tkvi_learn_missing_tables(tkv_cache *kv) {
     int i;
-    if (!tkvi_has_budget(kv) || !tkvi_needs_tables(kv) || tkvi_any_step(kv)) return;
-    if (tkvi_in_use(kv) + 2 * kv->bytes_per_block <
+    if (!tkvi_has_budget(kv) || !tkvi_has_missing_tables(kv) || tkvi_has_open_step(kv)) return;
+    if (tkvi_used_bytes(kv) + 2 * kv->bytes_per_block <
         tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1))
         return;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
-        int8_t had;
+        int8_t old_version;
         if (p->stored_layer != i || !tkvi_plan_learns(p) || kv->tables.current_version[i] >= 0) continue;
-        if (tkvi_begin_table(kv, i, 1, &had)) tkvi_end_table(kv, i, had, 1);
+        if (tkvi_begin_table(kv, i, 1, &old_version)) tkvi_end_table(kv, i, old_version, 1);
     }
 }
 
 /* Called with each append. Updates the average pressure and perhaps the level. If memory is short, or at
- * cfg.budget.pressure.min_level, blocks are recoded until they have freed 1.5 times the new bytes. So the work is
- * spread over the tokens. */
-static void tkvi_keep_pace(tkv_cache *kv, size_t new_bytes) {
+ * cfg.budget.pressure.min_level, recodes blocks until they have freed 1.5 times the new bytes. So the work is
+ * spread evenly over the appends. recode_backlog carries the rest to the next append. */
+static void tkvi_recode_for_append(tkv_cache *kv, size_t new_bytes) {
     const tkv_pressure_config *p = &kv->pressure.cfg;
-    const float own = (float)((double)tkvi_in_use(kv) / (double)kv->tables.cfg.budget.bytes);
-    float outside;
+    const float used_pressure = (float)((double)tkvi_used_bytes(kv) / (double)kv->tables.cfg.budget.bytes);
+    float reported_pressure;
     int level = kv->tables.level, target;
-    tkvi_stale s;
+    tkvi_stale stale;
     tkvi_lock(&kv->pressure.lock);
-    outside = kv->reported_pressure;
+    reported_pressure = kv->reported_pressure;
     tkvi_unlock(&kv->pressure.lock);
-    target = tkvi_pressure_sample(&kv->pressure, own > outside ? own : outside, level);
-    if (target < level && tkvi_may_relax(kv)) tkvi_go_to_level(kv, level - 1);
+    target = tkvi_pressure_sample(
+        &kv->pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
+    if (target < level && tkvi_can_relax(kv)) tkvi_change_level(kv, level - 1);
     level = kv->tables.level;
     kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->recode_backlog > 0 && level < p->max_level && !(tkvi_any_step(kv) && tkvi_needs_tables(kv)) &&
-        (target > level || tkvi_in_use(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes) &&
-        !tkvi_next_stale(kv, TKVI_ANYWHERE, 1, &s))
-        tkvi_go_to_level(kv, ++level);
+    if (kv->recode_backlog > 0 && level < p->max_level &&
+        !(tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)) &&
+        (target > level || tkvi_used_bytes(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes) &&
+        !tkvi_find_stale(kv, TKVI_ANYWHERE, 1, &stale))
+        tkvi_change_level(kv, ++level);
     while (kv->recode_backlog > 0) {
-        const size_t won = tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 10) ||
-                                                      (level > 0 && outside > tkvi_threshold(p, level - 1)));
-        kv->recode_backlog -= (int64_t)won;
-        if (won) continue;
-        /* The search walks over all lists, so it waits until some new bytes have come. */
+        const size_t freed = tkvi_recode_if_due(
+            kv, tkvi_is_pressed(kv, 10) || (level > 0 && reported_pressure > tkvi_threshold(p, level - 1)));
+        kv->recode_backlog -= (int64_t)freed;
+        if (freed) continue;
+        /* The search is slow: it reads all lists. It waits for this many new bytes. */
         kv->recode_backlog = -(int64_t)(kv->bytes_per_block / 64);
     }
 }
 
-/* Evicts a batch of tokens, or with TKVI_FLOOR the next list (number *list) to its floor. 0: there is nothing left
- * to evict. */
+/* Evicts a batch of tokens. With TKVI_EVICT_TO_FLOOR it evicts the next list (number *list) to its floor. 0: there is
+ * nothing left to evict. */
 static int tkvi_evict_next(tkv_cache *kv, int *list) {
-    const int n = kv->tables.cfg.model.n_layers, all = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
-    int went = 0;
+    const int n_layers = kv->tables.cfg.model.n_layers,
+              offloaded_too = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
+    int evicted = 0;
     if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy) return 0;
-    if (!(kv->reclaim_stages & TKVI_FLOOR))
-        return tkvi_evict_batch(kv, 0) || (all && tkvi_evict_batch(kv, 1));
-    for (; !went && *list < kv->tables.cfg.limits.max_seqs * n; (*list)++)
-        went = tkvi_go_to_floor(kv, *list / n, *list % n, all);
-    return went;
+    if (!(kv->reclaim_stages & TKVI_EVICT_TO_FLOOR))
+        return tkvi_evict_batch(kv, 0) || (offloaded_too && tkvi_evict_batch(kv, 1));
+    for (; !evicted && *list < kv->tables.cfg.limits.max_seqs * n_layers; (*list)++)
+        evicted = tkvi_evict_to_floor(kv, *list / n_layers, *list % n_layers, offloaded_too);
+    return evicted;
 }
 
-/* Called before the first token is evicted. If the store failed, 1 only if the memory request still fits without
- * it. */
-static int tkvi_may_evict(tkv_cache *kv, size_t budget) {
+/* Called before the first token is evicted. 0: the store failed, and without it even eviction does not make the
+ * memory request fit. */
+static int tkvi_can_evict(tkv_cache *kv, size_t budget) {
     size_t bytes;
-    return !kv->store_failed || tkvi_still_fits(kv, budget, &bytes);
+    return !kv->store_failed || tkvi_choose_stages(kv, budget, &bytes);
 }
 
-/* Frees memory until the memory request fits. tkvi_fits_somewhere must have returned 1. 0: the store failed, and
- * without it the request does not fit. */
-static int tkvi_make_room(tkv_cache *kv, size_t budget) {
-    int list = 0, evicts = 0;
+/* Applies reclaim stages until the memory request fits. tkvi_plan_reclaim must have returned 1. Returns 0 if the
+ * store failed, and the request does not fit without it. */
+static int tkvi_reclaim_bytes(tkv_cache *kv, size_t budget) {
+    int next_list = 0, may_evict = 0;
     for (;;) {
-        const tkvi_forecast now = tkvi_now(kv);
-        size_t index;
-        if (tkvi_bytes_with(kv, &now, &index) <= budget) {
-            if (kv->heap.held > budget || index > budget - kv->heap.held)
-                tkvi_trim_to(&kv->pool, 0); /* gives memory of free pages to the index */
+        const tkvi_forecast now = tkvi_forecast_now(kv);
+        size_t index_growth;
+        if (tkvi_forecast_bytes(kv, &now, &index_growth) <= budget) {
+            if (kv->heap.held > budget || index_growth > budget - kv->heap.held)
+                tkvi_trim_to(&kv->pool, 0); /* gives free pages back, as the index needs their bytes */
             return 1;
         }
-        if (TKVI_HAS_EVICT && kv->reclaim_stages & TKVI_FIRST &&
-            (evicts || (evicts = tkvi_may_evict(kv, budget))) && tkvi_evict_next(kv, &list))
+        if (TKVI_HAS_EVICT && kv->reclaim_stages & TKVI_EVICT_FIRST &&
+            (may_evict || (may_evict = tkvi_can_evict(kv, budget))) && tkvi_evict_next(kv, &next_list))
             continue;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
-        if (kv->tables.level < kv->pressure.cfg.max_level) tkvi_go_to_level(kv, kv->tables.level + 1);
+        if (kv->tables.level < kv->pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
         else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
         else if (!TKVI_HAS_EVICT) return 0;
-        else if (!evicts && !(evicts = tkvi_may_evict(kv, budget))) return 0;
-        else if (!tkvi_evict_next(kv, &list)) return 0;
+        else if (!may_evict && !(may_evict = tkvi_can_evict(kv, budget))) return 0;
+        else if (!tkvi_evict_next(kv, &next_list)) return 0;
     }
 }
 
@@ -21736,7 +21818,7 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     if (!kv || !out) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
     out->budget = kv->tables.cfg.budget.bytes;
-    out->used = tkvi_in_use(kv);
+    out->used = tkvi_used_bytes(kv);
     out->peak = kv->heap.peak;
     out->level = kv->tables.level;
     out->n_levels = kv->tables.n_levels;
@@ -21750,20 +21832,20 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->discarded = kv->blocks_discarded;
     out->recomputed = kv->recomputed;
     out->evicted = kv->evicted;
-    out->pending = tkvi_has_budget(kv) ? tkvi_pending(kv) : 0;
+    out->pending = tkvi_has_budget(kv) ? tkvi_n_stale_blocks(kv) : 0;
     return TKV_OK;
 }
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
-    const size_t had = kv ? kv->tables.cfg.budget.bytes : 0;
-    size_t takes;
+    const size_t old_budget = kv ? kv->tables.cfg.budget.bytes : 0;
+    size_t needed;
     if (!kv) return TKV_ERR_ARG;
     if (!kv->tables.recode_pages)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without a budget", 0, NULL);
     if (kv->pool.keep_all && bytes == 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "in place the budget is the memory that was given", 0, NULL);
     if (kv->pool.keep_all && bytes > kv->heap.held) bytes = kv->heap.held;
-    if (bytes == 0 && !had) return tkvi_ok(kv); /* no budget before and none now: reservations stay */
+    if (bytes == 0 && !old_budget) return tkvi_ok(kv); /* no budget before and none now: reservations stay */
     if (bytes == 0) {
         kv->tables.cfg.budget.bytes = kv->heap.limit = 0;
         tkvi_end_reservations(kv);
@@ -21777,25 +21859,25 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
         tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.recode_pages = kv->tables.recode_pages;
-        if (!tkvi_peak_ready(&kv->pool, &dry_run)) {
+        if (!tkvi_allocate_peak(&kv->pool, &dry_run)) {
             kv->pool.recode_pages = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
-    if (!tkvi_fits_somewhere(kv, bytes, &takes)) {
-        if (!had) kv->pool.recode_pages = 0;
+    if (!tkvi_plan_reclaim(kv, bytes, &needed)) {
+        if (!old_budget) kv->pool.recode_pages = 0;
         tkvi_trim(&kv->pool);
-        return tkvi_over_budget(kv, takes);
+        return tkvi_refuse_over_budget(kv, needed);
     }
     kv->tables.cfg.budget.bytes = bytes;
-    if (!tkvi_make_room(kv, bytes)) {
-        kv->tables.cfg.budget.bytes = had;
-        if (!had) kv->pool.recode_pages = 0;
-        return tkvi_over_budget(kv, takes);
+    if (!tkvi_reclaim_bytes(kv, bytes)) {
+        kv->tables.cfg.budget.bytes = old_budget;
+        if (!old_budget) kv->pool.recode_pages = 0;
+        return tkvi_refuse_over_budget(kv, needed);
     }
-    if (!had) tkvi_end_reservations(kv); /* their slots were counted for recoding by age */
+    if (!old_budget) tkvi_end_reservations(kv); /* reserved slots were counted for recoding by age */
     tkvi_trim(&kv->pool);
-    if (kv->pool.keep_all) /* in place, only pages are counted: the other bytes held do not change */
+    if (kv->pool.keep_all) /* in place, only the number of pages changes */
         kv->pool.max_pages = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
     kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
@@ -21809,7 +21891,7 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.budget.pressure");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
-    tkvi_go_to_level(kv, level);
+    tkvi_change_level(kv, level);
     return tkvi_ok(kv);
 }
 
@@ -21823,7 +21905,7 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
     n = (size_t)kv->tables.cfg.model.n_layers * (size_t)kv->tables.n_levels;
     for (i = 0; i < n; i++)
         if (kv->tables.tier_specs[i].hot != TKVI_FOREVER) kv->tables.tier_specs[i].hot = hot_tokens;
-    tkvi_take_plans(kv, kv->tables.level);
+    tkvi_apply_plans(kv, kv->tables.level);
     kv->hot_tokens_changed = 1;
     return tkvi_ok(kv);
 }
@@ -21886,14 +21968,14 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     tkv_advice a;
     int hot;
     tkv_status st;
-    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     hot = tkvi_hot_tokens(kv);
     st = tkv_get_advice(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
     if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);
-    if (!st) tkvi_go_to_level(kv, tkvi_level_after_step(kv, a.step));
+    if (!st) tkvi_change_level(kv, tkvi_level_after_step(kv, a.step));
     a.step = kv->tables.level - (a.level - a.step); /* the step that was taken */
     a.level = kv->tables.level;
     a.hot_tokens = tkvi_hot_tokens(kv);
@@ -22358,7 +22440,8 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
  * sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0
+                                                         : tkvi_block_position_end(kv, u->list, u->ids, i);
 }
 
 /* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
@@ -23386,8 +23469,8 @@ static const tkvi_consumer tkvi_comparison_consumer = {
 #endif /* TKVI_ATTENTION_COMPARE_H */
 /* ======== attention/score_output.h ======== */
 /*
- * attention/score_output.h - the consumer that fills in p->scores, the attention scores that a call asks for. It takes
- * all rows. The sums are floats, so work tiles must come in order: TKVI_OBSERVES_CALL.
+ * attention/score_output.h - the consumer that fills in p->scores, the attention scores that a call asks for. It
+ * takes all rows. The sums are floats, so work tiles must come in order: TKVI_OBSERVES_CALL.
  */
 #ifndef TKVI_ATTENTION_SCORE_OUTPUT_H
 #define TKVI_ATTENTION_SCORE_OUTPUT_H
@@ -23499,9 +23582,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
             if (tkvi_is_discarded(b)) continue; /* no row sees it: tkvi_call_init */
-            st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
+            st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
-                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
+                st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
@@ -23603,19 +23686,20 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
  * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
  * reset; and tkv_read.
  *
- * A change runs in three stages:
- *     dry run    counts the slots that it takes and gives back, in order, and notes the peak (tkvi_peak)
- *     memory     gets the memory of that peak from the allocator, or fails
+ * A change runs in three steps:
+ *     dry run    counts the slots that it takes and gives back, in order, and computes the peak (tkvi_peak)
+ *     memory     allocates the memory of that peak, or fails
  *     change     cannot fail
- * So a call that fails stores and cuts no token. Under a budget it makes room between dry run and memory
- * (reclaim/budget.h). What it recoded or evicted for that, and the blocks that expired, stay so if it then fails.
+ * So a call that fails stores and removes no token. Under a budget, reclaim stages run between dry run and memory
+ * (reclaim/budget.h). If the call then fails, recoded blocks stay recoded. Evicted tokens and expired blocks stay
+ * removed.
  */
 #ifndef TKVI_STEP_SEQUENCE_H
 #define TKVI_STEP_SEQUENCE_H
 
 
-/* The number of slots of a size class that tkv_seq_reserve holds for a sequence. */
-static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
+/* Points to the number of slots of a size class that are reserved for a sequence. */
+static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
     return &kv->reserved_slots[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
@@ -23624,7 +23708,7 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
+    int sink, i, blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].layout); /* a shared block is copied first */
     for (i = 0; i < blocks; i++)
@@ -23632,99 +23716,98 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
 }
 
 /* >>reservations */
-/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_seq_flush
- * coded a block that was not full. */
-static void tkvi_max_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                                const uint32_t *ids, int64_t *room) {
-    int i, whole = 1;
-    tkvi_most_blocks(&kv->tables.cfg, p, room);
+/* most[tier]: the most blocks of a tier that a list can still gain. TKVI_FOREVER: no bound, under a budget or if a
+ * flush recoded a block that was not full. */
+static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                         const uint32_t *ids, int64_t *most) {
+    int i, all_full = 1;
+    tkvi_compute_most_blocks(&kv->tables.cfg, p, most);
     if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
-        room[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
-        room[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        most[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
+        most[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
         if (tier != TKV_TIER_HOT)
-            whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+            all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
-    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
+    for (i = 0; i < TKV_TIER_COUNT && (!all_full || tkvi_has_budget(kv)); i++) most[i] = TKVI_FOREVER;
 }
 
-/* Adds to live[class], `sign` times, the slots that one layer of seq may still take until it has the reserved
- * length. It counts each new block and each block that ages, but no more blocks of a tier than the layer can ever
- * have. It does not count on slots that are freed meanwhile, so appends of any size fit. A block taken lowers the
- * need by one, a block given back raises it by one at most: live + need never grows. Returns 0 if nothing is
- * needed any more. */
-static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+/* Adds to live[class], `sign` times, the slots that a list may still take until it has the reserved length. It counts
+ * each new block and each block that ages, but no more blocks of a tier than the list can ever have. It does not
+ * subtract slots that are freed meanwhile, so appends of any size fit. A slot taken lowers the need by one, and a
+ * slot given back raises it by at most one. So live + need never grows. Returns 0 if no slot is needed any more. */
+static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_layout *layout = kv->tables.layout;
-    int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
-    int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
-    /* a step that reaches the length may still be aborted */
+    int len = kv->seq[seq].reserved_len, end, sink, blocks, i, tier;
+    int64_t need[TKV_TIER_COUNT], most[TKV_TIER_COUNT];
+    /* In a step the length before it counts, because the step may be aborted. */
     if (p->stored_layer != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
-    blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
+    blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         need[TKV_TIER_HOT]++;
-    /* `at`: where the blocks end at that length. It does not depend on whether they are full now or cut later. */
-    at = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
+    /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
+    end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
         tkv_tier due;
-        if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
-        if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
-        due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
-                            i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        if (i == list->n && sink) end = tkvi_min(len, end + p->sink);
+        if (i >= list->n) end = tkvi_min(len, end + TKVI_BLOCK);
+        due = tkvi_tier_by_age(&p->now, tkvi_hot_age(kv, layer),
+                               i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : end, len);
         need[TKV_TIER_WARM] += due != TKV_TIER_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_TIER_HOT);
         need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
-    tkvi_max_new_blocks(kv, p, list, ids, room);
+    tkvi_compute_most_new_blocks(kv, p, list, ids, most);
     if (sink) live[layout[p->sink_layout].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (need[tier] > room[tier]) need[tier] = room[tier];
+        if (need[tier] > most[tier]) need[tier] = most[tier];
         if (need[tier] > 0) live[layout[p->now.layout[tier]].size_class] += sign * need[tier];
     }
     return 1;
 }
 
-/* Reserves for seq the slots that bring all its layers to length `len`. 0 gives the reservation up. */
+/* Reserves the slots that all layers of a sequence need up to length `len`. 0: ends the reservation. */
 static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
-    int layer, c, waiting = 0;
-    int64_t *mine = tkvi_reserved_slots(kv, seq, 0);
+    int layer, c, is_needed = 0;
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.reserved_slots[c] -= mine[c];
-        mine[c] = 0;
+        kv->pool.reserved_slots[c] -= own[c];
+        own[c] = 0;
     }
     kv->seq[seq].reserved_len = len;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
-        waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
-    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += mine[c];
-    if (!waiting) kv->seq[seq].reserved_len = 0;
+        is_needed |= tkvi_add_needed_slots(kv, seq, layer, 1, own);
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += own[c];
+    if (!is_needed) kv->seq[seq].reserved_len = 0;
 }
 
-/* Dry run of an append of n tokens to one layer, ageing included. The slots that are reserved for the layer pay for
- * it: below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
+/* Dry run of an append of n tokens to one layer, ageing included. It uses the slots that are reserved for the layer:
+ * below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
  * length keeps the reservation as well, because it may be aborted. */
 static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_seq *s = &kv->seq[seq];
-    int64_t *before = dry_run->live + kv->tables.n_classes;
-    size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
-    int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
-    memcpy(before, dry_run->live, bytes);
-    promised = tkvi_add_need(kv, seq, layer, -1, dry_run->live);
-    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
+    int64_t *live_before = dry_run->live + kv->tables.n_classes;
+    size_t bytes = (size_t)kv->tables.n_classes * sizeof *live_before;
+    int is_reserved, len = tkvi_list_of(kv, seq, layer)->len + n;
+    memcpy(live_before, dry_run->live, bytes);
+    is_reserved = tkvi_add_needed_slots(kv, seq, layer, -1, dry_run->live);
+    if (!s->in_step) tkvi_age_list(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
     tkvi_dry_run_append(kv, seq, layer, n, dry_run);
-    if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
-        memcpy(dry_run->live, before, bytes);
-    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, dry_run->live);
+    if (is_reserved && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
+        memcpy(dry_run->live, live_before, bytes);
+    else if (is_reserved && s->in_step) (void)tkvi_add_needed_slots(kv, seq, layer, 1, dry_run->live);
     tkvi_peak_note(dry_run);
 }
 
-/* Pages in use, and the pages that reservations will need. */
-static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
+/* Number of pages in use, and of pages that reservations will need. */
+static int64_t tkvi_n_pages_taken(const tkvi_pool *pool) {
     return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_reserved_pages(pool);
 }
 
@@ -23743,57 +23826,60 @@ typedef struct tkvi_source { /* K or V of an append, or of tkv_restore */
     int dim;
 } tkvi_source;
 
+/* Converts one token's row of a head to floats. */
 static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row) {
-    ptrdiff_t at = token * s->token_stride + head * s->head_stride;
+    ptrdiff_t first = token * s->token_stride + head * s->head_stride;
     int c;
     if (s->type == TKV_TYPE_F32)
-        memcpy(row, (const char *)s->data + at * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
+        memcpy(row, (const char *)s->data + first * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
     else
-        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, first + c);
 }
 
-/* Adding 1 to the exponent of a NaN or an infinity sets the sign bit; of other values it does not. Works on 16
+/* 1 if all n values are finite. Adding 1 to the exponent sets the sign bit only of a NaN or an infinity. Works on 16
  * values at a time, because compilers vectorise that. */
-static int tkvi_all_finite(const float *x, int n) {
-    uint32_t bits[16], some[16] = {0}, any = 0;
+static int tkvi_is_all_finite(const float *x, int n) {
+    uint32_t bits[16], signs[16] = {0}, sign = 0;
     int i, k;
     for (i = 0; i < n; i += 16) {
         memset(bits, 0, sizeof bits);
         memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
-        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+        for (k = 0; k < 16; k++) signs[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
     }
-    for (k = 0; k < 16; k++) any |= some[k];
-    return !(any >> 31);
+    for (k = 0; k < 16; k++) sign |= signs[k];
+    return !(sign >> 31);
 }
 
-static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
+static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
     int t, h, finite = 1;
     for (t = 0; t < n; t++)
         for (h = 0; h < heads; h++) {
             tkvi_load_row(s, t, h, row);
-            finite &= tkvi_all_finite(row, s->dim);
+            finite &= tkvi_is_all_finite(row, s->dim);
         }
     return finite;
 }
 
+/* The finite value that stands for x: 0 for NaN, the largest fp16 value for an infinity. */
 TKVI_FN float tkvi_saturate(float x) {
     if (tkvi_is_finite(x)) return x;
     if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
-static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *help, const tkvi_source *s, int token,
-                           int head, int at, int saturate, uint8_t *dst) {
+/* Encodes one row of a source into a slot of an exact block. */
+static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops, const tkvi_source *s,
+                           int token, int head, int slot, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
     tkvi_load_row(s, token, head, row);
     for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, help, row, at, dst);
+    side->format->side[side->which].put(side, simd_ops, row, slot, dst);
 }
 
-/* The block that takes the next token: the last one if it has a free slot, else a new one. A last block that other
- * lists hold too is copied first, and this list then holds the copy. */
+/* Returns the block that takes the next token: the last one if it has a free slot, else a new one. If other lists
+ * hold the last block, this list gets a copy of it first. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -23801,14 +23887,14 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
-            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
-            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
+            uint32_t copy = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
+            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[copy]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.layout[kv->pool.block[id].layout].bytes.total);
-            kv->pool.block[mine].evicted_mask = kv->pool.block[id].evicted_mask;
-            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
+            kv->pool.block[copy].evicted_mask = kv->pool.block[id].evicted_mask;
+            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[copy] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
-            ids[list->n - 1] = id = mine;
+            ids[list->n - 1] = id = copy;
         }
         return id;
     }
@@ -23824,7 +23910,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
 }
 
 /* The norm of a token's key, averaged over the KV heads. */
-static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+static float tkvi_mean_key_norm(const tkvi_source *k, int token, int heads, int saturate) {
     float row[TKV_MAX_HEAD_DIM];
     double sum = 0.0;
     int h, c;
@@ -23837,30 +23923,31 @@ static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int satura
 }
 
 /* Stores n tokens, from row `first` of k and v on, at the end of the list. Cannot fail. */
-static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
-                       int first, int n) {
+static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
+                              int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
         tkvi_block *b = &kv->pool.block[id];
-        const tkvi_layout *c = &kv->tables.layout[b->layout];
+        const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        const int at = list->len - b->start;
-        if (TKVI_HAS_EVICT && kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
-            b->evicted_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].scores[at] =
+        const int slot = list->len - b->start;
+        if (TKVI_HAS_EVICT &&
+            kv->pool.token_meta) { /* the slot may have had a token that truncation removed */
+            b->evicted_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].scores[slot] =
                 tkvi_keeps_norms(kv)
-                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
+                    ? tkvi_bits(tkvi_mean_key_norm(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
                     : 0;
         }
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
-            const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, at, saturate,
+            const tkvi_record *r = &layout->record[h];
+            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, slot, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, slot, saturate,
                            bytes + r->at + r->v_at);
         }
         list->len++;
@@ -23878,7 +23965,7 @@ static void tkvi_start_metering(tkv_cache *kv, int seq) {
 
 /* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
  * without tkv_seq_reset would attend to the old one. */
-static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
+static tkv_status tkvi_refuse_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
     tkvi_append_text(&t, "sequence ");
@@ -23904,7 +23991,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     *total = 0;
     for (i = 0; i < n_rows; i++) {
         const tkvi_list *list;
-        int room;
+        int n_free;
         if (!tkvi_has_seq(kv, rows[i].seq))
             return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
         if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
@@ -23913,10 +24000,10 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
                 return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
         list = tkvi_list_of(kv, rows[i].seq, layer);
         if (positions && positions[i] != list->len)
-            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
-        room = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
-        if (rows[i].n > room)
-            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
+            return tkvi_refuse_position(kv, rows[i].seq, layer, positions[i]);
+        n_free = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
+        if (rows[i].n > n_free)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", n_free,
                              " more tokens here; append them in chunks");
         if (rows[i].n > cfg->limits.max_tokens - list->len)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
@@ -23937,7 +24024,7 @@ static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *row
     return dry_run;
 }
 
-/* Under a budget: from now on the tokens of the last append may be recoded. failed 1: takes that back. */
+/* Under a budget: lets reclaim recode the tokens of the previous append. failed: 1 undoes that. */
 static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
                                        int failed) {
     int i;
@@ -23951,19 +24038,19 @@ static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows 
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
-    tkv_rows one;
+    tkv_rows single_row;
     const tkv_rows *rows;
     tkvi_source k, v;
     tkvi_peak dry_run;
-    int8_t had;
+    int8_t old_version;
     tkv_status st;
-    int n_rows, i, total, open, first = 0;
+    int n_rows, i, total, has_step, first = 0;
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
-    one.seq = p->seq;
-    one.n = p->n;
-    rows = p->batch ? p->batch : &one;
+    single_row.seq = p->seq;
+    single_row.n = p->n;
+    rows = p->batch ? p->batch : &single_row;
     n_rows = p->batch ? p->n_batch : 1;
     if (n_rows < 0 || n_rows > cfg->limits.max_seqs)
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
@@ -23991,55 +24078,57 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     v.token_stride =
         p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.v_head_dim;
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&k, total, cfg->model.n_kv_heads) ||
-         !tkvi_source_finite(&v, total, cfg->model.n_kv_heads)))
+        (!tkvi_is_source_finite(&k, total, cfg->model.n_kv_heads) ||
+         !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
-    for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
-    had = kv->tables.current_version[p->layer];
-    if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
+    for (i = 0, has_step = 0; i < n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
+    old_version = kv->tables.current_version[p->layer];
+    if (!has_step && !tkvi_begin_table(kv, p->layer, 0, &old_version)) goto no_table;
     if (tkvi_has_budget(kv))
-        for (i = 0; i < n_rows; i++) /* expired blocks make room */
+        for (i = 0; i < n_rows; i++) /* frees the slots of expired blocks */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
-                tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
+                tkvi_age_list(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget.bytes,
-                     token =
+                     token_bytes =
                          kv->tables.layout[kv->tables.plan[p->layer].now.layout[TKV_TIER_HOT]].bytes.total /
                          TKVI_BLOCK;
-        size_t takes;
+        size_t needed;
         int fits;
         tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
-        fits = tkvi_fits_somewhere(kv, budget, &takes);
-        tkvi_end_table(kv, p->layer, had, fits); /* the blocks recoded below may use the table */
-        if (fits && !(kv->reclaim_stages & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
-        if (!fits || !tkvi_make_room(kv, budget)) {
+        fits = tkvi_plan_reclaim(kv, budget, &needed);
+        tkvi_end_table(kv, p->layer, old_version,
+                       fits); /* before blocks are recoded, because they may use the table */
+        if (fits && !(kv->reclaim_stages & TKVI_EVICT_FIRST))
+            tkvi_recode_for_append(kv, (size_t)total * token_bytes);
+        if (!fits || !tkvi_reclaim_bytes(kv, budget)) {
             tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
-            return tkvi_over_budget(kv, takes);
+            return tkvi_refuse_over_budget(kv, needed);
         }
-        had = kv->tables.current_version
-                  [p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
+        old_version =
+            kv->tables.current_version[p->layer]; /* blocks may use a table that reclaim learned: keep it */
         dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
-            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_n_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
-    if (!tkvi_peak_ready(&kv->pool, &dry_run)) goto no_memory;
-    tkvi_end_table(kv, p->layer, had, 1);
-    if (!open) tkvi_query_stats_learn(kv, p->layer);
+    if (!tkvi_allocate_peak(&kv->pool, &dry_run)) goto no_memory;
+    tkvi_end_table(kv, p->layer, old_version, 1);
+    if (!has_step) tkvi_query_stats_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
         tkvi_start_metering(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
-            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
-                              rows[i].n); /* after ageing, so that the blocks of the dry run age */
+            tkvi_age_list(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+            tkvi_evict_excess(kv, rows[i].seq, p->layer,
+                              rows[i].n); /* after ageing, because the dry run aged all blocks */
         }
-        tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
+        tkvi_store_tokens(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
     if (kv->tokens_seen && kv->tokens_seen[p->layer] >= 0)
@@ -24047,10 +24136,10 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             tkvi_min(TKVI_FOREVER, kv->tokens_seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
     tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
-        tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
+        tkvi_release_unused(kv, rows[i].seq); /* only after all rows, because rows share pages */
     return tkvi_ok(kv);
 no_memory:
-    tkvi_end_table(kv, p->layer, had, 0);
+    tkvi_end_table(kv, p->layer, old_version, 0);
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
 no_table:
     if (kv->pool.keep_all)
@@ -24075,42 +24164,44 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
     return tkvi_append(kv, seq, layer, NULL, k, v, n);
 }
 
-/* >>ageing: all layers of a sequence, or none */
+/* >>ageing */
+/* 1 if the layer stores K and V of its own and has a block. */
 static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
-static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
-    int8_t had[TKVI_MAX_LAYERS];
+/* Ages all layers of a sequence, or none. flush: 1 takes blocks of any age. partial_too: as in tkvi_age_list. */
+static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_too) {
+    int8_t old_versions[TKVI_MAX_LAYERS];
     tkvi_peak dry_run;
     int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
-        had[layer] = kv->tables.current_version[layer];
+        old_versions[layer] = kv->tables.current_version[layer];
         if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
-            ready = tkvi_begin_table(kv, layer, flush, &had[layer]);
+            ready = tkvi_begin_table(kv, layer, flush, &old_versions[layer]);
     }
     dry_run = tkvi_begin_dry_run(kv);
-    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
+    for (layer = 0; layer < n; layer++) tkvi_add_needed_slots(kv, seq, layer, -1, dry_run.live);
     for (pass = 0; pass < 2 && ready; pass++) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored_layer == layer)
-                tkvi_age(kv, seq, layer,
-                         flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
-                                                                                 : tkvi_hot_age(kv, layer),
-                         partial, pass ? NULL : &dry_run);
+                tkvi_age_list(
+                    kv, seq, layer,
+                    flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
+                    partial_too, pass ? NULL : &dry_run);
         if (pass) continue;
         ready = (tkvi_has_budget(kv) && !flush) ||
-                tkvi_peak_ready(&kv->pool, &dry_run); /* blocks only expire then: no memory needed */
+                tkvi_allocate_peak(&kv->pool, &dry_run); /* under a budget blocks only expire: no memory */
         for (layer = 0; layer < n; layer++) {
-            tkvi_end_table(kv, layer, had[layer], ready);
+            tkvi_end_table(kv, layer, old_versions[layer], ready);
             if (ready && tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_query_stats_learn(kv, layer);
         }
     }
-    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, had[layer], 0);
+    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, old_versions[layer], 0);
     if (!ready) {
-        const int budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
+        const int is_budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
-                         budget              ? TKV_ERR_BUDGET
+                         is_budget           ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
@@ -24126,8 +24217,8 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
-    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than those reserved */
+    st = tkvi_age_seq(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* reserved slots were counted for ageing without a flush */
         tkvi_reserve_slots(kv, seq, 0);
         tkvi_trim(&kv->pool);
     }
@@ -24141,12 +24232,12 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
-    tkvi_learn_early(kv);
-    st = tkvi_age_all(kv, seq, 0, 0);
+    tkvi_learn_missing_tables(kv);
+    st = tkvi_age_seq(kv, seq, 0, 0);
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
+        if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
         list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
@@ -24170,9 +24261,9 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Cuts the positions from len on out of a packed block. Its last entries go; other entries that are cut stay and
- * are marked in the evicted mask. One entry always stays, because packed 0 means a block that is not packed. */
-static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
+/* Removes the positions from len on from a packed block. Last slots are removed. Other slots stay and are marked in
+ * evicted_mask. One slot always stays, because n_packed 0 means a block that is not packed. */
+static void tkvi_truncate_packed(tkv_cache *kv, uint32_t id, int len) {
     tkvi_block *b = &kv->pool.block[id];
     int t;
     while (b->n_packed > 1 && tkvi_slot_position(kv, id, b->n_packed - 1) >= len) b->n_packed--;
@@ -24183,7 +24274,7 @@ static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     }
 }
 
-/* Keeps the first `len` tokens of a layer. The cut must be in the hot tail or in the sinks. */
+/* Truncates a list to its first `len` tokens. Position `len` must be in the hot tail or in the sinks. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -24196,9 +24287,9 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     list->len = len;
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
-    if (TKVI_HAS_EVICT && list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (TKVI_HAS_EVICT && list->n > 0) tkvi_truncate_packed(kv, ids[list->n - 1], len);
     if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
-        tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
+        tkvi_truncate_packed(kv, ids[0], len); /* anchors of the removed blocks */
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -24223,7 +24314,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
 TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak dry_run;
     tkv_rows row;
-    int len, layer, had, want, ready = 1;
+    int len, layer, old_len, n_entries, ready = 1;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -24233,39 +24324,39 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
                          kv->tables.cfg.limits.max_tokens - len, " more tokens");
     row.seq = seq;
     row.n = n;
-    had = kv->seq[seq].reserved_len;
+    old_len = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
-    tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
+    tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
     dry_run = tkvi_begin_dry_run(kv);
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t takes;
-        tkvi_reserve_slots(kv, seq,
-                           had); /* until there is room: recoding needs pages that are not reserved */
+        size_t needed;
+        tkvi_reserve_slots(kv, seq, old_len); /* during reclaim: recoding needs pages that are not reserved */
         tkvi_set_request(kv, &dry_run, &row, 1, -1);
-        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
+        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget)) {
             tkvi_trim(&kv->pool);
-            return tkvi_over_budget(kv, takes);
+            return tkvi_refuse_over_budget(kv, needed);
         }
-        tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
+        tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
         dry_run = tkvi_begin_dry_run(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
-         layer++) /* the first table may become due; later ones can wait */
+         layer++) /* the first table may become due; later tables can wait */
         if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0)
-            ready = tkvi_version_ready(kv, 0);
-    want = tkvi_row_entries(kv, &row, -1, 0);
-    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
-    tkvi_reserve_slots(kv, seq, had); /* the reservation from before */
+            ready = tkvi_allocate_version(kv, 0);
+    n_entries = tkvi_n_row_entries(kv, &row, -1, 0);
+    if (ready && tkvi_grow_lists(kv, seq, n_entries) && tkvi_allocate_peak(&kv->pool, &dry_run))
+        return tkvi_ok(kv);
+    tkvi_reserve_slots(kv, seq, old_len); /* restores the old reservation */
     tkvi_trim(&kv->pool);
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
                      " tokens");
 }
 
-/* >>cutting */
+/* >>truncation */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
-    int64_t taken;
+    int64_t pages_before;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
@@ -24274,23 +24365,24 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int coded = list->archive + list->warm, must = 0;
+        int n_recoded = list->archive + list->warm, fewest = 0;
         if (p->stored_layer != layer || list->len <= n_tokens) continue;
-        if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
-        if (list->expired && list->expired + p->kept_window > must) must = list->expired + p->kept_window;
-        for (i = list->n;
-             TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
-            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
-        if (n_tokens < must)
+        if (n_recoded) fewest = tkvi_block_end(kv, list, ids, list->sinks + n_recoded - 1);
+        if (list->expired && list->expired + p->kept_window > fewest) fewest = list->expired + p->kept_window;
+        for (i = list->n; TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 &&
+                          tkvi_block_end(kv, list, ids, i) > fewest;)
+            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) fewest = tkvi_block_end(kv, list, ids, i);
+        if (n_tokens < fewest)
             return tkvi_fail(kv, TKV_ERR_INEXACT,
-                             "older tokens are compressed, offloaded, discarded or evicted; at least", must,
+                             "older tokens are compressed, offloaded, discarded or evicted; at least", fewest,
                              " must stay");
     }
-    taken = tkvi_pages_taken(&kv->pool);
+    pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
     tkvi_release_unused(kv, seq);
-    if (tkvi_pages_taken(&kv->pool) > taken) /* after evictions, tokens may need more blocks */
+    if (tkvi_n_pages_taken(&kv->pool) >
+        pages_before) /* after evictions the reserved tokens may need more blocks than before */
         tkvi_reserve_slots(kv, seq, 0);
     return tkvi_ok(kv);
 }
@@ -24322,45 +24414,45 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
-    const tkvi_simd_ops *help;
+    const tkvi_simd_ops *simd_ops;
     const tkvi_list *list;
     const uint32_t *ids;
-    tkvi_fetch_buffer room;
+    tkvi_fetch_buffer buffer;
     int i, h, from, to, slot;
-    room.key = TKVI_NIL;
+    buffer.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    help = kv->kernels->simd_ops;
+    simd_ops = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n)
+    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_n_live_between(kv, list, ids, start, n) < n)
         return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
-        const int at = tkvi_find_token(kv, list, ids, i, &slot);
-        if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+        const int block = tkvi_find_token(kv, list, ids, i, &slot);
+        if (block >= 0 && tkvi_is_discarded(&kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
-        const tkvi_layout *c;
+        const tkvi_layout *layout;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        c = &kv->tables.layout[kv->pool.block[ids[i]].layout];
-        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
-        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* unless one is an anchor */
+        layout = &kv->tables.layout[kv->pool.block[ids[i]].layout];
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
+        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {
-            const tkvi_record *r = &c->record[h];
+            const tkvi_record *r = &layout->record[h];
             size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
                    heads = (size_t)cfg->model.n_kv_heads;
             const uint8_t *bytes;
-            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
+            tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, &buffer, &bytes) : TKV_OK;
             if (k && !st)
-                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
-            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
+                tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
             if (v && !st)
-                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
+                tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
             if (st) return st;
         }
     }
@@ -24401,7 +24493,7 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
         for (i = 0; i < c.n; i++)
             if (c.position[i] < p->n_victims && tkvi_has(p->victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
-        tkvi_note_victims(kv, p->seq, l, &c);
+        tkvi_mark_victims(kv, p->seq, l, &c);
         tkvi_apply_eviction(kv, p->seq, l, 0);
     }
     tkvi_release_unused(kv, p->seq);
@@ -24414,7 +24506,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
@@ -24440,9 +24532,9 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                 tkvi_apply_eviction(kv, p->seq, layer, 0);
                 continue;
             }
-            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_layer_keep(kv, p->seq, layer, &full, keep), NULL,
-                             &c);
-            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
+            st = tkvi_choose_victims(kv, p->seq, layer, cfg, p,
+                                     tkvi_n_kept_in_layer(kv, p->seq, layer, &full, keep), NULL, &c);
+            if (!st) tkvi_mark_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "the scores are not finite in layer", layer, "");
         }
     tkvi_release_unused(kv, p->seq);
@@ -24452,7 +24544,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st;
     int layer, i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
@@ -24463,7 +24555,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
+        for (i = tkvi_first_block_to_search(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n;
+             i++) {
             tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
             uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
@@ -24471,7 +24564,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
-            token_meta->temporary_mask &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
+            token_meta->temporary_mask &=
+                tkvi_pinned_mask_of(kv, list, ids[i]); /* removes pins that have ended */
             if (until == TKV_UNLIMITED) token_meta->pinned_mask |= these;
             else if (until != TKV_OFF) {
                 token_meta->temporary_until =
@@ -24501,7 +24595,7 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
 TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;
     if (done) *done = 0;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->tables.cfg.offload.write)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
@@ -24528,12 +24622,12 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
     tkvi_peak_take(&dry_run, layout);
     if (tkvi_has_budget(kv)) {
         tkvi_set_request(kv, &dry_run, NULL, 0, -1);
-        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget.bytes)
+        if (tkvi_requested_bytes(kv) > kv->tables.cfg.budget.bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
     }
-    if (tkvi_peak_ready(&kv->pool, &dry_run)) return TKV_OK;
+    if (tkvi_allocate_peak(&kv->pool, &dry_run)) return TKV_OK;
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                      "no memory for a block in a better format", 0, NULL);
 }
@@ -24603,7 +24697,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks)); /* it may be offloaded again */
     list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
     list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
-    tkvi_note_move(kv, id, list->len);
+    tkvi_record_move(kv, id, list->len);
     kv->n_promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
@@ -24612,7 +24706,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
     const tkvi_list *list;
     int i, place;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
@@ -24628,30 +24722,30 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
 #endif /* TKVI_STEP_PROMOTE_H */
 /* ======== step/recompute.h ======== */
 /*
- * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_decide_discard decides, and takes their
- * keys and values back when the caller's model has recomputed them.
+ * step/recompute.h - discards blocks (reclaim/discard.h) when the caller or tkv_decide_discard says so. Stores their
+ * keys and values again after the caller's model has recomputed them.
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
- * block was before. A block remembers its last two codings after the hot one. If it had no others, its bytes are
- * the same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a
- * budget recoded three times or more comes back through its last two codings only: fewer roundings, so no worse.
+ * block was before. A block stores its last two layouts after the hot one. If it had no others, its bytes are the
+ * same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a budget
+ * recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
 
 
 /* >>discarded positions */
-/* The first position above `at` where a run of positions can be cut: no block of any layer crosses it. absent 1:
- * only discarded blocks count. */
-static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
-    int layer, i, end = at + 1, had = at;
-    while (had < end) {
-        had = end;
+/* The first position above `at` that no block of any layer crosses. discarded_only: 1 looks only at discarded
+ * blocks. */
+static int tkvi_next_cut(const tkv_cache *kv, int seq, int at, int discarded_only) {
+    int layer, i, end = at + 1, end_before = at;
+    while (end_before < end) {
+        end_before = end;
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_needs_recompute(kv, list, ids, i))) continue;
+            if (i < 0 || (discarded_only && !tkvi_needs_recompute(kv, list, ids, i))) continue;
             end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
         }
     }
@@ -24683,15 +24777,15 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
     at = tkvi_first_discarded(kv, seq, 0);
     if (at < 0) return TKV_OK;
     *start = at;
-    while (tkvi_first_discarded(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
+    while (tkvi_first_discarded(kv, seq, at) == at) at = tkvi_next_cut(kv, seq, at, 1);
     *n = at - *start;
     return TKV_OK;
 }
 
-/* Positions start .. end-1, all layers together, as tkv_decide_discard and tkvi_remat_restore take them.
- * quantized_bytes: the bytes that they would have at this level of the ladder. */
-static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
-    const int tables = !tkvi_any_step(kv);
+/* Describes the positions start .. end-1 of all layers for tkv_decide_discard and tkvi_remat_restore. quantized_bytes
+ * is the number of bytes that they would have at `level`. */
+static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int start, int end, int level) {
+    const int can_learn = !tkvi_has_open_step(kv);
     tkv_remat_block piece;
     int layer, i;
     memset(&piece, 0, sizeof piece);
@@ -24702,16 +24796,19 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-            size_t bytes = kv->tables.layout[b->layout].bytes.total, tight;
+            const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+            size_t bytes = kv->tables.layout[b->layout].bytes.total, recoded_bytes;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
             if (tkvi_is_discarded(b)) piece.discarded = 1;
             if (tkvi_is_discarded(b)) piece.layers = layer + 1;
             if (tkvi_is_offloaded(b)) continue;
-            tight = kv->tables.layout[r->layout[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
+            recoded_bytes = kv->tables.layout[spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, can_learn)]]
+                                .bytes.total;
             piece.bytes += bytes;
             piece.quantized_bytes +=
-                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && recoded_bytes < bytes
+                    ? recoded_bytes
+                    : bytes;
         }
     }
     if (!piece.discarded) piece.layers = 0;
@@ -24719,7 +24816,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
 }
 
 /* The level that tkv_seq_free_bytes would recode to. */
-static int tkvi_next_level(const tkv_cache *kv) {
+static int tkvi_level_to_recode_to(const tkv_cache *kv) {
     return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->pressure.cfg.max_level)
                                : kv->tables.level;
 }
@@ -24734,17 +24831,18 @@ TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_b
         if (tkvi_list_of(kv, seq, layer)->n)
             at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
     for (; at < len; at = end, count++) {
-        end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
-        if (count < capacity) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
+        end = tkvi_min(tkvi_next_cut(kv, seq, at, 0), len);
+        if (count < capacity)
+            out[count] = tkvi_describe_positions(kv, seq, at, end, tkvi_level_to_recode_to(kv));
     }
     *n = count;
     return TKV_OK;
 }
 
 /* >>discarding */
-/* Can blocks of this sequence be discarded or given back now? Sets the error if not. */
-static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
-    if (!TKVI_HAS_DISCARD) return tkvi_left_out(kv, "TKV_NO_DISCARD leaves this out");
+/* Checks that blocks of a sequence can be discarded or restored now. Sets the error if not. */
+static tkv_status tkvi_check_seq_for_discard(tkv_cache *kv, int seq) {
+    if (!TKVI_HAS_DISCARD) return tkvi_refuse_left_out(kv, "TKV_NO_DISCARD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -24752,7 +24850,7 @@ static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     int first, last, end;
     if (dropped) *dropped = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
@@ -24768,9 +24866,9 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dr
 TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                       tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                       size_t *freed) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
-    size_t won = 0;
-    int n = 0, i, to = 0, last = 0, tighten = 0;
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
+    size_t freed_bytes = 0;
+    int n = 0, i, to = 0, last = 0, n_to_recode = 0;
     if (freed) *freed = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
@@ -24782,112 +24880,114 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
     if (st) return tkvi_fail(kv, st, "pressure is not finite, or actions are missing", 0, NULL);
     for (i = 0; i < n; i++) {
         if (actions[i] == TKV_REMAT_DISCARD) to = blocks[i].end;
-        tighten += actions[i] == TKV_REMAT_QUANTIZE;
+        n_to_recode += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
-    won = tkvi_discard_to(kv, seq, to, 1, &last);
-    if (tighten) {
+    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &last);
+    if (n_to_recode) {
         tkvi_clear_request(kv);
-        tkvi_go_to_level(kv, tkvi_next_level(kv));
-        for (i = 0; i < tighten * kv->tables.cfg.model.n_layers && won < need; i++)
-            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
+        tkvi_change_level(kv, tkvi_level_to_recode_to(kv));
+        for (i = 0; i < n_to_recode * kv->tables.cfg.model.n_layers && freed_bytes < need; i++)
+            freed_bytes += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
     }
-    if (freed) *freed = won;
+    if (freed) *freed = freed_bytes;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
-/* >>giving recomputed tokens back */
-/* The codings that recomputed tokens of block i pass through, hot first, in `way`; returns how many. */
-static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+/* >>restoring recomputed tokens */
+/* Sets `layouts` to the layouts through which recomputed tokens of block i are recoded, hot first. Returns their
+ * number. */
+static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *layouts) {
     const tkvi_tables *t = &kv->tables;
-    const tkvi_tier_spec *r = &t->plan[layer].now;
+    const tkvi_tier_spec *spec = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
-    way[n++] = r->layout[TKV_TIER_HOT];
-    if (b->previous_layout) way[n++] = b->previous_layout - 1;
-    if (!tkvi_is_hot_layout(kv, layer, b->layout)) way[n++] = b->layout;
-    if (tier == TKV_TIER_ARCHIVE && r->warm == TKVI_FOREVER)
+    layouts[n++] = spec->layout[TKV_TIER_HOT];
+    if (b->previous_layout) layouts[n++] = b->previous_layout - 1;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) layouts[n++] = b->layout;
+    if (tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER)
         tier = TKV_TIER_WARM; /* this level has no archive */
     /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
-    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == r->key[tier] ||
+    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == spec->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
         return n;
-    if (n == 1 && tier == TKV_TIER_ARCHIVE && r->key[TKV_TIER_WARM] != r->key[TKV_TIER_HOT] &&
+    if (n == 1 && tier == TKV_TIER_ARCHIVE && spec->key[TKV_TIER_WARM] != spec->key[TKV_TIER_HOT] &&
         !tkvi_must_wait_for_table(kv, layer, TKV_TIER_WARM))
-        way[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
-    if (t->layout[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_layout_of(t, layer, tier);
+        layouts[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
+    if (t->layout[layouts[n - 1]].key != spec->key[tier]) layouts[n++] = tkvi_layout_of(t, layer, tier);
     return n;
 }
 
 /* Stores the tokens of the discarded block i and recodes them. Row 0 of k and v belongs to position `start`. Cannot
- * fail: tkvi_peak_ready has made room. */
+ * fail: tkvi_allocate_peak has allocated its slots. */
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    const tkvi_layout *c;
+    const tkvi_layout *hot;
     tkvi_block *b = &kv->pool.block[id];
-    tkvi_recoding r;
+    tkvi_recoding recoding;
     uint32_t page;
     uint8_t *bytes;
-    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_layouts(kv, seq, layer, i, way), s, h, t;
-    c = &kv->tables.layout[way[0]];
-    tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
+    int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
+    hot = &kv->tables.layout[layouts[0]];
+    tkvi_take_slot(&kv->pool, hot->size_class, id, &page, &s);
     tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)s;
-    b->layout = (uint16_t)way[0];
+    b->layout = (uint16_t)layouts[0];
     bytes = tkvi_block_bytes(&kv->pool, b);
-    memset(bytes, 0, c->bytes.total);
+    memset(bytes, 0, hot->bytes.total);
     for (t = 0; t < n; t++)
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
-            const tkvi_record *rec = &c->record[h];
+            const tkvi_record *record = &hot->record[h];
             const int row = tkvi_slot_position(kv, id, t) - start;
-            tkvi_store_row(&rec->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + rec->at);
-            tkvi_store_row(&rec->v, kv->kernels->simd_ops, v, row, h, t, saturate,
-                           bytes + rec->at + rec->v_at);
+            tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
+            tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
+                           bytes + record->at + record->v_at);
         }
-    r.kv = kv;
-    r.layer = layer;
-    r.start = b->start;
-    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
-    for (s = 1; s < steps; s++) {
-        r.from = &kv->tables.layout[way[s - 1]];
-        r.to = &kv->tables.layout[way[s]];
-        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
+    recoding.kv = kv;
+    recoding.layer = layer;
+    recoding.start = b->start;
+    recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
+    for (s = 1; s < n_layouts; s++) {
+        recoding.from = &kv->tables.layout[layouts[s - 1]];
+        recoding.to = &kv->tables.layout[layouts[s]];
+        tkvi_recode_block(&kv->pool, id, layouts[s], tkvi_recode_heads, &recoding);
     }
-    b->previous_layout = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
     list->n_offloaded = tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks));
     list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
     list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
     kv->recomputed++;
 }
 
-/* Dry run of giving back the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last
- * layout. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
-static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
+/* Dry run of restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
+ * Blocks are recoded one after the other. So slots of the other layouts are counted once, for the block with the
+ * most layouts. */
+static tkvi_peak tkvi_dry_run_restore(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
+    int i, s, n_longest = 0, layouts[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
     for (i = first; i < last; i++) {
-        int steps;
+        int n_layouts;
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        steps = tkvi_restore_layouts(kv, seq, layer, i, way);
-        dry_run.outside--;
-        tkvi_peak_take(&dry_run, way[steps - 1]);
-        if (steps > most) memcpy(longest, way, sizeof way), most = steps;
+        n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
+        dry_run.n_offloaded--;
+        tkvi_peak_take(&dry_run, layouts[n_layouts - 1]);
+        if (n_layouts > n_longest) memcpy(longest, layouts, sizeof layouts), n_longest = n_layouts;
     }
-    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&dry_run, longest[s]);
+    for (s = 0; s + 1 < n_longest; s++) tkvi_peak_take(&dry_run, longest[s]);
     return dry_run;
 }
 
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
                                int n) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
@@ -24902,13 +25002,13 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     if (start > list->len || n > list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
-        const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
-            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from", at,
-                             " on");
-        if (at >= start + n) break;
-        if (at < start || end > start + n)
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
+                             block_start, " on");
+        if (block_start >= start + n) break;
+        if (block_start < start || end > start + n)
             return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks are restored; this one ends at position", end,
                              " (tkv_seq_find_discarded)");
         if (first < 0) first = i;
@@ -24926,21 +25026,21 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     from_v.head_stride = from_v.dim;
     from_v.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_v.dim;
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
-         !tkvi_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
+        (!tkvi_is_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
+         !tkvi_is_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
-    dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
+    dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t takes;
+        size_t needed;
         tkvi_set_request(kv, &dry_run, NULL, 0, layer);
-        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
-            return tkvi_over_budget(kv, takes);
-        dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
+        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget))
+            return tkvi_refuse_over_budget(kv, needed);
+        dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
     }
-    if (!tkvi_peak_ready(&kv->pool, &dry_run))
+    if (!tkvi_allocate_peak(&kv->pool, &dry_run))
         return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                          "no memory to restore tokens, in number", n, "");
     for (i = first; i < last; i++)
@@ -24952,7 +25052,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
 
 TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                      void *user, int *missing) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     int start = 0, n = 0, layers, at, may = 1;
     if (missing) *missing = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
@@ -24963,8 +25063,8 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
         (void)tkv_seq_find_discarded(kv, seq, &start, &n);
         if (n == 0) break;
         for (at = start, layers = 0; at < start + n && may;) {
-            const int end = tkvi_piece_end(kv, seq, at, 1);
-            const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
+            const int end = tkvi_next_cut(kv, seq, at, 1);
+            const tkv_remat_block piece = tkvi_describe_positions(kv, seq, at, end, kv->tables.level);
             int first;
             if (tkvi_remat_restore(r, &piece, 1, step, &first, &may))
                 return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
@@ -24973,14 +25073,14 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
             at = end;
         }
         if (at == start) break;
-        kv->error[0] = 0; /* so that a sentence there afterwards comes from compute */
+        kv->error[0] = 0; /* so that an error text found afterwards is from compute */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;
     }
     if (missing)
         for (at = 0; (at = tkvi_first_discarded(kv, seq, at)) >= 0; at = n) {
-            n = tkvi_piece_end(kv, seq, at, 1);
+            n = tkvi_next_cut(kv, seq, at, 1);
             *missing += n - at;
         }
     if (!st) return tkvi_ok(kv);
@@ -25043,7 +25143,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     tkvi_ranking r;
     tkv_status st;
     int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
@@ -25056,7 +25156,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], found;
-        if (tkvi_block_reach(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_position_end(kv, r.list, r.ids, i) <= start) continue;
         if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
         found = tkvi_ranking_block(&r, i, position, x);
         for (t = 0; t < found; t++) {
@@ -25074,7 +25174,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     tkv_status st;
     float low;
     int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
@@ -25121,7 +25221,7 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
     tkv_evict_config evict;
     tkv_status st;
     int i, t, low, high, found = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
@@ -25217,7 +25317,7 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
         if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
-        tkvi_note_move(kv, id, r->list->len);
+        tkvi_record_move(kv, id, r->list->len);
         ++*done;
     }
     return st;
@@ -25228,8 +25328,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     tkvi_promoting best;
     tkv_status st;
     int done = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!TKVI_HAS_NO_SLOT) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_NO_SLOT) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
@@ -25333,7 +25433,7 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (n == 0) return TKV_OK;
     memset(tiers, TKV_TOKEN_GONE, (size_t)n);
-    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
+    for (i = tkvi_first_block_to_search(kv, list, ids, start); i < list->n; i++) {
         const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
         const int discarded = tkvi_is_discarded(&kv->pool.block[ids[i]]);
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
@@ -25386,7 +25486,7 @@ TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_i
 
 TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
     int i;
-    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
         memset(&kv->meter->head_probe[i].sum, 0, sizeof kv->meter->head_probe[i].sum);
@@ -25442,7 +25542,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
-                           (size_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
+                           (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
 
@@ -25456,7 +25556,7 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
         for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
-    out->tables = kv->table_bytes + tkvi_learning_held(kv);
+    out->tables = kv->table_bytes + tkvi_learning_bytes(kv);
     out->scratch = kv->scratch_bytes;
     out->exact_copies = kv->copy_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
@@ -25487,15 +25587,15 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
-            out->discarded += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+            out->discarded += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
             continue;
         }
-        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+        out->tokens[tier] += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
     }
     out->expired = list->expired;
-    out->evicted = list->len - list->expired - tkvi_count(kv, seq, layer);
+    out->evicted = list->len - list->expired - tkvi_n_live(kv, seq, layer);
 }
 
 /* The formats of a tier's new blocks at the present level. */
@@ -25644,7 +25744,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     missing.blocks = stretch->missing;
     outside.missing = 0;
     missing.missing = 1;
-    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
     for (i = 0; i < h->cfg.model.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
@@ -25673,22 +25773,23 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         return TKV_ERR_CONFIG; /* more than this machine can address */
     page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
-    m.scratch = fixed.solve + fixed.recode + fixed.parts;
-    m.exact_copies = fixed.shadow;
+    m.scratch = fixed.solve + fixed.recode + fixed.split_sums;
+    m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
     if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
-        m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
-        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
+        m.index +=
+            tkvi_cap_for(all) * tkvi_block_entry_bytes(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry_bytes(&h->cfg));
     }
     m.total = m.index + m.tables + m.scratch + m.exact_copies + page_bytes;
     m.peak = m.total;
     if (h->cfg.budget.bytes && all) /* a growing array exists twice for a moment: count its old size too */
-        m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
+        m.peak += tkvi_cap_before(all) * tkvi_block_entry_bytes(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
-                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
+                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry_bytes(&h->cfg));
     tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
     return TKV_OK;
@@ -26067,12 +26168,12 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
-        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
+        (kv->pool.keep_all ? tkvi_used_bytes(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
-           kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
+    held = kv->fixed_bytes + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
+           kv->choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held)
@@ -27538,7 +27639,7 @@ static tkv_status tkvi_create_from_text(const char *text, size_t size, const tkv
     size_t bytes;
     tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
     if (!out) return tkvi_give_reason(TKV_ERR_ARG, "out is missing", reason, reason_size);
-    if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
+    if (!st) st = tkvi_init_heap(&cfg, &heap, reason, reason_size);
     if (st) return st;
     memset(&room, 0, sizeof room);
     room.ladder = ladder;
@@ -27767,7 +27868,7 @@ static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
                 if (tkvi_is_discarded(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
-                    n += (uint64_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+                    n += (uint64_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         }
     return n;
 }

@@ -1,6 +1,6 @@
 /*
- * keep.c - measures what eviction, anchors, offloaded blocks and promotion add to a decode step. One layer, one thread,
- * the default plan. Each row compares a cache with the feature and one without, in turns, token by token.
+ * keep.c - measures what eviction, anchors, offloaded blocks and promotion add to a decode step. One layer, one
+ * thread, the default plan. Each row compares a cache with the feature and one without, in turns, token by token.
  *
  * cc -O2 bench/keep.c -o keep -lm -pthread && ./keep
  *
@@ -13,12 +13,12 @@
  * evict, anchors: a cycle counts with the mean of its 64 appends and attentions, and the table has the medians of
  * cycles, in CPU time. `more` is the median of the differences between both caches. `share` is `more` of appends over
  * the attention without the feature. The cache evicts 64 tokens at once; `batch us` is the longest append of a cycle.
- * Attention scores are random, and half of all appended tokens are evicted. This is the worst case for eviction and for
- * attention: all blocks have holes, two half-full blocks are decoded and coded into one, and attention reads half-full
- * blocks. The cache without eviction holds as many tokens in full blocks.
+ * Attention scores are random, and half of all appended tokens are evicted. This is the worst case for eviction
+ * and for attention: all blocks have holes, two half-full blocks are decoded and coded into one, and attention
+ * reads half-full blocks. The cache without eviction holds as many tokens in full blocks.
  *
- * spill: attention after all blocks that can be offloaded are, to a store in memory. The time has the library's copying
- * and checking of K and V of all heads of a block. A file adds its own time.
+ * spill: attention after all blocks that can be offloaded are, to a store in memory. The time has the library's
+ * copying and checking of K and V of all heads of a block. A file adds its own time.
  *
  * promote: `scan us` is tkv_promote_important without a block above the threshold. `us per block` is a promotion from
  * the store in memory, in batches of eight.

@@ -1,6 +1,6 @@
 /*
- * mass.c - measures what the collection of attention scores (cfg.importance.sample_every) adds to a decode step, by the
- * same calls with it and without.
+ * mass.c - measures what the collection of attention scores (cfg.importance.sample_every) adds to a decode step,
+ * by the same calls with it and without.
  *
  * cc -O2 bench/mass.c -o mass -lm -pthread && ./mass
  *
@@ -10,9 +10,9 @@
  *   --group mean                                         cfg.importance.heads: mean, max, sum
  *
  * A run appends 32 tokens and attends in every layer. tkv_seq_abort then removes the tokens. Columns:
- *   step us   tkv_attend per token and layer without collection: mean over tokens and layers of each call's least time
- *   more      time that collection adds to it, and the same as a share
- *   pairs     the same share as a median over runs, from all calls of a run with collection and without
+ *   step us   tkv_attend per token and layer without collection: mean over tokens and layers of each call's least
+ *   time more      time that collection adds to it, and the same as a share pairs     the same share as a median
+ *   over runs, from all calls of a run with collection and without
  * Times are CPU time. A step of a model also has matrix products, so the share there is smaller.
  */
 #ifndef _DEFAULT_SOURCE

@@ -4,11 +4,12 @@
  *
  * cc -O2 examples/budget.c examples/tieredkv.c -o budget -lm && ./budget
  *
- * A progress line shows the tokens, the level of the ladder, the pressure, the bytes, and the share of each tier. Each
- * change of level prints a line. A table follows at the end: blocks that each level recoded, and the peak against the
- * budget. --compare adds the KL divergence from an unlimited cache with the same tokens. --csv writes every step to a
- * file for `bench/plot.py --budget`. --spill offloads old blocks to a temporary file (spill_file.h) when the last level
- * is not enough; attention reads them there. `./budget --help` lists the options.
+ * A progress line shows the tokens, the level of the ladder, the pressure, the bytes, and the share of each tier.
+ * Each change of level prints a line. A table follows at the end: blocks that each level recoded, and the peak
+ * against the budget. --compare adds the KL divergence from an unlimited cache with the same tokens. --csv writes
+ * every step to a file for `bench/plot.py --budget`. --spill offloads old blocks to a temporary file
+ * (spill_file.h) when the last level is not enough; attention reads them there. `./budget --help` lists the
+ * options.
  *
  * program.h has the code that it shares with generate. In this order: options, progress, running, table, main.
  */

@@ -729,8 +729,8 @@
  *
  *   tieredkv_cuda.cu is one more file, for compute capability 8.0 and later. It keeps the same blocks, byte for byte,
  *   in device memory of yours. It appends with encoding and demotion on the device, and attends with 1 to 64 queries
- *   on the compressed tiers. tkvcu_import copies a sequence of the CPU to the device, and tkvcu_export copies it
- *   back. Calls captured once into a CUDA graph replay at any length. It has formats A, R, KIVI and Q8, F16 or BF16
- *   in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors and meters.
- *   The comment at its top is its manual; examples/cuda_decode.cu is a program.
+ *   on the compressed tiers. tkvcu_import_seq copies a sequence of the CPU to the device, and tkvcu_export_seq
+ *   copies it back. Calls captured once into a CUDA graph replay at any length. It has formats A, R, KIVI and Q8,
+ *   F16 or BF16 in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors
+ *   and meters. The comment at its top is its manual; examples/cuda_decode.cu is a program.
  */

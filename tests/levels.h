@@ -1,6 +1,6 @@
 /*
- * levels.h - numbers of the formats by their definitions, in double: float16, OCP floats, INT8 and INT4, RoPE. Also errors of
- * blocks and inputs of many kinds. Several tests share it.
+ * levels.h - numbers of the formats by their definitions, in double: float16, OCP floats, INT8 and INT4, RoPE.
+ * Also errors of blocks and inputs of many kinds. Several tests share it.
  */
 #ifndef TKV_LEVELS_H
 #define TKV_LEVELS_H

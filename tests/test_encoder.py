@@ -119,7 +119,7 @@ int main(void) {
             c.format = (tkv_format)h[0];
             c.side = (tkv_side)h[1];
             c.head_dim = (int)h[2];
-            c.group_size = (int)h[3];
+            c.options.group_size = (int)h[3];
             size = tkv_get_block_bytes(&c);
             dst = (unsigned char *)malloc(size + 1);
             if (!dst) return 1;

@@ -4,7 +4,8 @@
  * Each is compared with a second, simple version, written from the papers and from the drawings of the bytes.
  * Other tests check published and measured numbers, and attention through the kernel that decodes.
  *
- * cc -O2 tests/test_formats_other.c examples/tieredkv.c -o test_formats_other -lm && ./test_formats_other [filter | --list]
+ * cc -O2 tests/test_formats_other.c examples/tieredkv.c -o test_formats_other -lm && ./test_formats_other [filter
+ * | --list]
  */
 #include "levels.h"
 #include "stream.h"

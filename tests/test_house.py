@@ -201,7 +201,7 @@ class Direction(unittest.TestCase):
         self.assertEqual(wrong, [])
 
     def test_an_upward_use_is_found(self):
-        for symbol, where in (("tkv_seq_reset", "step/sequence.h"), ("tkvi_age", "reclaim/age.h"),
+        for symbol, where in (("tkv_seq_reset", "step/sequence.h"), ("tkvi_age_list", "reclaim/age.h"),
                               ("TKVI_MAX_TILE_SPLITS", "cache/cache.h"), ("tkvi_seq", "cache/cache.h"),
                               ("tkvi_formats", "formats/table.h")):
             parts = [(name, text + "static int tkvi_test(void) { return (int)sizeof(%s); }\n" % symbol

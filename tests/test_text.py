@@ -12,6 +12,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROGRAM = r"""
 #include "tieredkv.h"
 #include <stdio.h>
+#include <string.h>
 static char text[1 << 18];
 static int said(tkv_status st) {
     if (st) fprintf(stderr, "%s\n", tkv_get_status_text(st));
@@ -101,7 +102,7 @@ class Reports(unittest.TestCase):
         self.assertEqual(said["formats"]["archive"], ["a25/r20", None, None])
         self.assertEqual(said["formats"]["calibrated_layers"], 1)
         self.assertEqual(said["config"]["hot_tokens"] if "hot_tokens" in said["config"] else 0, 0)
-        self.assertEqual(said["config"]["max_append"], 512)
+        self.assertEqual(said["config"]["limits.max_append"], 512)
         memory = dict(said["memory"])
         self.assertEqual(sum(memory.pop(k) for k in list(memory) if k.endswith(("codes", "metadata")) or
                              k in ("tables", "index", "scratch", "shadow", "slack")), memory["total"])

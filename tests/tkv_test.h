@@ -14,7 +14,8 @@
  *         return tkv_test_end();
  *     }
  *
- * cc -O2 tests/test_x.c examples/tieredkv.c -o test_x -lm && ./test_x [filter | --list]     from the root of the project
+ * cc -O2 tests/test_x.c examples/tieredkv.c -o test_x -lm && ./test_x [filter | --list]     from the root of the
+ * project
  *
  * Tests use the public interface and link the library, which is compiled once. White-box tests (tests/white_x.c, one
  * for a folder of src) define TIEREDKV_IMPLEMENTATION and TKV_STATIC before the include, and link nothing.

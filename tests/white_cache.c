@@ -1,6 +1,6 @@
 /*
- * white_cache.c - white-box test of src/cache: damage to the fields of a cache, which tkv_check must find, blocks with
- * several holders, pages.
+ * white_cache.c - white-box test of src/cache: damage to the fields of a cache, which tkv_check must find, blocks
+ * with several holders, pages.
  *
  * This file compiles the library itself, scalar kernels only, because it reads and changes the fields of a cache.
  */

@@ -491,7 +491,7 @@ TEST(dispatch) {
         CHECK_EQ(kernels != NULL, isa_available((tkv_isa)i));
         if (!kernels) continue;
         CHECK_EQ(kernels->isa, i);
-        CHECK_STR(kernels->name, tkv_get_name(TKV_NAME_ISA, (tkv_isa)i));
+        CHECK_STR(kernels->name, tkv_get_name(TKV_NAME_ISA, i));
         CHECK((int)tkvi_kernels_for(TKV_ISA_AUTO)->isa >= i); /* the best */
     }
     CHECK_STR(tkv_get_name(TKV_NAME_ISA, TKV_ISA_AUTO), "auto");

@@ -1,11 +1,11 @@
 /*
  * white_learn.c - white-box test of src/learn: formats whose heads share a layer's bytes: when a table is made, its
- * contents, and blocks that wait for it. Also calibrations of the caller (saved, loaded, frozen, learned anew, damaged)
- * and the queries that SQuat collects.
+ * contents, and blocks that wait for it. Also calibrations of the caller (saved, loaded, frozen, learned anew,
+ * damaged) and the queries that SQuat collects.
  *
- * This file compiles the library itself, with all kernels, because it reads the tables of a cache on every instruction
- * set. Other files test these formats too: test_attend.c compares attention with the oracle, test_memory.c memory with
- * the allocator, white_step.c random calls with a model.
+ * This file compiles the library itself, with all kernels, because it reads the tables of a cache on every
+ * instruction set. Other files test these formats too: test_attend.c compares attention with the oracle,
+ * test_memory.c memory with the allocator, white_step.c random calls with a model.
  */
 #define TIEREDKV_IMPLEMENTATION
 #define TKV_STATIC /* what is not used here is not compiled */
@@ -416,8 +416,8 @@ TEST(nothing_is_collected_afterwards) {
                    (tkvi_q_sq_sum_of(kv, 0, head)[0] != 0 || *tkvi_far_attention_of(kv, 0, head) != 0);
         CHECK_EQ(any, i < WELL ? KV_HEADS : 0);
         CHECK_EQ(kv->tables.current_version[0], i < LEARN ? -1 : i >= WELL);
-        CHECK_EQ(tkvi_learning_held(kv), (size_t)((i >= LEARN) + (i >= WELL)) * kv->tables.version_bytes +
-                                             (i < WELL ? tkvi_stats_bytes(&kv->tables.cfg) : 0));
+        CHECK_EQ(tkvi_learning_bytes(kv), (size_t)((i >= LEARN) + (i >= WELL)) * kv->tables.version_bytes +
+                                              (i < WELL ? tkvi_stats_bytes(&kv->tables.cfg) : 0));
     }
     whole(kv, "two tables");
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
@@ -699,7 +699,7 @@ TEST(tables_in_place) {
     mem = malloc(need);
     if (!mem) exit(2);
     REQUIRE(tkv_create_in_place(&cfg, mem, need, &kv) == TKV_OK);
-    CHECK_EQ(tkvi_learning_held(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.cfg));
+    CHECK_EQ(tkvi_learning_bytes(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.cfg));
     feed_all(kv, 0, WELL + 690, 10);
     CHECK_EQ(kv->tables.current_version[0], 1);
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);

@@ -456,7 +456,8 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
  * sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0 : tkvi_block_reach(kv, u->list, u->ids, i);
+    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0
+                                                         : tkvi_block_position_end(kv, u->list, u->ids, i);
 }
 
 /* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */

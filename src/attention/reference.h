@@ -74,9 +74,9 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
             if (tkvi_is_discarded(b)) continue; /* no row sees it: tkvi_call_init */
-            st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
+            st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
-                st = tkvi_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
+                st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);

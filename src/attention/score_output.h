@@ -1,6 +1,6 @@
 /*
- * attention/score_output.h - the consumer that fills in p->scores, the attention scores that a call asks for. It takes
- * all rows. The sums are floats, so work tiles must come in order: TKVI_OBSERVES_CALL.
+ * attention/score_output.h - the consumer that fills in p->scores, the attention scores that a call asks for. It
+ * takes all rows. The sums are floats, so work tiles must come in order: TKVI_OBSERVES_CALL.
  */
 #ifndef TKVI_ATTENTION_SCORE_OUTPUT_H
 #define TKVI_ATTENTION_SCORE_OUTPUT_H

@@ -104,11 +104,12 @@ struct tkv_cache {
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
     uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    /* [4][n_classes] work space: slots requested, slots forecast, two of tkvi_subtract_smallest_blocks */
+    /* [4][n_classes] slots requested; then work space: slots of the present forecast (tkvi_forecast), n_in_class and
+     * mixed (tkvi_subtract_smallest_blocks) */
     int64_t *slot_request;
     tkvi_memory_request memory_request; /* valid during the call */
     int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_FLOOR */
+    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_EVICT_TO_FLOOR */
     /* Discarding and recomputation (reclaim/discard.h). */
     uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
     uint64_t blocks_discarded, recomputed; /* blocks */
@@ -136,7 +137,7 @@ static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) 
     return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
 }
 
-static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
+static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->model.head_dim;
     return kv->q_products +
@@ -144,7 +145,7 @@ static int64_t *tkvi_query_stats_of(const tkv_cache *kv, int layer, int head) {
 }
 
 /* NULL where no format is a SQUAT format. */
-static uint16_t *tkvi_feedback_of(const tkv_cache *kv, int layer, int head) {
+static uint16_t *tkvi_squat_factors_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
     if (!TKVI_HAS_SQUAT || !kv->squat_factors) return NULL;
@@ -176,8 +177,8 @@ static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
     return (TKVI_HAS_EVICT ? ~b->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* Can this block hold anchors? Only the sink block can: it alone has a capacity below 64. Its positions can be far
- * apart, so each takes two entries of `positions` (32 bits). */
+/* 1 if each position of this block takes two entries of `positions` (32 bits). That is so in a sinks' block with
+ * anchors, because their positions can be far apart. Such a block is known by its capacity below 64. */
 static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
            kv->tables.layout[b->layout].tokens < TKVI_BLOCK;
@@ -203,72 +204,78 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
 
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
-static void tkvi_note_move(tkv_cache *kv, uint32_t id, int len) {
+static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
     if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
-/* End (exclusive) of the positions that tokens of block i can have. Anchors can lie up to the end of the list. */
-static int tkvi_block_reach(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+/* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
+static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
     return TKVI_HAS_EVICT && b->n_packed && tkvi_has_long_positions(kv, b) ? list->len
                                                                            : tkvi_block_end(kv, list, ids, i);
 }
 
-/* 1: tokens cannot move to other slots. Formats that undo RoPE need consecutive positions (KVQUANT). */
+/* 1 if tokens cannot move to other slots. Formats that undo RoPE (KVQUANT) need consecutive positions in a block. */
 static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT && kv->tables.rope != NULL; }
 
-/* Copies token_meta of the tokens with a bit in `there` from block `from` to slots at, at + 1, ... of block `to`.
- * `start` is the first position of `to`. Returns the next free slot. The two may be one block. */
-static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int at, uint32_t from, uint64_t there,
+/* Copies token_meta of the slots in moved_mask from block `from` to consecutive slots of block `to`, from `slot` on.
+ * start: first position of `to`. Both may be the same block. Returns the next free slot. */
+static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int slot, uint32_t from, uint64_t moved_mask,
                                 int start) {
-    tkvi_token_meta *a = &kv->pool.token_meta[to], *b = &kv->pool.token_meta[from];
-    const uint64_t pinned = b->pinned_mask, temporary_pins = b->temporary_mask, anchored = b->anchored_mask;
+    tkvi_token_meta *dst = &kv->pool.token_meta[to], *src = &kv->pool.token_meta[from];
+    const uint64_t pinned = src->pinned_mask, temporary_pins = src->temporary_mask,
+                   anchored = src->anchored_mask;
     int t;
-    if (at == 0) a->pinned_mask = a->temporary_mask = a->anchored_mask = 0;
+    if (slot == 0) dst->pinned_mask = dst->temporary_mask = dst->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        if (!(there >> t & 1)) continue;
-        a->positions[at] = (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* at <= t if from == to */
-        a->scores[at] = b->scores[t];
-        a->pinned_mask |= (pinned >> t & 1) << at;
-        a->temporary_mask |= (temporary_pins >> t & 1) << at;
-        if (temporary_pins >> t & 1) a->temporary_until = tkvi_max(a->temporary_until, b->temporary_until);
-        a->anchored_mask |= (anchored >> t & 1) << at;
-        at++;
+        if (!(moved_mask >> t & 1)) continue;
+        dst->positions[slot] =
+            (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* slot <= t if from == to */
+        dst->scores[slot] = src->scores[t];
+        dst->pinned_mask |= (pinned >> t & 1) << slot;
+        dst->temporary_mask |= (temporary_pins >> t & 1) << slot;
+        if (temporary_pins >> t & 1)
+            dst->temporary_until = tkvi_max(dst->temporary_until, src->temporary_until);
+        dst->anchored_mask |= (anchored >> t & 1) << slot;
+        slot++;
     }
-    return at;
+    return slot;
 }
 
-/* Is `layout` the format of the layer's hot tier? */
+/* 1 if `layout` has the format of the layer's hot tier. */
 static int tkvi_is_hot_layout(const tkv_cache *kv, int layer, int layout) {
     return kv->tables.layout[layout].key == kv->tables.plan[layer].now.key[TKV_TIER_HOT];
 }
 
-/* Tokens that left every window are kept for this many more tokens. A truncation of the hot tail needs them. */
+/* Number of further tokens after which a token that left every window expires. A truncation of the hot tail can bring
+ * it back into a window. */
 static int tkvi_expiry_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
 }
 
+/* The tier that block i of a list is counted in. Sinks count as hot. */
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_TIER_HOT;
     if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
     return i < list->sinks + list->archive + list->warm ? TKV_TIER_WARM : TKV_TIER_HOT;
 }
 
-/* Calls `visit` for up to 16 hot or warm blocks of a head, whose values are the most accurate. Order: the newest
- * block of each sequence, then the second newest of each, ... Skips sinks and offloaded blocks. Returns the
- * number of calls. */
+/* Tables are learned from at most this many blocks of a head. */
 #define TKVI_LEARN_BLOCKS 16
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
-static int tkvi_each_block(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
-    int seq, age, had = -1, found = 0;
-    for (age = 1; had < found && found < TKVI_LEARN_BLOCKS; age++) {
-        had = found;
+/* Calls `visit` for the newest hot and warm blocks of a head, because their values are the most accurate. Order: the
+ * newest block of each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks.
+ * Returns the number of calls. */
+static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
+    int seq, from_end, found_before = -1, found = 0;
+    for (from_end = 1; found_before < found && found < TKVI_LEARN_BLOCKS; from_end++) {
+        found_before = found;
         for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            const int i = list->n - age;
+            const int i = list->n - from_end;
             const tkvi_block *b;
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
@@ -301,8 +308,8 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
-/* The refusal of a call that this build leaves out. sentence: names the switch. kv may be NULL. */
-static tkv_status tkvi_left_out(tkv_cache *kv, const char *sentence) {
+/* Refuses a call that this build leaves out. sentence: names the switch. kv may be NULL. */
+static tkv_status tkvi_refuse_left_out(tkv_cache *kv, const char *sentence) {
     return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
 }
 
@@ -362,8 +369,9 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
            tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads * sizeof(int64_t));
 }
 
-/* Allocates the statistics if a format needs them. Returns 0 without memory, and has then changed nothing. */
-static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
+/* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
+ * Returns 0 without memory. */
+static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
     if (!kv->tables.any_shared || kv->q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
@@ -374,153 +382,163 @@ static int tkvi_get_stats(tkv_cache *kv, tkvi_heap *heap) {
     return 1;
 }
 
-static void tkvi_put_stats(tkv_cache *kv) {
+static void tkvi_free_stats(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
     kv->q_sq_sum = kv->far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
-    /* bytes, each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, seen, query_stats, metric, feedback, meter;
-    size_t solve, recode, parts, shadow;
+    /* bytes of the parts in their order in memory, each rounded up to 64 */
+    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, squat_factors, meter;
+    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
 
-static int tkvi_fixed_sizes(const tkvi_derived_config *h, tkvi_sizes *s) {
-    size_t seqs = (size_t)h->cfg.limits.max_seqs, n;
-    int k_pad = tkvi_round_up(h->cfg.model.head_dim, 16), v_pad = tkvi_round_up(h->cfg.model.v_head_dim, 16);
+static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
+    size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
+    int k_pad = tkvi_round_up(derived->cfg.model.head_dim, 16),
+        v_pad = tkvi_round_up(derived->cfg.model.v_head_dim, 16);
     memset(s, 0, sizeof *s);
     s->cache = tkvi_align_up(sizeof(tkv_cache));
-    s->tables = tkvi_align_up(tkvi_tables_bytes(h));
+    s->tables = tkvi_align_up(tkvi_tables_bytes(derived));
     if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
     s->seqs = tkvi_align_up(n);
-    if (!tkvi_mul(seqs, (size_t)h->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n)) return 0;
+    if (!tkvi_mul(seqs, (size_t)derived->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n))
+        return 0;
     s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs + 9, (size_t)h->n_classes * sizeof(int64_t), &n)) return 0;
+    /* per class: reserved_slots of each sequence, 2 of peak_live, 2 of the pool, 4 of slot_request, partial_pages */
+    if (!tkvi_mul(seqs + 9, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
-    if (h->cfg.host.parallel_for)
-        s->parts = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
-    if (h->any_shared || h->any_kvquant) s->seen = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(int));
-    if (TKVI_HAS_SQUAT && h->any_squat) {
-        size_t dim = (size_t)h->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
-        n = (size_t)h->cfg.model.n_layers * (size_t)h->cfg.model.n_kv_heads;
-        s->query_stats = tkvi_align_up((size_t)h->cfg.model.n_layers * sizeof(tkvi_query_stats));
-        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->metric)) return 0;
-        s->metric = tkvi_align_up(s->metric);
-        s->feedback =
-            n * tkvi_feedback_count(h->cfg.model.head_dim, h->cfg.format.squat_block) * sizeof(uint16_t);
-        s->feedback = tkvi_align_up(s->feedback);
+    if (derived->cfg.host.parallel_for)
+        s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+    if (derived->any_shared || derived->any_kvquant)
+        s->tokens_seen = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(int));
+    if (TKVI_HAS_SQUAT && derived->any_squat) {
+        size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
+        n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
+        s->query_stats = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(tkvi_query_stats));
+        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->q_products)) return 0;
+        s->q_products = tkvi_align_up(s->q_products);
+        s->squat_factors = n *
+                           tkvi_feedback_count(derived->cfg.model.head_dim, derived->cfg.format.squat_block) *
+                           sizeof(uint16_t);
+        s->squat_factors = tkvi_align_up(s->squat_factors);
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
-    if (!tkvi_meter_sizes(h, &s->meter, &s->shadow)) return 0;
-    s->total = s->cache + s->seen + s->query_stats + s->meter + s->solve;
-    if (!tkvi_add(s->total, s->shadow, &s->total)) return 0;
-    if (!tkvi_add(s->total, s->metric, &s->total) || !tkvi_add(s->total, s->feedback, &s->total)) return 0;
+    if (!tkvi_meter_sizes(derived, &s->meter, &s->meter_copies)) return 0;
+    s->total = s->cache + s->tokens_seen + s->query_stats + s->meter + s->solve;
+    if (!tkvi_add(s->total, s->meter_copies, &s->total)) return 0;
+    if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->squat_factors, &s->total))
+        return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
-           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->parts, &s->total);
+           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->split_sums, &s->total);
 }
 
 /* Bytes that tkv_get_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
-    return s->tables + s->seen + s->query_stats + s->metric + s->feedback + s->meter;
+    return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->squat_factors + s->meter;
 }
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
-static size_t tkvi_least_budget(const tkvi_derived_config *h, const tkvi_sizes *s) {
-    const size_t pages = (size_t)h->recode_pages + 2;
-    size_t n = 0, all = s->total;
-    if (h->any_shared && !tkvi_add(all, tkvi_stats_bytes(&h->cfg), &all)) return (size_t)-1;
-    if (!tkvi_add(all, tkvi_version_bytes(h), &all)) return (size_t)-1;
-    if (!tkvi_mul(pages, h->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(all, n, &all)) return (size_t)-1;
-    return all;
+static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
+    const size_t pages = (size_t)derived->recode_pages + 2;
+    size_t n = 0, total = s->total;
+    if (derived->any_shared && !tkvi_add(total, tkvi_stats_bytes(&derived->cfg), &total)) return (size_t)-1;
+    if (!tkvi_add(total, tkvi_version_bytes(derived), &total)) return (size_t)-1;
+    if (!tkvi_mul(pages, derived->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(total, n, &total))
+        return (size_t)-1;
+    return total;
 }
 
-/* Free pages that a cache with a budget keeps. The next block of every layer will need them. */
+/* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
 static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
     return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
 }
 
-/* Builds an empty cache in one fixed piece of memory from the heap. */
-static tkv_status tkvi_build(tkvi_derived_config *h, const tkvi_heap *from, tkv_cache **out) {
-    tkvi_heap heap = *from;
+/* Builds an empty cache in one fixed piece of memory. source: the heap of the memory; the cache gets a copy of it. */
+static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap *source, tkv_cache **out) {
+    tkvi_heap heap = *source;
     tkvi_sizes s;
-    uint8_t *at;
+    uint8_t *next;
     tkv_cache *kv;
     int c;
-    size_t classes = (size_t)h->n_classes;
-    const tkvi_kernels *kernels = tkvi_kernels_for(h->cfg.host.isa);
+    size_t classes = (size_t)derived->n_classes;
+    const tkvi_kernels *kernels = tkvi_kernels_for(derived->cfg.host.isa);
     if (!kernels) return TKV_ERR_ISA;
-    if (!tkvi_fixed_sizes(h, &s)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget.bytes && h->cfg.budget.bytes < tkvi_least_budget(h, &s)) return TKV_ERR_BUDGET;
-    at = (uint8_t *)tkvi_get(&heap, s.total);
-    if (!at) return TKV_ERR_NOMEM;
-    memset(at, 0, s.total - s.solve - s.recode - s.parts - s.shadow);
-    kv = (tkv_cache *)(void *)at;
-    at += s.cache;
-    tkvi_tables_build(&kv->tables, h, at);
-    at += s.tables;
-    kv->seq = (tkvi_seq *)(void *)at;
-    at += s.seqs;
-    kv->list = (tkvi_list *)(void *)at;
-    at += s.lists;
-    kv->reserved_slots = (int64_t *)(void *)at;
-    kv->peak_live = kv->reserved_slots + (size_t)h->cfg.limits.max_seqs * classes;
+    if (!tkvi_compute_fixed_sizes(derived, &s)) return TKV_ERR_CONFIG;
+    if (derived->cfg.budget.bytes && derived->cfg.budget.bytes < tkvi_least_budget(derived, &s))
+        return TKV_ERR_BUDGET;
+    next = (uint8_t *)tkvi_get(&heap, s.total);
+    if (!next) return TKV_ERR_NOMEM;
+    memset(next, 0, s.total - s.solve - s.recode - s.split_sums - s.meter_copies);
+    kv = (tkv_cache *)(void *)next;
+    next += s.cache;
+    tkvi_tables_build(&kv->tables, derived, next);
+    next += s.tables;
+    kv->seq = (tkvi_seq *)(void *)next;
+    next += s.seqs;
+    kv->list = (tkvi_list *)(void *)next;
+    next += s.lists;
+    kv->reserved_slots = (int64_t *)(void *)next;
+    kv->peak_live = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
     kv->pool.used_slots = kv->peak_live + 2 * classes;
     kv->pool.reserved_slots = kv->pool.used_slots + classes;
     kv->slot_request = kv->pool.reserved_slots + classes;
     kv->pool.partial_pages = (uint32_t *)(void *)(kv->slot_request + 4 * classes);
-    at += s.counts;
-    if (s.seen) {
-        kv->tokens_seen = (int *)(void *)at;
-        for (c = 0; c < h->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
+    next += s.counts;
+    if (s.tokens_seen) {
+        kv->tokens_seen = (int *)(void *)next;
+        for (c = 0; c < derived->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
     }
-    at += s.seen;
-    if (TKVI_HAS_SQUAT && h->any_squat) {
-        kv->query_stats = (tkvi_query_stats *)(void *)at;
-        kv->q_products = (int64_t *)(void *)(at + s.query_stats);
-        kv->squat_factors = (uint16_t *)(void *)(at + s.query_stats + s.metric);
-        kv->solve = (float *)(void *)(at + s.query_stats + s.metric + s.feedback + s.meter);
+    next += s.tokens_seen;
+    if (TKVI_HAS_SQUAT && derived->any_squat) {
+        kv->query_stats = (tkvi_query_stats *)(void *)next;
+        kv->q_products = (int64_t *)(void *)(next + s.query_stats);
+        kv->squat_factors = (uint16_t *)(void *)(next + s.query_stats + s.q_products);
+        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.squat_factors + s.meter);
     }
-    at += s.query_stats + s.metric + s.feedback;
-    kv->meter = tkvi_meter_build(h, &kv->tables, at, at + s.meter + s.solve + s.recode + s.parts);
-    at += s.meter + s.solve;
-    kv->recode = (float *)(void *)at;
-    at += s.recode;
-    kv->split_sums = s.parts ? (float *)(void *)at : NULL;
+    next += s.query_stats + s.q_products + s.squat_factors;
+    kv->meter =
+        tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
+    next += s.meter + s.solve;
+    kv->recode = (float *)(void *)next;
+    next += s.recode;
+    kv->split_sums = s.split_sums ? (float *)(void *)next : NULL;
     kv->kernels = kernels;
     kv->fixed_bytes = s.total;
     kv->table_bytes = tkvi_table_bytes(&s);
-    kv->scratch_bytes = s.solve + s.recode + s.parts;
-    kv->copy_bytes = s.shadow;
+    kv->scratch_bytes = s.solve + s.recode + s.split_sums;
+    kv->copy_bytes = s.meter_copies;
     kv->pool.tables = &kv->tables;
-    if (!tkvi_get_stats(kv, &heap)) {
+    if (!tkvi_allocate_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
         return TKV_ERR_NOMEM;
     }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
-    for (c = 0; c < h->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
+    for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
-    (void)tkv_init_pressure(&kv->pressure, &h->cfg.budget.pressure, NULL, 0);
-    kv->pressure.cfg = h->cfg.budget.pressure; /* its defaults are filled in, so 0 means level 0 */
+    (void)tkv_init_pressure(&kv->pressure, &derived->cfg.budget.pressure, NULL, 0);
+    kv->pressure.cfg =
+        derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
     kv->relax_at = (size_t)-1;
-    kv->pool.recode_pages = h->recode_pages;
-    for (c = 0; c < h->cfg.model.n_layers; c++)
+    kv->pool.recode_pages = derived->recode_pages;
+    for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
             kv->bytes_per_block += kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
-    if (h->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
+    if (derived->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
 }
 
 /* >>tables */
 /* Allocates this version of the tables of all layers. Returns 0 without memory. */
-static int tkvi_version_ready(tkv_cache *kv, int version) {
+static int tkvi_allocate_version(tkv_cache *kv, int version) {
     tkvi_tables *t = &kv->tables;
     uint8_t *mem;
     if (t->version[version].bytes) return 1;
@@ -533,7 +551,7 @@ static int tkvi_version_ready(tkv_cache *kv, int version) {
 }
 
 /* Bytes held by table versions and statistics. */
-static size_t tkvi_learning_held(const tkv_cache *kv) {
+static size_t tkvi_learning_bytes(const tkv_cache *kv) {
     size_t n = kv->q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
@@ -541,15 +559,15 @@ static size_t tkvi_learning_held(const tkv_cache *kv) {
 }
 
 /* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
-#define TKVI_CHOICE (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
 
-static size_t tkvi_choice_entry(const tkv_config *cfg) {
-    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE : 0;
+static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
 }
 
 /* >>creation and destruction */
-/* Sets up the heap with the config's allocator, or with malloc and free. */
-static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
+/* Initialises the heap with the config's allocator, or with malloc and free. */
+static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
     memset(heap, 0, sizeof *heap);
     heap->from = cfg->host.allocator;
 #ifndef TKV_NO_MALLOC
@@ -562,21 +580,21 @@ static tkv_status tkvi_heap_of(const tkv_config *cfg, tkvi_heap *heap, char *rea
     return tkvi_bad(reason, size, "host.allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
 }
 
-/* Writes the reason for an error of tkvi_build. */
-static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *h, char *reason,
-                                      size_t size) {
+/* Writes the reason for an error of tkvi_build_cache. */
+static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *derived, char *reason,
+                                    size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
-    const int fits = tkvi_fixed_sizes(h, &s);
+    const int fits = tkvi_compute_fixed_sizes(derived, &s);
     if (st == TKV_ERR_ISA) {
         tkvi_append_text(&t, "host.isa is ");
-        tkvi_append_text(&t, tkvi_isa_name(h->cfg.host.isa));
+        tkvi_append_text(&t, tkvi_isa_name(derived->cfg.host.isa));
         tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
         tkvi_append_text(&t, "budget.bytes is ");
-        tkvi_append_int(&t, (int64_t)h->cfg.budget.bytes);
+        tkvi_append_int(&t, (int64_t)derived->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
-        tkvi_append_int(&t, (int64_t)tkvi_least_budget(h, &s));
+        tkvi_append_int(&t, (int64_t)tkvi_least_budget(derived, &s));
         tkvi_append_text(&t, " for an empty cache and its first tokens");
     } else if (st == TKV_ERR_NOMEM) {
         tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
@@ -584,7 +602,7 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
         tkvi_append_text(&t, " bytes");
     } else {
         tkvi_append_text(&t, "limits.max_seqs is ");
-        tkvi_append_int(&t, h->cfg.limits.max_seqs);
+        tkvi_append_int(&t, derived->cfg.limits.max_seqs);
         tkvi_append_text(&t, "; that number of sequences takes more bytes than this machine can address");
     }
     return st;
@@ -593,24 +611,24 @@ static tkv_status tkvi_append_unbuilt(tkv_status st, const tkvi_derived_config *
 /* Creates a cache; `reason` gets a sentence about an error. */
 static tkv_status tkvi_create(const tkv_config *cfg, tkv_cache **out, char *reason, size_t size) {
     tkvi_heap heap;
-    tkvi_derived_config shape;
+    tkvi_derived_config derived;
     tkv_cache *kv;
-    tkv_status st = tkvi_validate(cfg, &shape, reason, size);
+    tkv_status st = tkvi_validate(cfg, &derived, reason, size);
     if (!cfg || !out) {
         tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
         tkvi_append_text(&t, cfg ? "out is missing" : "the config is missing");
         return TKV_ERR_ARG;
     }
-    if (!st) st = tkvi_heap_of(cfg, &heap, reason, size);
+    if (!st) st = tkvi_init_heap(cfg, &heap, reason, size);
     if (st) return st;
-    heap.limit = shape.cfg.budget.bytes;
-    st = tkvi_build(&shape, &heap, &kv);
-    if (!st && shape.cfg.budget.bytes && kv->tables.version_bytes &&
-        !tkvi_version_ready(kv, 0)) { /* reserved now: it must not fail later */
+    heap.limit = derived.cfg.budget.bytes;
+    st = tkvi_build_cache(&derived, &heap, &kv);
+    if (!st && derived.cfg.budget.bytes && kv->tables.version_bytes &&
+        !tkvi_allocate_version(kv, 0)) { /* allocated now, because learning must not fail later */
         tkv_destroy(kv);
         st = TKV_ERR_NOMEM;
     }
-    if (st) return tkvi_append_unbuilt(st, &shape, reason, size);
+    if (st) return tkvi_write_reason(st, &derived, reason, size);
     *out = kv;
     return TKV_OK;
 }
@@ -631,36 +649,37 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     }
     for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
-    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg));
+    tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
-    tkvi_put_stats(kv);
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
-    heap = kv->heap; /* kv lies in the last piece that is freed */
+    tkvi_free_stats(kv);
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
+    heap = kv->heap; /* the last piece to free contains kv */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
 }
 
-/* >>growth of the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
+/* >>growth */
+/* Grows the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
 static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     size_t bytes;
     uint8_t *bigger;
-    if (cap <= kv->choice_cap || !tkvi_choice_entry(&kv->tables.cfg)) return 1;
-    if (!tkvi_mul(cap, TKVI_CHOICE, &bytes)) return 0;
+    if (cap <= kv->choice_cap || !tkvi_choice_entry_bytes(&kv->tables.cfg)) return 1;
+    if (!tkvi_mul(cap, TKVI_CHOICE_BYTES, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE);
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
     kv->choice_space = bigger;
     kv->choice_cap = cap;
     return 1;
 }
 
-/* >>growth of a sequence's block lists to `want` blocks per layer. Returns 0 without memory. */
-static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
+/* Grows the block lists of a sequence to n_blocks per layer. Returns 0 without memory. */
+static int tkvi_grow_lists(tkv_cache *kv, int seq, int n_blocks) {
     tkvi_seq *s = &kv->seq[seq];
-    uint32_t cap = tkvi_cap_for(want), *bigger;
+    uint32_t cap = tkvi_cap_for(n_blocks), *bigger;
     size_t layers = (size_t)kv->tables.cfg.model.n_layers, bytes;
     size_t l;
     if (!tkvi_grow_choice(kv, cap)) return 0;
@@ -680,7 +699,7 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int want) {
 /* >>in place: all memory at its largest size, at creation */
 /* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
  * that a flush closes are not counted. */
-static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
+static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
     int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
@@ -697,130 +716,143 @@ static void tkvi_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t 
     }
 }
 
-typedef struct tkvi_most {
+/* Largest sizes of a cache in place. */
+typedef struct tkvi_in_place_sizes {
     uint32_t page_cap, block_cap, list_cap;
     int64_t pages;
     size_t bytes; /* total, each piece at a multiple of 64 */
-} tkvi_most;
+} tkvi_in_place_sizes;
 
 /* Sizes under a budget: tables at their largest, and as many pages as the rest of the budget allows. */
-static tkv_status tkvi_most_within(const tkvi_derived_config *h, const tkvi_sizes *fixed, tkvi_most *m) {
-    const size_t budget = h->cfg.budget.bytes, layers = (size_t)h->cfg.model.n_layers;
-    const int64_t list = (int64_t)h->cfg.limits.max_tokens / TKVI_BLOCK + 4;
-    uint64_t blocks = (uint64_t)list * (uint64_t)h->n_stored * (uint64_t)h->cfg.limits.max_seqs;
-    size_t rest = 0, lists;
-    if (budget < tkvi_least_budget(h, fixed)) return TKV_ERR_BUDGET;
+static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
+                                       tkvi_in_place_sizes *sizes) {
+    const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
+    const int64_t list_blocks = (int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4;
+    uint64_t blocks =
+        (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
+    size_t without_pages = 0, lists;
+    if (budget < tkvi_least_budget(derived, fixed)) return TKV_ERR_BUDGET;
     if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
-    m->list_cap = tkvi_cap_for(list);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), layers, &lists) ||
-        !tkvi_mul(tkvi_align_up(lists), (size_t)h->cfg.limits.max_seqs, &lists) ||
-        !tkvi_add(lists, fixed->total, &rest) ||
-        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), rest, &rest) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), rest, &rest) ||
-        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, rest, &rest))
+    sizes->list_cap = tkvi_cap_for(list_blocks);
+    if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), layers, &lists) ||
+        !tkvi_mul(tkvi_align_up(lists), (size_t)derived->cfg.limits.max_seqs, &lists) ||
+        !tkvi_add(lists, fixed->total, &without_pages) ||
+        !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
+                  &without_pages) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
-    m->pages = (int64_t)(budget / h->page_bytes);
-    if (m->pages > 0x3fffffff) m->pages = 0x3fffffff;
-    for (; m->pages > h->recode_pages; m->pages--) { /* the block and page tables need bytes, too */
-        size_t pages = (size_t)m->pages * h->page_bytes, n;
-        uint64_t fit = h->cfg.offload.write || h->cfg.budget.discard ? blocks : 64u * (uint64_t)m->pages;
-        m->block_cap = tkvi_cap_for((int64_t)(fit < blocks ? fit : blocks) + h->n_classes);
-        m->page_cap = tkvi_cap_for(m->pages);
-        n = tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) +
-            tkvi_align_up(m->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
-        if (tkvi_add(n, rest, &n) && tkvi_add(n, pages, &n) && n <= budget) {
-            m->bytes = budget;
+    sizes->pages = (int64_t)(budget / derived->page_bytes);
+    if (sizes->pages > 0x3fffffff) sizes->pages = 0x3fffffff;
+    for (; sizes->pages > derived->recode_pages;
+         sizes->pages--) { /* the block and page tables need bytes, too */
+        size_t pages = (size_t)sizes->pages * derived->page_bytes, n;
+        uint64_t fitting_blocks =
+            derived->cfg.offload.write || derived->cfg.budget.discard ? blocks : 64u * (uint64_t)sizes->pages;
+        sizes->block_cap =
+            tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
+        sizes->page_cap = tkvi_cap_for(sizes->pages);
+        n = tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) +
+            tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
+        if (tkvi_add(n, without_pages, &n) && tkvi_add(n, pages, &n) && n <= budget) {
+            sizes->bytes = budget;
             return TKV_OK;
         }
     }
     return TKV_ERR_BUDGET;
 }
 
-static tkv_status tkvi_most_of(tkvi_derived_config *h, tkvi_most *m) {
-    tkvi_tier_spec rule[TKV_MAX_LEVELS];
-    int64_t live[TKVI_MAX_LAYOUTS], wait[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
+/* Computes the largest sizes that a cache in place can need. */
+static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place_sizes *sizes) {
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    int64_t most_slots[TKVI_MAX_LAYOUTS], waiting_slots[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
-    memset(m, 0, sizeof *m);
-    memset(live, 0, sizeof live);
-    memset(wait, 0, sizeof wait);
-    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
-    if (h->cfg.budget.bytes) return tkvi_most_within(h, &fixed, m);
-    for (i = 0; i < h->cfg.model.n_layers; i++) {
+    memset(sizes, 0, sizeof *sizes);
+    memset(most_slots, 0, sizeof most_slots);
+    memset(waiting_slots, 0, sizeof waiting_slots);
+    if (!tkvi_compute_fixed_sizes(derived, &fixed)) return TKV_ERR_CONFIG;
+    if (derived->cfg.budget.bytes) return tkvi_size_for_budget(derived, &fixed, sizes);
+    for (i = 0; i < derived->cfg.model.n_layers; i++) {
         tkvi_plan p;
-        (void)tkvi_plan_of(h, i, &p, rule);
+        (void)tkvi_plan_of(derived, i, &p, specs);
         if (p.stored_layer != i) continue;
-        tkvi_most_blocks(&h->cfg, &p, most);
-        if (p.sink) live[h->class_of[p.sink_layout]]++;
+        tkvi_compute_most_blocks(&derived->cfg, &p, most);
+        if (p.sink) most_slots[derived->class_of[p.sink_layout]]++;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            live[h->class_of[p.now.key[tier]]] += most[tier];
-            /* blocks that wait for a table, in all sequences together */
+            most_slots[derived->class_of[p.now.key[tier]]] += most[tier];
+            /* blocks can wait for a table; all sequences share this number */
             if (tier != TKV_TIER_ARCHIVE && tkvi_plan_learns(&p))
-                wait[h->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+                waiting_slots[derived->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         }
     }
-    for (c = 0; c < h->n_classes; c++) {
-        live[c] = live[c] * h->cfg.limits.max_seqs + wait[c];
-        blocks += live[c];
-        m->pages += tkvi_pages_for(&h->size_class[c], live[c] + 1); /* + 1: recoding needs a second slot */
+    for (c = 0; c < derived->n_classes; c++) {
+        most_slots[c] = most_slots[c] * derived->cfg.limits.max_seqs + waiting_slots[c];
+        blocks += most_slots[c];
+        sizes->pages += tkvi_pages_for(&derived->size_class[c],
+                                       most_slots[c] + 1); /* + 1: recoding needs a slot for the new bytes */
     }
-    if (blocks > 0x3fffffff || m->pages > 0x3fffffff) return TKV_ERR_CONFIG;
-    m->page_cap = tkvi_cap_for(m->pages);
-    m->block_cap = tkvi_cap_for(blocks + h->n_classes);
-    m->list_cap = tkvi_cap_for(h->cfg.limits.max_tokens / TKVI_BLOCK + 4);
-    if (!tkvi_mul((size_t)m->list_cap * sizeof(uint32_t), (size_t)h->cfg.model.n_layers, &n) ||
-        !tkvi_mul(tkvi_align_up(n), (size_t)h->cfg.limits.max_seqs, &n) ||
-        !tkvi_mul((size_t)m->pages, h->page_bytes, &pages) || !tkvi_add(n, fixed.total, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->list_cap * tkvi_choice_entry(&h->cfg)), m->bytes, &m->bytes) ||
-        !tkvi_add(pages, m->bytes, &m->bytes) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(h), m->bytes, &m->bytes) ||
-        !tkvi_add(h->any_shared ? tkvi_stats_bytes(&h->cfg) : 0, m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->page_cap * sizeof(tkvi_page)), m->bytes, &m->bytes) ||
-        !tkvi_add(tkvi_align_up(m->block_cap * tkvi_block_entry(&h->cfg)) + TKVI_ALIGN, m->bytes, &m->bytes))
+    if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
+    sizes->page_cap = tkvi_cap_for(sizes->pages);
+    sizes->block_cap = tkvi_cap_for(blocks + derived->n_classes);
+    sizes->list_cap = tkvi_cap_for(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4);
+    if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
+        !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
+        !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
+        !tkvi_add(n, fixed.total, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), sizes->bytes,
+                  &sizes->bytes) ||
+        !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
+                  sizes->bytes, &sizes->bytes))
         return TKV_ERR_CONFIG;
     return TKV_OK;
 }
 
-static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *h, tkvi_most *m) {
-    tkv_status st = tkvi_validate(cfg, h, NULL, 0);
+static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
+                                       tkvi_in_place_sizes *sizes) {
+    tkv_status st = tkvi_validate(cfg, derived, NULL, 0);
     if (!st && cfg->limits.max_tokens == 0) st = TKV_ERR_CONFIG;
-    if (!st) st = tkvi_most_of(h, m);
+    if (!st) st = tkvi_size_in_place(derived, sizes);
     return st;
 }
 
 /* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
-static size_t tkvi_offload_bytes(const tkvi_derived_config *h) {
+static size_t tkvi_offload_bytes(const tkvi_derived_config *derived) {
     size_t bytes = 0;
     int i;
-    for (i = 0; i < h->n_keys; i++)
-        if (h->bytes[i].total > bytes) bytes = h->bytes[i].total;
-    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)h->cfg.model.n_kv_heads;
+    for (i = 0; i < derived->n_keys; i++)
+        if (derived->bytes[i].total > bytes) bytes = derived->bytes[i].total;
+    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)derived->cfg.model.n_kv_heads;
 }
 
 TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload) {
-    tkvi_derived_config h;
-    tkvi_most m;
+    tkvi_derived_config derived;
+    tkvi_in_place_sizes sizes;
     tkv_status st;
     if (!in_place && !offload) return TKV_ERR_ARG;
-    st = in_place ? tkvi_derive_in_place(cfg, &h, &m) : tkvi_validate(cfg, &h, NULL, 0);
-    if (!st && in_place) *in_place = m.bytes;
-    if (!st && offload) *offload = tkvi_offload_bytes(&h);
+    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes) : tkvi_validate(cfg, &derived, NULL, 0);
+    if (!st && in_place) *in_place = sizes.bytes;
+    if (!st && offload) *offload = tkvi_offload_bytes(&derived);
     return st;
 }
 
 TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
-    tkvi_derived_config h;
-    tkvi_most m;
+    tkvi_derived_config derived;
+    tkvi_in_place_sizes sizes;
     tkvi_heap heap;
     tkvi_arena arena;
     tkv_cache *kv;
     size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
-    tkv_status st = tkvi_derive_in_place(cfg, &h, &m);
+    tkv_status st = tkvi_derive_in_place(cfg, &derived, &sizes);
     int i;
     if (!out || !mem) return TKV_ERR_ARG;
     if (st) return st;
-    if (bytes < m.bytes) return TKV_ERR_CAPACITY;
+    if (bytes < sizes.bytes) return TKV_ERR_CAPACITY;
     memset(&arena, 0, sizeof arena);
     arena.base = (uint8_t *)mem + skip;
     arena.size = bytes - skip;
@@ -828,22 +860,23 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     heap.from.user = &arena;
     heap.from.alloc = tkvi_arena_alloc;
     heap.from.release = tkvi_arena_release;
-    st = tkvi_build(&h, &heap, &kv);
+    st = tkvi_build_cache(&derived, &heap, &kv);
     if (st) return st;
     kv->arena = arena;
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;
-    /* No call here can fail: tkvi_most_of added up the same pieces. */
+    /* No call here can fail: tkvi_size_in_place added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
-        if (!tkvi_version_ready(kv, i)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_blocks(&kv->pool, m.block_cap)) return TKV_ERR_CAPACITY;
-    for (i = 0; i < h.cfg.limits.max_seqs; i++)
-        if (!tkvi_grow_lists(kv, i, (int)m.list_cap)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_pages(&kv->pool, m.page_cap)) return TKV_ERR_CAPACITY;
-    while ((int64_t)kv->pool.n_pages < m.pages)
+        if (!tkvi_allocate_version(kv, i)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
+    for (i = 0; i < derived.cfg.limits.max_seqs; i++)
+        if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;
+    if (!tkvi_grow_pages(&kv->pool, sizes.page_cap)) return TKV_ERR_CAPACITY;
+    while ((int64_t)kv->pool.n_pages < sizes.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
-    if (h.cfg.budget.bytes) kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
+    if (derived.cfg.budget.bytes)
+        kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
     *out = kv;
     return TKV_OK;
 }

@@ -68,7 +68,7 @@ typedef struct tkvi_pool {
     int keep_all;            /* 1 in place: pages never go back to the allocator */
     int recode_pages;        /* free pages that only recoding may use */
     int64_t kept_free_pages; /* free pages that do not go back to the allocator, as they are needed soon */
-    int64_t max_pages;       /* in place: most pages, spare ones included (tkv_set_budget); 0: no limit */
+    int64_t max_pages;       /* in place: most pages, recode_pages included (tkv_set_budget); 0: no limit */
     tkvi_page *page;
     uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
@@ -116,10 +116,10 @@ static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
 }
 
 /* >>growth. Each function allocates first and changes the pool only when it has the memory. 0: no memory. */
-/* Entries of a table that must hold `want`. The steps are a quarter, so that the table is never far from full. */
-static uint32_t tkvi_cap_for(int64_t want) {
+/* Capacity of a table that must hold n_entries. It grows in steps of a quarter, so that little of it is unused. */
+static uint32_t tkvi_cap_for(int64_t n_entries) {
     uint32_t cap = 16;
-    while ((int64_t)cap < want) cap += cap / 4;
+    while ((int64_t)cap < n_entries) cap += cap / 4;
     return cap;
 }
 
@@ -129,42 +129,42 @@ static int tkvi_keeps_token_meta(const tkv_config *cfg) {
 }
 
 /* Bytes of an entry of the block table, its token_meta included. */
-static size_t tkvi_block_entry(const tkv_config *cfg) {
+static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
-static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t want) {
-    const size_t entry = tkvi_block_entry(&pool->tables->cfg);
-    const uint32_t had = pool->block_cap, cap = tkvi_cap_for(want);
+static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
+    const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
+    const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
     uint32_t i;
     size_t bytes;
     uint8_t *bigger;
-    if (want <= had) return 1;
+    if (n_entries <= old_cap) return 1;
     if (!tkvi_mul(cap, entry, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
-    if (had) memcpy(bigger, pool->block, had * sizeof(tkvi_block));
-    if (TKVI_HAS_EVICT && had && pool->token_meta)
-        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, had * sizeof(tkvi_token_meta));
-    tkvi_put(pool->heap, pool->block, had * entry);
+    if (old_cap) memcpy(bigger, pool->block, old_cap * sizeof(tkvi_block));
+    if (TKVI_HAS_EVICT && old_cap && pool->token_meta)
+        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, old_cap * sizeof(tkvi_token_meta));
+    tkvi_put(pool->heap, pool->block, old_cap * entry);
     pool->block = (tkvi_block *)(void *)bigger;
     pool->token_meta = tkvi_keeps_token_meta(&pool->tables->cfg)
                            ? (tkvi_token_meta *)(void *)(bigger + cap * sizeof(tkvi_block))
                            : NULL;
     pool->block_cap = cap;
-    for (i = cap; i-- > had;) {
+    for (i = cap; i-- > old_cap;) {
         pool->block[i].page = pool->free_block;
         pool->free_block = i;
     }
     return 1;
 }
 
-static int tkvi_grow_pages(tkvi_pool *pool, uint32_t want) {
-    const uint32_t cap = tkvi_cap_for(want);
+static int tkvi_grow_pages(tkvi_pool *pool, uint32_t n_entries) {
+    const uint32_t cap = tkvi_cap_for(n_entries);
     tkvi_page *bigger;
     size_t bytes;
-    if (want <= pool->page_cap) return 1;
+    if (n_entries <= pool->page_cap) return 1;
     if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
     bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
@@ -201,7 +201,7 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     return pages;
 }
 
-/* Gives free pages back to the allocator. Keeps the spare pages, `kept_free_pages`, and the pages of reservations.
+/* Gives free pages back to the allocator. Keeps recode_pages, `kept_free_pages`, and the pages of reservations.
  * The last entry of the page table moves into the hole. */
 static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
     const int64_t keep = pool->recode_pages + kept_free_pages + tkvi_reserved_pages(pool);
@@ -244,7 +244,7 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
     return tkvi_slot_bytes(pool, b->page, b->slot);
 }
 
-/* Takes a slot of a class for block `owner`. There must be one (tkvi_peak_ready). */
+/* Takes a slot of a class for block `owner`. There must be one (tkvi_allocate_peak). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
     uint32_t i = pool->partial_pages[size_class];
@@ -339,7 +339,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     return id;
 }
 
-/* Moves a block with one holder to a slot of another layout. `write` fills the new bytes from the old ones. */
+/* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
 typedef void (*tkvi_rewrite)(void *ctx, const uint8_t *from, uint8_t *to);
 
 static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int layout, tkvi_rewrite write, void *ctx) {
@@ -405,11 +405,11 @@ typedef struct tkvi_peak {
     const tkvi_tables *tables;
     int64_t *live;                   /* [n_classes] slots in use or reserved at this point of the series */
     int64_t most_pages, most_blocks; /* maxima so far; a block counts twice while it is recoded */
-    int64_t outside;                 /* offloaded and discarded blocks: they have no slot */
+    int64_t n_offloaded;             /* blocks without a slot: offloaded or discarded */
 } tkvi_peak;
 
 static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0, blocks = k->outside;
+    int64_t pages = 0, blocks = k->n_offloaded;
     int c;
     for (c = 0; c < k->tables->n_classes; c++) {
         pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
@@ -426,9 +426,9 @@ static void tkvi_peak_take(tkvi_peak *k, int layout) {
 
 static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout[layout].size_class]--; }
 
-/* Allocates the pages and block entries of the peak, in addition to the spare pages. Returns 0 without memory or
+/* Allocates the pages and block entries of the peak, in addition to pool.recode_pages. Returns 0 without memory or
  * page allowance. Then nothing that a caller can see has changed. */
-static int tkvi_peak_ready(tkvi_pool *pool, const tkvi_peak *k) {
+static int tkvi_allocate_peak(tkvi_pool *pool, const tkvi_peak *k) {
     if (k->most_blocks > (int64_t)0x7fffffff) return 0;
     if (pool->max_pages && k->most_pages + pool->recode_pages > pool->max_pages) return 0;
     if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;

@@ -169,7 +169,7 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     int r;
     memset(v, 0, sizeof *v);
     whole.kept_window = 0; /* windows free no blocks here */
-    tkvi_most_blocks(cfg, &whole, most);
+    tkvi_compute_most_blocks(cfg, &whole, most);
     /* One head's side may enter the warm ring while another thread block still reads a side that leaves it. With
      * another table it has another offset in the block. So new blocks never use the places of blocks that leave. */
     most[TKV_TIER_WARM] += most[TKV_TIER_HOT];
@@ -356,7 +356,7 @@ static int tkvcu_make_equal_tables(tkv_cache *kv) {
     size_t h, c;
     int layer;
     if (!kv->tables.any_shared) return 1;
-    if (!tkvi_version_ready(kv, 0)) return 0;
+    if (!tkvi_allocate_version(kv, 0)) return 0;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
         if (!kv->tables.plan[layer].allocates) continue;
         for (h = 0; h < (size_t)cfg->model.n_kv_heads; h++) {

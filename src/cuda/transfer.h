@@ -91,7 +91,7 @@ static tkv_status tkvcu_check_tables(tkvcu *cu, const tkv_cache *kv) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         for (v = 0; v < TKVI_VERSIONS && tkvcu_has_learned(kv, layer); v++) {
             if (!tkvcu_has_table(kv, layer, v)) continue;
-            if (!tkvi_version_ready(cu->host, v))
+            if (!tkvi_allocate_version(cu->host, v))
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
             if ((cu->used_versions[layer] >> v & 1) && !tkvcu_is_same_table(cu->host, kv, layer, v))
                 return tkvcu_fail(cu, TKV_ERR_STATE, "blocks here may be coded with another table of layer",
@@ -328,7 +328,7 @@ static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, c
         if (p->allocates && kv->tables.current_version[layer] >= 0 && tkvcu_has_table_clash(cu, kv, layer, t))
             return tkvcu_fail(cu, TKV_ERR_STATE, "the cache has another table in layer", layer, "");
         for (v = 0; v < TKVI_VERSIONS && p->allocates && kv->tables.current_version[layer] < 0; v++)
-            if (tkvcu_has_table(cu->host, layer, v) && !tkvi_version_ready(kv, v))
+            if (tkvcu_has_table(cu->host, layer, v) && !tkvi_allocate_version(kv, v))
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
         for (i = 0; i < list.n; i++) {
             const int region = tkvcu_find_region(&list, i, &block);
@@ -336,7 +336,7 @@ static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, c
         }
         want = tkvi_max(want, list.n + 1);
     }
-    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_peak_ready(&kv->pool, &dry_run))
+    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_allocate_peak(&kv->pool, &dry_run))
         return tkvcu_fail(cu, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory for blocks", 0,
                           NULL);
     return TKV_OK;

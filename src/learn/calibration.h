@@ -206,7 +206,7 @@ static tkv_status tkvi_version_for(tkv_cache *kv, int layer, int *version) {
     if (*version < 0)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "blocks use every version of the table of layer", layer,
                          "; reset the sequences that hold the oldest");
-    return tkvi_version_ready(kv, *version) ? TKV_OK : tkvi_no_table(kv);
+    return tkvi_allocate_version(kv, *version) ? TKV_OK : tkvi_no_table(kv);
 }
 
 TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t size) {
@@ -256,7 +256,7 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     tkv_status st;
     size_t rows;
     int version;
-    if (!TKVI_HAS_KVQUANT) return tkvi_left_out(kv, "TKV_NO_KVQUANT leaves this out");
+    if (!TKVI_HAS_KVQUANT) return tkvi_refuse_left_out(kv, "TKV_NO_KVQUANT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
@@ -301,7 +301,7 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
             if (tkvi_n_readable_tokens(kv, layer) < 1)
                 return tkvi_fail(kv, TKV_ERR_STATE, "no tokens to learn from are in layer", layer, "");
         }
-    if (none && !tkvi_version_ready(kv, 0)) return tkvi_no_table(kv);
+    if (none && !tkvi_allocate_version(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
@@ -317,7 +317,7 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     int layer;
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_between_steps(kv);
-    if (!st && !tkvi_get_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
+    if (!st && !tkvi_allocate_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
         if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
         tkvi_query_stats_restart(kv, layer);

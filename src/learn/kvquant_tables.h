@@ -66,7 +66,7 @@ static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_
     w.side = side;
     w.visit = visit;
     w.ctx = ctx;
-    if (!s) (void)tkvi_each_block(from->kv, from->layer, head, tkvi_walk_block, &w);
+    if (!s) (void)tkvi_visit_newest_blocks(from->kv, from->layer, head, tkvi_walk_block, &w);
     for (t = 0; s && t < s->n; t++) {
         size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
         const float *weight = side == TKV_K ? s->k_weight : s->v_weight;

@@ -19,7 +19,7 @@
 
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
-    int64_t *sum = tkvi_query_stats_of(kv, layer, head);
+    int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
@@ -29,7 +29,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
 /* Computes one head's factors from its sums: P = I + eta C / (tr C / dim). Sums of 0 leave the factors as they
  * are. */
 static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
-    const int64_t *sum = tkvi_query_stats_of(kv, layer, head);
+    const int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int dim = kv->tables.cfg.model.head_dim, i, j;
     double trace = 0.0;
     float *p = kv->solve;
@@ -41,7 +41,7 @@ static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
             p[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
         }
     tkvi_feedback_from(p, dim, kv->tables.cfg.format.squat_block);
-    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_feedback_of(kv, layer, head));
+    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_squat_factors_of(kv, layer, head));
 }
 
 /* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
@@ -68,7 +68,7 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
     if (!TKVI_HAS_SQUAT || !kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
-    memset(tkvi_query_stats_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+    memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
 #endif /* TKVI_LEARN_SQUAT_QUERIES_H */

@@ -6,7 +6,7 @@
  *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
  * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
- * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_each_block).
+ * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
@@ -135,10 +135,10 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
-    (void)tkvi_each_block(kv, layer, head, tkvi_gather_size, &g);
+    (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_size, &g);
     g.down = (g.k_most > 0.0f ? (int)(tkvi_bits(g.k_most) >> 23) - 127 : 0) - 20;
-    (void)tkvi_each_block(kv, layer, head, tkvi_gather_sums, &g);
-    if (g.tokens) (void)tkvi_each_block(kv, layer, head, tkvi_gather_range, &g);
+    (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
+    if (g.tokens) (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_range, &g);
     for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
     for (c = 0; c < cfg->model.head_dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
@@ -226,14 +226,14 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     int any = kv->pool.keep_all, i;
     kv->tokens_seen[layer] = again ? 0 : -1;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->tokens_seen[i] >= 0;
-    if (!any) tkvi_put_stats(kv);
+    if (!any) tkvi_free_stats(kv);
     if (!kv->q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
-/* Returns the number of tokens whose K and V tkvi_each_block can read, without its limit of blocks. It may be
- * smaller than kv->seen, because sequences end. */
+/* Returns the number of tokens whose K and V tkvi_visit_newest_blocks can read, without its limit of blocks. It
+ * may be smaller than kv->seen, because sequences end. */
 static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     int64_t n = 0;
     int seq;
@@ -275,7 +275,7 @@ static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
         kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
-    if (!tkvi_version_ready(kv, version)) {
+    if (!tkvi_allocate_version(kv, version)) {
         if (*had >= 0 && kv->heap.limit)
             kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return *had >= 0;

@@ -37,14 +37,14 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     tkv_advice a;
     int hot;
     tkv_status st;
-    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     hot = tkvi_hot_tokens(kv);
     st = tkv_get_advice(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
     if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
         st = tkv_set_hot_tokens(kv, a.hot_tokens);
-    if (!st) tkvi_go_to_level(kv, tkvi_level_after_step(kv, a.step));
+    if (!st) tkvi_change_level(kv, tkvi_level_after_step(kv, a.step));
     a.step = kv->tables.level - (a.level - a.step); /* the step that was taken */
     a.level = kv->tables.level;
     a.hot_tokens = tkvi_hot_tokens(kv);

@@ -24,11 +24,11 @@ static int tkvi_needs_recompute(const tkv_cache *kv, const tkvi_list *list, cons
 static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t from, int64_t to) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, lacks = 0;
-    for (i = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && i < list->n && !lacks; i++)
-        lacks = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
+    int i, found = 0;
+    for (i = 0; TKVI_HAS_DISCARD && kv->pool.n_discarded && i < list->n && !found; i++)
+        found = tkvi_needs_recompute(kv, list, ids, i) && tkvi_block_start(kv, ids, i) < to &&
                 tkvi_block_end(kv, list, ids, i) > from;
-    return lacks;
+    return found;
 }
 
 /* 1 if queries that see the positions from `oldest` on need a discarded block. The last two blocks always count,
@@ -41,17 +41,17 @@ static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t 
     return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
-/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its rules decide
- * which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
+/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
+ * decide which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     if (kv->seq[seq].in_step) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+        const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
-        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, r);) i++;
+        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, spec);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
     }
     return to;

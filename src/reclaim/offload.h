@@ -40,42 +40,44 @@ typedef struct tkvi_fetch_buffer {
 } tkvi_fetch_buffer;
 
 /* Number of pieces of a record: 1 or 2. */
-static int tkvi_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
+static int tkvi_n_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
 
-/* Describes a piece of a block. part: 0 is K, or K and V in one piece; 1 is V. */
-static tkvi_piece tkvi_piece_of(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int layout,
-                                uint64_t mark, int head, int part) {
+/* Describes a piece of a block. part: 0 for K, or for K and V in one piece; 1 for V. */
+static tkvi_piece tkvi_describe_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what, int layout,
+                                      uint64_t mark, int head, int part) {
     const tkvi_record *r = &kv->tables.layout[layout].record[head];
-    uint8_t text[24];
-    tkvi_piece p;
-    p.key = tkvi_store_key(id, what);
-    p.from = r->at + (part ? r->v_at : 0);
-    p.at = p.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
-    p.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_pieces(r) == 1 ? r->v.bytes : 0);
-    tkvi_store32(text, p.key);
-    tkvi_store32(text + 4, 2u * (uint32_t)head + (uint32_t)part);
-    tkvi_store32(text + 8, (uint32_t)kv->pool.block[id].start);
-    tkvi_store32(text + 12, (uint32_t)layout);
-    tkvi_store32(text + 16, (uint32_t)mark);
-    tkvi_store32(text + 20, (uint32_t)(mark >> 32));
-    p.seed = tkvi_xxh64(0, text, sizeof text);
-    return p;
+    uint8_t seed_bytes[24];
+    tkvi_piece piece;
+    piece.key = tkvi_store_key(id, what);
+    piece.from = r->at + (part ? r->v_at : 0);
+    piece.at = piece.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
+    piece.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_n_pieces(r) == 1 ? r->v.bytes : 0);
+    tkvi_store32(seed_bytes, piece.key);
+    tkvi_store32(seed_bytes + 4, 2u * (uint32_t)head + (uint32_t)part);
+    tkvi_store32(seed_bytes + 8, (uint32_t)kv->pool.block[id].start);
+    tkvi_store32(seed_bytes + 12, (uint32_t)layout);
+    tkvi_store32(seed_bytes + 16, (uint32_t)mark);
+    tkvi_store32(seed_bytes + 20, (uint32_t)(mark >> 32));
+    piece.seed = tkvi_xxh64(0, seed_bytes, sizeof seed_bytes);
+    return piece;
 }
 
 /* >>writing */
 /* Writes a block that is in RAM to the store. 0: the store failed, and the key was erased. */
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
-    TKVI_ALIGNED uint8_t room[TKVI_OFFLOAD_ROOM];
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    TKVI_ALIGNED uint8_t buffer[TKVI_OFFLOAD_ROOM];
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_layout *c = &kv->tables.layout[b->layout];
+    const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int head, part;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-        for (part = 0; part < tkvi_pieces(&c->record[head]); part++) {
-            const tkvi_piece p = tkvi_piece_of(kv, id, what, b->layout, mark, head, part);
-            memcpy(room, tkvi_block_bytes(&kv->pool, b) + p.from, p.bytes);
-            tkvi_store64(room + p.bytes, tkvi_xxh64(p.seed, room, p.bytes));
-            if (s->write(s->user, p.key, p.at, room, p.bytes + TKVI_OFFLOAD_CHECKSUM) == 0) continue;
+        for (part = 0; part < tkvi_n_pieces(&layout->record[head]); part++) {
+            const tkvi_piece piece = tkvi_describe_piece(kv, id, what, b->layout, mark, head, part);
+            memcpy(buffer, tkvi_block_bytes(&kv->pool, b) + piece.from, piece.bytes);
+            tkvi_store64(buffer + piece.bytes, tkvi_xxh64(piece.seed, buffer, piece.bytes));
+            if (store->write(store->user, piece.key, piece.at, buffer, piece.bytes + TKVI_OFFLOAD_CHECKSUM) ==
+                0)
+                continue;
             tkvi_erase_key(&kv->pool, id, what);
             kv->n_unwritten++;
             return 0;
@@ -100,27 +102,28 @@ static int tkvi_can_store(const tkv_cache *kv) {
     return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->store_failed;
 }
 
-/* 1 if blocks that end before position `end` may be offloaded by age. At least the hot tokens of rule r must follow
- * them, and the last append must not have added to them. If r keeps all tokens hot, cfg.tiers.hot_tokens counts as
- * it was given. Its special values (0, TKV_OFF, TKV_UNLIMITED) set no age. */
-static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *r) {
+/* 1 if blocks that end before position `end` are old enough to be offloaded. At least the hot tokens of the tier spec
+ * must follow them, and the last append must not have added to them. If the tier spec keeps all tokens hot,
+ * cfg.tiers.hot_tokens counts as it was given. Its special values (0, TKV_OFF, TKV_UNLIMITED) set no age. */
+static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int hot = r->hot != TKVI_FOREVER ? r->hot : kv->tables.cfg.tiers.hot_tokens;
-    if (hot == TKVI_FOREVER) hot = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
-    return end <= list->chunk_start && (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot;
+    int hot_tokens = spec->hot != TKVI_FOREVER ? spec->hot : kv->tables.cfg.tiers.hot_tokens;
+    if (hot_tokens == TKVI_FOREVER) hot_tokens = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
+    return end <= list->chunk_start &&
+           (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot_tokens;
 }
 
-/* 1 if block i of a list may be offloaded by rule r: it is old and has one holder. Sinks and the last two blocks
- * stay. From the last two blocks attention takes its reference key. */
-static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *r) {
+/* 1 if block i of a list may be offloaded: it is old, and only this list holds it. Sinks stay in RAM. So do the last
+ * two blocks, because attention takes its reference key from them. */
+static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
-    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), r);
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
 }
 
-/* Index of the block of a list to offload next, the oldest that may be; -1: none. Also moves list->out on. */
-static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
+/* Index of the oldest block of a list that may be offloaded; -1: none. Also updates list->n_offloaded. */
+static int tkvi_find_offloadable(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->n_offloaded;
@@ -131,10 +134,10 @@ static int tkvi_next_to_offload(tkv_cache *kv, int seq, int layer) {
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
-/* Offloads the block that tkvi_next_to_offload finds. 0: there is none, or the store failed and the block stays in
+/* Offloads the block that tkvi_find_offloadable finds. 0: there is none, or the store failed and the block stays in
  * RAM. */
 static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
-    const int i = tkvi_next_to_offload(kv, seq, layer);
+    const int i = tkvi_find_offloadable(kv, seq, layer);
     uint32_t id, page;
     tkvi_block *b;
     int slot;
@@ -151,57 +154,59 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
     kv->n_offloaded++;
-    tkvi_note_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
+    tkvi_record_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     tkvi_emit_offloaded(kv, seq, layer, i);
     return 1;
 }
 
 /* >>reading */
-/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `room`. *bytes points to it
- * until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
+/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `buffer`. *bytes points to
+ * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
  * TKV_ERR_DATA (wrong checksum). */
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
-                                                int head, tkv_side side, tkvi_fetch_buffer *room,
+                                                int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
     const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
-    const tkvi_record *r = &kv->tables.layout[layout].record[head];
-    const int part = side == TKV_V && tkvi_pieces(r) == 2;
-    const tkvi_piece p = tkvi_piece_of(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
+    const tkvi_record *record = &kv->tables.layout[layout].record[head];
+    const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
+    const tkvi_piece piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
-    *bytes = room->bytes + (side == TKV_V && !part ? r->v_at : 0);
-    if (room->key == p.key && room->head == head && room->part == part) return TKV_OK;
-    room->key = TKVI_NIL;
-    if (s->read(s->user, p.key, p.at, room->bytes, p.bytes + TKVI_OFFLOAD_CHECKSUM)) return TKV_ERR_IO;
-    if (tkvi_load64(room->bytes + p.bytes) != tkvi_xxh64(p.seed, room->bytes, p.bytes)) return TKV_ERR_DATA;
-    room->key = p.key;
-    room->head = head;
-    room->part = part;
+    *bytes = buffer->bytes + (side == TKV_V && !part ? record->v_at : 0);
+    if (buffer->key == piece.key && buffer->head == head && buffer->part == part) return TKV_OK;
+    buffer->key = TKVI_NIL;
+    if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
+        return TKV_ERR_IO;
+    if (tkvi_load64(buffer->bytes + piece.bytes) != tkvi_xxh64(piece.seed, buffer->bytes, piece.bytes))
+        return TKV_ERR_DATA;
+    buffer->key = piece.key;
+    buffer->head = head;
+    buffer->part = part;
     return TKV_OK;
 }
 
-/* One side of a head's record: in its slot, or read into `room` if the block is offloaded. *bytes is valid until
- * the next call with this buffer. Errors: those of tkvi_read_piece. */
-static tkv_status tkvi_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
-                                  tkvi_fetch_buffer *room, const uint8_t **bytes) {
+/* Gets one side of a head's record: in its slot, or read into `buffer` if the block is offloaded. *bytes is valid
+ * until the next call with this buffer. Errors: those of tkvi_read_piece. */
+static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
+                                      tkvi_fetch_buffer *buffer, const uint8_t **bytes) {
     const tkvi_block *b = &kv->pool.block[id];
-    const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
-    if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, room, bytes);
-    *bytes = tkvi_block_bytes(&kv->pool, b) + r->at + (side == TKV_K ? 0 : r->v_at);
+    const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
+    if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, buffer, bytes);
+    *bytes = tkvi_block_bytes(&kv->pool, b) + record->at + (side == TKV_K ? 0 : record->v_at);
     return TKV_OK;
 }
 
 /* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
-    const tkv_offload_config *s = &kv->tables.cfg.offload;
+    const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = &kv->pool.block[id];
-    if (s->prefetch) {
-        const tkvi_record *r = &kv->tables.layout[b->layout].record[head];
-        s->prefetch(s->user, tkvi_store_key(id, TKVI_ITSELF),
-                    r->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
-                    r->v_at + r->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
+    if (store->prefetch) {
+        const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
+        store->prefetch(store->user, tkvi_store_key(id, TKVI_ITSELF),
+                        record->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
+                        record->v_at + record->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }
 }
 

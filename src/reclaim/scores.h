@@ -109,7 +109,7 @@ static void tkvi_importance_of_block(const tkv_cache *kv, const int *position, f
     (void)tkv_update_importance(&kv->token_scores.importance, token, position, NULL, n, len - 1, a);
 }
 
-/* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store). */
+/* After a list was cut: no step of its blocks lies beyond its length. New tokens begin with 0 (tkvi_store_tokens). */
 static void tkvi_token_score_cut(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_token_score_mode *mode = kv->token_scores.mode;
     int i;

@@ -70,7 +70,7 @@ static tkv_status tkvi_create_from_text(const char *text, size_t size, const tkv
     size_t bytes;
     tkv_status st = tkvi_validate_host(&cfg, reason, reason_size);
     if (!out) return tkvi_give_reason(TKV_ERR_ARG, "out is missing", reason, reason_size);
-    if (!st) st = tkvi_heap_of(&cfg, &heap, reason, reason_size);
+    if (!st) st = tkvi_init_heap(&cfg, &heap, reason, reason_size);
     if (st) return st;
     memset(&room, 0, sizeof room);
     room.ladder = ladder;

@@ -77,7 +77,7 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (n == 0) return TKV_OK;
     memset(tiers, TKV_TOKEN_GONE, (size_t)n);
-    for (i = tkvi_first_at(kv, list, ids, start); i < list->n; i++) {
+    for (i = tkvi_first_block_to_search(kv, list, ids, start); i < list->n; i++) {
         const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
         const int discarded = tkvi_is_discarded(&kv->pool.block[ids[i]]);
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
@@ -130,7 +130,7 @@ TKV_API tkv_status tkv_get_quality(const tkv_cache *kv, int layer, tkv_quality_i
 
 TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
     int i;
-    if (!TKVI_HAS_METER) return tkvi_left_out(kv, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
     for (i = 0; kv->meter && i < kv->meter->n; i++)
         memset(&kv->meter->head_probe[i].sum, 0, sizeof kv->meter->head_probe[i].sum);
@@ -186,7 +186,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = &kv->pool.block[ids[i]];
         if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
-                           (size_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
+                           (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
 
@@ -200,7 +200,7 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
         for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
-    out->tables = kv->table_bytes + tkvi_learning_held(kv);
+    out->tables = kv->table_bytes + tkvi_learning_bytes(kv);
     out->scratch = kv->scratch_bytes;
     out->exact_copies = kv->copy_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
@@ -231,15 +231,15 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
-            out->discarded += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+            out->discarded += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
             continue;
         }
-        out->tokens[tier] += tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+        out->tokens[tier] += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
     }
     out->expired = list->expired;
-    out->evicted = list->len - list->expired - tkvi_count(kv, seq, layer);
+    out->evicted = list->len - list->expired - tkvi_n_live(kv, seq, layer);
 }
 
 /* The formats of a tier's new blocks at the present level. */
@@ -388,7 +388,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
     missing.blocks = stretch->missing;
     outside.missing = 0;
     missing.missing = 1;
-    if (!tkvi_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
     for (i = 0; i < h->cfg.model.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
@@ -417,22 +417,23 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
         return TKV_ERR_CONFIG; /* more than this machine can address */
     page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
-    m.scratch = fixed.solve + fixed.recode + fixed.parts;
-    m.exact_copies = fixed.shadow;
+    m.scratch = fixed.solve + fixed.recode + fixed.split_sums;
+    m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
     if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
-        m.index += tkvi_cap_for(all) * tkvi_block_entry(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
-        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry(&h->cfg));
+        m.index +=
+            tkvi_cap_for(all) * tkvi_block_entry_bytes(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);
+        m.index += (size_t)tkvi_cap_for(most + 1) * (list + tkvi_choice_entry_bytes(&h->cfg));
     }
     m.total = m.index + m.tables + m.scratch + m.exact_copies + page_bytes;
     m.peak = m.total;
     if (h->cfg.budget.bytes && all) /* a growing array exists twice for a moment: count its old size too */
-        m.peak += tkvi_cap_before(all) * tkvi_block_entry(&h->cfg) +
+        m.peak += tkvi_cap_before(all) * tkvi_block_entry_bytes(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
-                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry(&h->cfg));
+                  tkvi_cap_before(most + 1) * (list + tkvi_choice_entry_bytes(&h->cfg));
     tkvi_sum_up(&m, &h->cfg, page_bytes);
     *out = m;
     return TKV_OK;
@@ -811,12 +812,12 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
-        (kv->pool.keep_all ? tkvi_in_use(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
+        (kv->pool.keep_all ? tkvi_used_bytes(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->fixed_bytes + tkvi_learning_held(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->choice_cap * tkvi_choice_entry(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
-           kv->pool.block_cap * tkvi_block_entry(&kv->tables.cfg);
+    held = kv->fixed_bytes + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
+           kv->choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
     if (held != kv->heap.held)

@@ -187,7 +187,7 @@ static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
                 if (tkvi_is_discarded(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
-                    n += (uint64_t)tkvi_bits_in(tkvi_live_mask_in(kv, list, ids, i));
+                    n += (uint64_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         }
     return n;
 }

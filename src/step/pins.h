@@ -31,7 +31,7 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
         for (i = 0; i < c.n; i++)
             if (c.position[i] < p->n_victims && tkvi_has(p->victims, c.position[i]) && !tkvi_has(c.pinned, i))
                 tkvi_mark(c.victims, i);
-        tkvi_note_victims(kv, p->seq, l, &c);
+        tkvi_mark_victims(kv, p->seq, l, &c);
         tkvi_apply_eviction(kv, p->seq, l, 0);
     }
     tkvi_release_unused(kv, p->seq);
@@ -44,7 +44,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     tkvi_choice c;
     tkv_status st;
     int layer, pass, keep;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     st = tkvi_evictable(kv, p->seq, p->layer);
@@ -70,9 +70,9 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                 tkvi_apply_eviction(kv, p->seq, layer, 0);
                 continue;
             }
-            st = tkvi_choose(kv, p->seq, layer, cfg, p, tkvi_layer_keep(kv, p->seq, layer, &full, keep), NULL,
-                             &c);
-            if (!st) tkvi_note_victims(kv, p->seq, layer, &c);
+            st = tkvi_choose_victims(kv, p->seq, layer, cfg, p,
+                                     tkvi_n_kept_in_layer(kv, p->seq, layer, &full, keep), NULL, &c);
+            if (!st) tkvi_mark_victims(kv, p->seq, layer, &c);
             if (st) return tkvi_fail(kv, st, "the scores are not finite in layer", layer, "");
         }
     tkvi_release_unused(kv, p->seq);
@@ -82,7 +82,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until) {
     tkv_status st;
     int layer, i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
@@ -93,7 +93,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = tkvi_first_at(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n; i++) {
+        for (i = tkvi_first_block_to_search(kv, list, ids, tkvi_min(start, list->len - 1)); i < list->n;
+             i++) {
             tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
             uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
@@ -101,7 +102,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
-            token_meta->temporary_mask &= tkvi_pinned_in(kv, list, ids[i]); /* removes pins that have ended */
+            token_meta->temporary_mask &=
+                tkvi_pinned_mask_of(kv, list, ids[i]); /* removes pins that have ended */
             if (until == TKV_UNLIMITED) token_meta->pinned_mask |= these;
             else if (until != TKV_OFF) {
                 token_meta->temporary_until =

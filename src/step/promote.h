@@ -12,7 +12,7 @@
 TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;
     if (done) *done = 0;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!kv->tables.cfg.offload.write)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
@@ -39,12 +39,12 @@ static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
     tkvi_peak_take(&dry_run, layout);
     if (tkvi_has_budget(kv)) {
         tkvi_set_request(kv, &dry_run, NULL, 0, -1);
-        if (tkvi_bytes_now(kv) > kv->tables.cfg.budget.bytes)
+        if (tkvi_requested_bytes(kv) > kv->tables.cfg.budget.bytes)
             return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
                              NULL);
         tkvi_trim_to(&kv->pool, 0);
     }
-    if (tkvi_peak_ready(&kv->pool, &dry_run)) return TKV_OK;
+    if (tkvi_allocate_peak(&kv->pool, &dry_run)) return TKV_OK;
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                      "no memory for a block in a better format", 0, NULL);
 }
@@ -114,7 +114,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks)); /* it may be offloaded again */
     list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
     list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
-    tkvi_note_move(kv, id, list->len);
+    tkvi_record_move(kv, id, list->len);
     kv->n_promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
@@ -123,7 +123,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
 TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
     const tkvi_list *list;
     int i, place;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);

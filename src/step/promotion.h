@@ -63,7 +63,7 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
         if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
-        tkvi_note_move(kv, id, r->list->len);
+        tkvi_record_move(kv, id, r->list->len);
         ++*done;
     }
     return st;
@@ -74,8 +74,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     tkvi_promoting best;
     tkv_status st;
     int done = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!TKVI_HAS_NO_SLOT) return tkvi_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_NO_SLOT) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)

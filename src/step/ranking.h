@@ -51,7 +51,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     tkvi_ranking r;
     tkv_status st;
     int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
@@ -64,7 +64,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], found;
-        if (tkvi_block_reach(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_position_end(kv, r.list, r.ids, i) <= start) continue;
         if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
         found = tkvi_ranking_block(&r, i, position, x);
         for (t = 0; t < found; t++) {
@@ -82,7 +82,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     tkv_status st;
     float low;
     int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st == TKV_ERR_ARG)
@@ -129,7 +129,7 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
     tkv_evict_config evict;
     tkv_status st;
     int i, t, low, high, found = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     st = tkvi_ranking_init(&r, kv, seq, layer);
     if (st) return st;
     if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;

@@ -1,11 +1,11 @@
 /*
- * step/recompute.h - discards blocks (reclaim/discard.h) by hand or as tkv_decide_discard decides, and takes their
- * keys and values back when the caller's model has recomputed them.
+ * step/recompute.h - discards blocks (reclaim/discard.h) when the caller or tkv_decide_discard says so. Stores their
+ * keys and values again after the caller's model has recomputed them.
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
- * block was before. A block remembers its last two codings after the hot one. If it had no others, its bytes are
- * the same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a
- * budget recoded three times or more comes back through its last two codings only: fewer roundings, so no worse.
+ * block was before. A block stores its last two layouts after the hot one. If it had no others, its bytes are the
+ * same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a budget
+ * recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
@@ -14,17 +14,17 @@
 #include "step/promote.h"
 
 /* >>discarded positions */
-/* The first position above `at` where a run of positions can be cut: no block of any layer crosses it. absent 1:
- * only discarded blocks count. */
-static int tkvi_piece_end(const tkv_cache *kv, int seq, int at, int absent) {
-    int layer, i, end = at + 1, had = at;
-    while (had < end) {
-        had = end;
+/* The first position above `at` that no block of any layer crosses. discarded_only: 1 looks only at discarded
+ * blocks. */
+static int tkvi_next_cut(const tkv_cache *kv, int seq, int at, int discarded_only) {
+    int layer, i, end = at + 1, end_before = at;
+    while (end_before < end) {
+        end_before = end;
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             i = list->n ? tkvi_block_at(kv, list, ids, tkvi_min(end - 1, list->len - 1)) : -1;
-            if (i < 0 || (absent && !tkvi_needs_recompute(kv, list, ids, i))) continue;
+            if (i < 0 || (discarded_only && !tkvi_needs_recompute(kv, list, ids, i))) continue;
             end = tkvi_max(end, tkvi_block_end(kv, list, ids, i));
         }
     }
@@ -56,15 +56,15 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
     at = tkvi_first_discarded(kv, seq, 0);
     if (at < 0) return TKV_OK;
     *start = at;
-    while (tkvi_first_discarded(kv, seq, at) == at) at = tkvi_piece_end(kv, seq, at, 1);
+    while (tkvi_first_discarded(kv, seq, at) == at) at = tkvi_next_cut(kv, seq, at, 1);
     *n = at - *start;
     return TKV_OK;
 }
 
-/* Positions start .. end-1, all layers together, as tkv_decide_discard and tkvi_remat_restore take them.
- * quantized_bytes: the bytes that they would have at this level of the ladder. */
-static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start, int end, int level) {
-    const int tables = !tkvi_any_step(kv);
+/* Describes the positions start .. end-1 of all layers for tkv_decide_discard and tkvi_remat_restore. quantized_bytes
+ * is the number of bytes that they would have at `level`. */
+static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int start, int end, int level) {
+    const int can_learn = !tkvi_has_open_step(kv);
     tkv_remat_block piece;
     int layer, i;
     memset(&piece, 0, sizeof piece);
@@ -75,16 +75,19 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
             const tkvi_block *b = &kv->pool.block[ids[i]];
-            const tkvi_tier_spec *r = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-            size_t bytes = kv->tables.layout[b->layout].bytes.total, tight;
+            const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+            size_t bytes = kv->tables.layout[b->layout].bytes.total, recoded_bytes;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
             if (tkvi_is_discarded(b)) piece.discarded = 1;
             if (tkvi_is_discarded(b)) piece.layers = layer + 1;
             if (tkvi_is_offloaded(b)) continue;
-            tight = kv->tables.layout[r->layout[tkvi_due(kv, seq, layer, i, r, tables)]].bytes.total;
+            recoded_bytes = kv->tables.layout[spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, can_learn)]]
+                                .bytes.total;
             piece.bytes += bytes;
             piece.quantized_bytes +=
-                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && tight < bytes ? tight : bytes;
+                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && recoded_bytes < bytes
+                    ? recoded_bytes
+                    : bytes;
         }
     }
     if (!piece.discarded) piece.layers = 0;
@@ -92,7 +95,7 @@ static tkv_remat_block tkvi_remat_piece(const tkv_cache *kv, int seq, int start,
 }
 
 /* The level that tkv_seq_free_bytes would recode to. */
-static int tkvi_next_level(const tkv_cache *kv) {
+static int tkvi_level_to_recode_to(const tkv_cache *kv) {
     return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->pressure.cfg.max_level)
                                : kv->tables.level;
 }
@@ -107,17 +110,18 @@ TKV_API tkv_status tkv_seq_list_blocks(const tkv_cache *kv, int seq, tkv_remat_b
         if (tkvi_list_of(kv, seq, layer)->n)
             at = tkvi_min(at, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0));
     for (; at < len; at = end, count++) {
-        end = tkvi_min(tkvi_piece_end(kv, seq, at, 0), len);
-        if (count < capacity) out[count] = tkvi_remat_piece(kv, seq, at, end, tkvi_next_level(kv));
+        end = tkvi_min(tkvi_next_cut(kv, seq, at, 0), len);
+        if (count < capacity)
+            out[count] = tkvi_describe_positions(kv, seq, at, end, tkvi_level_to_recode_to(kv));
     }
     *n = count;
     return TKV_OK;
 }
 
 /* >>discarding */
-/* Can blocks of this sequence be discarded or given back now? Sets the error if not. */
-static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
-    if (!TKVI_HAS_DISCARD) return tkvi_left_out(kv, "TKV_NO_DISCARD leaves this out");
+/* Checks that blocks of a sequence can be discarded or restored now. Sets the error if not. */
+static tkv_status tkvi_check_seq_for_discard(tkv_cache *kv, int seq) {
+    if (!TKVI_HAS_DISCARD) return tkvi_refuse_left_out(kv, "TKV_NO_DISCARD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
@@ -125,7 +129,7 @@ static tkv_status tkvi_remat_seq(tkv_cache *kv, int seq) {
 }
 
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     int first, last, end;
     if (dropped) *dropped = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
@@ -141,9 +145,9 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dr
 TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
                                       tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                       size_t *freed) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
-    size_t won = 0;
-    int n = 0, i, to = 0, last = 0, tighten = 0;
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
+    size_t freed_bytes = 0;
+    int n = 0, i, to = 0, last = 0, n_to_recode = 0;
     if (freed) *freed = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
@@ -155,112 +159,114 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
     if (st) return tkvi_fail(kv, st, "pressure is not finite, or actions are missing", 0, NULL);
     for (i = 0; i < n; i++) {
         if (actions[i] == TKV_REMAT_DISCARD) to = blocks[i].end;
-        tighten += actions[i] == TKV_REMAT_QUANTIZE;
+        n_to_recode += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
-    won = tkvi_discard_to(kv, seq, to, 1, &last);
-    if (tighten) {
+    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &last);
+    if (n_to_recode) {
         tkvi_clear_request(kv);
-        tkvi_go_to_level(kv, tkvi_next_level(kv));
-        for (i = 0; i < tighten * kv->tables.cfg.model.n_layers && won < need; i++)
-            won += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
+        tkvi_change_level(kv, tkvi_level_to_recode_to(kv));
+        for (i = 0; i < n_to_recode * kv->tables.cfg.model.n_layers && freed_bytes < need; i++)
+            freed_bytes += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
     }
-    if (freed) *freed = won;
+    if (freed) *freed = freed_bytes;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
-/* >>giving recomputed tokens back */
-/* The codings that recomputed tokens of block i pass through, hot first, in `way`; returns how many. */
-static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *way) {
+/* >>restoring recomputed tokens */
+/* Sets `layouts` to the layouts through which recomputed tokens of block i are recoded, hot first. Returns their
+ * number. */
+static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *layouts) {
     const tkvi_tables *t = &kv->tables;
-    const tkvi_tier_spec *r = &t->plan[layer].now;
+    const tkvi_tier_spec *spec = &t->plan[layer].now;
     const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
-    way[n++] = r->layout[TKV_TIER_HOT];
-    if (b->previous_layout) way[n++] = b->previous_layout - 1;
-    if (!tkvi_is_hot_layout(kv, layer, b->layout)) way[n++] = b->layout;
-    if (tier == TKV_TIER_ARCHIVE && r->warm == TKVI_FOREVER)
+    layouts[n++] = spec->layout[TKV_TIER_HOT];
+    if (b->previous_layout) layouts[n++] = b->previous_layout - 1;
+    if (!tkvi_is_hot_layout(kv, layer, b->layout)) layouts[n++] = b->layout;
+    if (tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER)
         tier = TKV_TIER_WARM; /* this level has no archive */
     /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
-    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == r->key[tier] ||
+    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == spec->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
         return n;
-    if (n == 1 && tier == TKV_TIER_ARCHIVE && r->key[TKV_TIER_WARM] != r->key[TKV_TIER_HOT] &&
+    if (n == 1 && tier == TKV_TIER_ARCHIVE && spec->key[TKV_TIER_WARM] != spec->key[TKV_TIER_HOT] &&
         !tkvi_must_wait_for_table(kv, layer, TKV_TIER_WARM))
-        way[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
-    if (t->layout[way[n - 1]].key != r->key[tier]) way[n++] = tkvi_layout_of(t, layer, tier);
+        layouts[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
+    if (t->layout[layouts[n - 1]].key != spec->key[tier]) layouts[n++] = tkvi_layout_of(t, layer, tier);
     return n;
 }
 
 /* Stores the tokens of the discarded block i and recodes them. Row 0 of k and v belongs to position `start`. Cannot
- * fail: tkvi_peak_ready has made room. */
+ * fail: tkvi_allocate_peak has allocated its slots. */
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
-    const tkvi_layout *c;
+    const tkvi_layout *hot;
     tkvi_block *b = &kv->pool.block[id];
-    tkvi_recoding r;
+    tkvi_recoding recoding;
     uint32_t page;
     uint8_t *bytes;
-    int way[TKV_TIER_COUNT + 1], steps = tkvi_restore_layouts(kv, seq, layer, i, way), s, h, t;
-    c = &kv->tables.layout[way[0]];
-    tkvi_take_slot(&kv->pool, c->size_class, id, &page, &s);
+    int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
+    hot = &kv->tables.layout[layouts[0]];
+    tkvi_take_slot(&kv->pool, hot->size_class, id, &page, &s);
     tkvi_forget_offloaded(&kv->pool, id);
     b->page = page;
     b->slot = (uint16_t)s;
-    b->layout = (uint16_t)way[0];
+    b->layout = (uint16_t)layouts[0];
     bytes = tkvi_block_bytes(&kv->pool, b);
-    memset(bytes, 0, c->bytes.total);
+    memset(bytes, 0, hot->bytes.total);
     for (t = 0; t < n; t++)
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
-            const tkvi_record *rec = &c->record[h];
+            const tkvi_record *record = &hot->record[h];
             const int row = tkvi_slot_position(kv, id, t) - start;
-            tkvi_store_row(&rec->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + rec->at);
-            tkvi_store_row(&rec->v, kv->kernels->simd_ops, v, row, h, t, saturate,
-                           bytes + rec->at + rec->v_at);
+            tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
+            tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
+                           bytes + record->at + record->v_at);
         }
-    r.kv = kv;
-    r.layer = layer;
-    r.start = b->start;
-    r.there = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
-    for (s = 1; s < steps; s++) {
-        r.from = &kv->tables.layout[way[s - 1]];
-        r.to = &kv->tables.layout[way[s]];
-        tkvi_recode_block(&kv->pool, id, way[s], tkvi_recode, &r);
+    recoding.kv = kv;
+    recoding.layer = layer;
+    recoding.start = b->start;
+    recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
+    for (s = 1; s < n_layouts; s++) {
+        recoding.from = &kv->tables.layout[layouts[s - 1]];
+        recoding.to = &kv->tables.layout[layouts[s]];
+        tkvi_recode_block(&kv->pool, id, layouts[s], tkvi_recode_heads, &recoding);
     }
-    b->previous_layout = (uint16_t)(steps > 2 ? way[steps - 2] + 1 : 0);
+    b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
     list->n_offloaded = tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks));
     list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
     list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
     kv->recomputed++;
 }
 
-/* Dry run of giving back the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last
- * layout. Blocks are recoded one after the other, so the other codings are counted once, for the longest way. */
-static tkvi_peak tkvi_dry_run_give(tkv_cache *kv, int seq, int layer, int first, int last) {
+/* Dry run of restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
+ * Blocks are recoded one after the other. So slots of the other layouts are counted once, for the block with the
+ * most layouts. */
+static tkvi_peak tkvi_dry_run_restore(tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    int i, s, most = 0, way[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
+    int i, s, n_longest = 0, layouts[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
     for (i = first; i < last; i++) {
-        int steps;
+        int n_layouts;
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        steps = tkvi_restore_layouts(kv, seq, layer, i, way);
-        dry_run.outside--;
-        tkvi_peak_take(&dry_run, way[steps - 1]);
-        if (steps > most) memcpy(longest, way, sizeof way), most = steps;
+        n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
+        dry_run.n_offloaded--;
+        tkvi_peak_take(&dry_run, layouts[n_layouts - 1]);
+        if (n_layouts > n_longest) memcpy(longest, layouts, sizeof layouts), n_longest = n_layouts;
     }
-    for (s = 0; s + 1 < most; s++) tkvi_peak_take(&dry_run, longest[s]);
+    for (s = 0; s + 1 < n_longest; s++) tkvi_peak_take(&dry_run, longest[s]);
     return dry_run;
 }
 
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
                                int n) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
@@ -275,13 +281,13 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     if (start > list->len || n > list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
-        const int at = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
-            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from", at,
-                             " on");
-        if (at >= start + n) break;
-        if (at < start || end > start + n)
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
+                             block_start, " on");
+        if (block_start >= start + n) break;
+        if (block_start < start || end > start + n)
             return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks are restored; this one ends at position", end,
                              " (tkv_seq_find_discarded)");
         if (first < 0) first = i;
@@ -299,21 +305,21 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     from_v.head_stride = from_v.dim;
     from_v.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_v.dim;
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
-         !tkvi_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
+        (!tkvi_is_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
+         !tkvi_is_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
-    dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
+    dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t takes;
+        size_t needed;
         tkvi_set_request(kv, &dry_run, NULL, 0, layer);
-        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget))
-            return tkvi_over_budget(kv, takes);
-        dry_run = tkvi_dry_run_give(kv, seq, layer, first, last);
+        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget))
+            return tkvi_refuse_over_budget(kv, needed);
+        dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
     }
-    if (!tkvi_peak_ready(&kv->pool, &dry_run))
+    if (!tkvi_allocate_peak(&kv->pool, &dry_run))
         return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
                          "no memory to restore tokens, in number", n, "");
     for (i = first; i < last; i++)
@@ -325,7 +331,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
 
 TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int step, tkv_compute compute,
                                      void *user, int *missing) {
-    tkv_status st = tkvi_remat_seq(kv, seq);
+    tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     int start = 0, n = 0, layers, at, may = 1;
     if (missing) *missing = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
@@ -336,8 +342,8 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
         (void)tkv_seq_find_discarded(kv, seq, &start, &n);
         if (n == 0) break;
         for (at = start, layers = 0; at < start + n && may;) {
-            const int end = tkvi_piece_end(kv, seq, at, 1);
-            const tkv_remat_block piece = tkvi_remat_piece(kv, seq, at, end, kv->tables.level);
+            const int end = tkvi_next_cut(kv, seq, at, 1);
+            const tkv_remat_block piece = tkvi_describe_positions(kv, seq, at, end, kv->tables.level);
             int first;
             if (tkvi_remat_restore(r, &piece, 1, step, &first, &may))
                 return tkvi_fail(kv, TKV_ERR_ARG, "r is of a model with fewer layers than", piece.layers, "");
@@ -346,14 +352,14 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
             at = end;
         }
         if (at == start) break;
-        kv->error[0] = 0; /* so that a sentence there afterwards comes from compute */
+        kv->error[0] = 0; /* so that an error text found afterwards is from compute */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;
     }
     if (missing)
         for (at = 0; (at = tkvi_first_discarded(kv, seq, at)) >= 0; at = n) {
-            n = tkvi_piece_end(kv, seq, at, 1);
+            n = tkvi_next_cut(kv, seq, at, 1);
             *missing += n - at;
         }
     if (!st) return tkvi_ok(kv);

@@ -2,12 +2,13 @@
  * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
  * reset; and tkv_read.
  *
- * A change runs in three stages:
- *     dry run    counts the slots that it takes and gives back, in order, and notes the peak (tkvi_peak)
- *     memory     gets the memory of that peak from the allocator, or fails
+ * A change runs in three steps:
+ *     dry run    counts the slots that it takes and gives back, in order, and computes the peak (tkvi_peak)
+ *     memory     allocates the memory of that peak, or fails
  *     change     cannot fail
- * So a call that fails stores and cuts no token. Under a budget it makes room between dry run and memory
- * (reclaim/budget.h). What it recoded or evicted for that, and the blocks that expired, stay so if it then fails.
+ * So a call that fails stores and removes no token. Under a budget, reclaim stages run between dry run and memory
+ * (reclaim/budget.h). If the call then fails, recoded blocks stay recoded. Evicted tokens and expired blocks stay
+ * removed.
  */
 #ifndef TKVI_STEP_SEQUENCE_H
 #define TKVI_STEP_SEQUENCE_H
@@ -16,8 +17,8 @@
 #include "reclaim/budget.h"
 #include "reclaim/scores.h"
 
-/* The number of slots of a size class that tkv_seq_reserve holds for a sequence. */
-static int64_t *tkvi_reserved_slots(tkv_cache *kv, int seq, int size_class) {
+/* Points to the number of slots of a size class that are reserved for a sequence. */
+static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
     return &kv->reserved_slots[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
@@ -26,7 +27,7 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int sink, i, blocks = tkvi_new_blocks(kv, p, list, ids, n, &sink);
+    int sink, i, blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].layout); /* a shared block is copied first */
     for (i = 0; i < blocks; i++)
@@ -34,99 +35,98 @@ static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_p
 }
 
 /* >>reservations */
-/* How many blocks of each tier a list may still gain: TKVI_FOREVER, without bound, under a budget or if tkv_seq_flush
- * coded a block that was not full. */
-static void tkvi_max_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                                const uint32_t *ids, int64_t *room) {
-    int i, whole = 1;
-    tkvi_most_blocks(&kv->tables.cfg, p, room);
+/* most[tier]: the most blocks of a tier that a list can still gain. TKVI_FOREVER: no bound, under a budget or if a
+ * flush recoded a block that was not full. */
+static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                         const uint32_t *ids, int64_t *most) {
+    int i, all_full = 1;
+    tkvi_compute_most_blocks(&kv->tables.cfg, p, most);
     if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
-        room[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
-        room[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+        most[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        room[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
+        most[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
         if (tier != TKV_TIER_HOT)
-            whole &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+            all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
-    for (i = 0; i < TKV_TIER_COUNT && (!whole || tkvi_has_budget(kv)); i++) room[i] = TKVI_FOREVER;
+    for (i = 0; i < TKV_TIER_COUNT && (!all_full || tkvi_has_budget(kv)); i++) most[i] = TKVI_FOREVER;
 }
 
-/* Adds to live[class], `sign` times, the slots that one layer of seq may still take until it has the reserved
- * length. It counts each new block and each block that ages, but no more blocks of a tier than the layer can ever
- * have. It does not count on slots that are freed meanwhile, so appends of any size fit. A block taken lowers the
- * need by one, a block given back raises it by one at most: live + need never grows. Returns 0 if nothing is
- * needed any more. */
-static int tkvi_add_need(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+/* Adds to live[class], `sign` times, the slots that a list may still take until it has the reserved length. It counts
+ * each new block and each block that ages, but no more blocks of a tier than the list can ever have. It does not
+ * subtract slots that are freed meanwhile, so appends of any size fit. A slot taken lowers the need by one, and a
+ * slot given back raises it by at most one. So live + need never grows. Returns 0 if no slot is needed any more. */
+static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_layout *layout = kv->tables.layout;
-    int len = kv->seq[seq].reserved_len, at, sink, blocks, i, tier;
-    int64_t need[TKV_TIER_COUNT], room[TKV_TIER_COUNT];
-    /* a step that reaches the length may still be aborted */
+    int len = kv->seq[seq].reserved_len, end, sink, blocks, i, tier;
+    int64_t need[TKV_TIER_COUNT], most[TKV_TIER_COUNT];
+    /* In a step the length before it counts, because the step may be aborted. */
     if (p->stored_layer != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
-    blocks = tkvi_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
+    blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
     if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
         need[TKV_TIER_HOT]++;
-    /* `at`: where the blocks end at that length. It does not depend on whether they are full now or cut later. */
-    at = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
+    /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
+    end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
         tkv_tier due;
-        if (i == list->n && sink) at = tkvi_min(len, at + p->sink);
-        if (i >= list->n) at = tkvi_min(len, at + TKVI_BLOCK);
-        due = tkvi_tier_due(&p->now, tkvi_hot_age(kv, layer),
-                            i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : at, len);
+        if (i == list->n && sink) end = tkvi_min(len, end + p->sink);
+        if (i >= list->n) end = tkvi_min(len, end + TKVI_BLOCK);
+        due = tkvi_tier_by_age(&p->now, tkvi_hot_age(kv, layer),
+                               i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : end, len);
         need[TKV_TIER_WARM] += due != TKV_TIER_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_TIER_HOT);
         need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
-    tkvi_max_new_blocks(kv, p, list, ids, room);
+    tkvi_compute_most_new_blocks(kv, p, list, ids, most);
     if (sink) live[layout[p->sink_layout].size_class] += sign;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        if (need[tier] > room[tier]) need[tier] = room[tier];
+        if (need[tier] > most[tier]) need[tier] = most[tier];
         if (need[tier] > 0) live[layout[p->now.layout[tier]].size_class] += sign * need[tier];
     }
     return 1;
 }
 
-/* Reserves for seq the slots that bring all its layers to length `len`. 0 gives the reservation up. */
+/* Reserves the slots that all layers of a sequence need up to length `len`. 0: ends the reservation. */
 static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
-    int layer, c, waiting = 0;
-    int64_t *mine = tkvi_reserved_slots(kv, seq, 0);
+    int layer, c, is_needed = 0;
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
     for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.reserved_slots[c] -= mine[c];
-        mine[c] = 0;
+        kv->pool.reserved_slots[c] -= own[c];
+        own[c] = 0;
     }
     kv->seq[seq].reserved_len = len;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
-        waiting |= tkvi_add_need(kv, seq, layer, 1, mine);
-    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += mine[c];
-    if (!waiting) kv->seq[seq].reserved_len = 0;
+        is_needed |= tkvi_add_needed_slots(kv, seq, layer, 1, own);
+    for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += own[c];
+    if (!is_needed) kv->seq[seq].reserved_len = 0;
 }
 
-/* Dry run of an append of n tokens to one layer, ageing included. The slots that are reserved for the layer pay for
- * it: below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
+/* Dry run of an append of n tokens to one layer, ageing included. It uses the slots that are reserved for the layer:
+ * below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
  * length keeps the reservation as well, because it may be aborted. */
 static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
     const tkvi_seq *s = &kv->seq[seq];
-    int64_t *before = dry_run->live + kv->tables.n_classes;
-    size_t bytes = (size_t)kv->tables.n_classes * sizeof *before;
-    int promised, len = tkvi_list_of(kv, seq, layer)->len + n;
-    memcpy(before, dry_run->live, bytes);
-    promised = tkvi_add_need(kv, seq, layer, -1, dry_run->live);
-    if (!s->in_step) tkvi_age(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
+    int64_t *live_before = dry_run->live + kv->tables.n_classes;
+    size_t bytes = (size_t)kv->tables.n_classes * sizeof *live_before;
+    int is_reserved, len = tkvi_list_of(kv, seq, layer)->len + n;
+    memcpy(live_before, dry_run->live, bytes);
+    is_reserved = tkvi_add_needed_slots(kv, seq, layer, -1, dry_run->live);
+    if (!s->in_step) tkvi_age_list(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
     tkvi_dry_run_append(kv, seq, layer, n, dry_run);
-    if (promised && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
-        memcpy(dry_run->live, before, bytes);
-    else if (promised && s->in_step) (void)tkvi_add_need(kv, seq, layer, 1, dry_run->live);
+    if (is_reserved && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
+        memcpy(dry_run->live, live_before, bytes);
+    else if (is_reserved && s->in_step) (void)tkvi_add_needed_slots(kv, seq, layer, 1, dry_run->live);
     tkvi_peak_note(dry_run);
 }
 
-/* Pages in use, and the pages that reservations will need. */
-static int64_t tkvi_pages_taken(const tkvi_pool *pool) {
+/* Number of pages in use, and of pages that reservations will need. */
+static int64_t tkvi_n_pages_taken(const tkvi_pool *pool) {
     return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_reserved_pages(pool);
 }
 
@@ -145,57 +145,60 @@ typedef struct tkvi_source { /* K or V of an append, or of tkv_restore */
     int dim;
 } tkvi_source;
 
+/* Converts one token's row of a head to floats. */
 static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row) {
-    ptrdiff_t at = token * s->token_stride + head * s->head_stride;
+    ptrdiff_t first = token * s->token_stride + head * s->head_stride;
     int c;
     if (s->type == TKV_TYPE_F32)
-        memcpy(row, (const char *)s->data + at * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
+        memcpy(row, (const char *)s->data + first * (ptrdiff_t)sizeof(float), (size_t)s->dim * sizeof(float));
     else
-        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, at + c);
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, first + c);
 }
 
-/* Adding 1 to the exponent of a NaN or an infinity sets the sign bit; of other values it does not. Works on 16
+/* 1 if all n values are finite. Adding 1 to the exponent sets the sign bit only of a NaN or an infinity. Works on 16
  * values at a time, because compilers vectorise that. */
-static int tkvi_all_finite(const float *x, int n) {
-    uint32_t bits[16], some[16] = {0}, any = 0;
+static int tkvi_is_all_finite(const float *x, int n) {
+    uint32_t bits[16], signs[16] = {0}, sign = 0;
     int i, k;
     for (i = 0; i < n; i += 16) {
         memset(bits, 0, sizeof bits);
         memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
-        for (k = 0; k < 16; k++) some[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+        for (k = 0; k < 16; k++) signs[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
     }
-    for (k = 0; k < 16; k++) any |= some[k];
-    return !(any >> 31);
+    for (k = 0; k < 16; k++) sign |= signs[k];
+    return !(sign >> 31);
 }
 
-static int tkvi_source_finite(const tkvi_source *s, int n, int heads) {
+static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
     int t, h, finite = 1;
     for (t = 0; t < n; t++)
         for (h = 0; h < heads; h++) {
             tkvi_load_row(s, t, h, row);
-            finite &= tkvi_all_finite(row, s->dim);
+            finite &= tkvi_is_all_finite(row, s->dim);
         }
     return finite;
 }
 
+/* The finite value that stands for x: 0 for NaN, the largest fp16 value for an infinity. */
 TKVI_FN float tkvi_saturate(float x) {
     if (tkvi_is_finite(x)) return x;
     if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
-static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *help, const tkvi_source *s, int token,
-                           int head, int at, int saturate, uint8_t *dst) {
+/* Encodes one row of a source into a slot of an exact block. */
+static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops, const tkvi_source *s,
+                           int token, int head, int slot, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
     tkvi_load_row(s, token, head, row);
     for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, help, row, at, dst);
+    side->format->side[side->which].put(side, simd_ops, row, slot, dst);
 }
 
-/* The block that takes the next token: the last one if it has a free slot, else a new one. A last block that other
- * lists hold too is copied first, and this list then holds the copy. */
+/* Returns the block that takes the next token: the last one if it has a free slot, else a new one. If other lists
+ * hold the last block, this list gets a copy of it first. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -203,14 +206,14 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (kv->pool.block[id].refs > 1) {
-            uint32_t mine = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
-            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[mine]),
+            uint32_t copy = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
+            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[copy]),
                    tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
                    kv->tables.layout[kv->pool.block[id].layout].bytes.total);
-            kv->pool.block[mine].evicted_mask = kv->pool.block[id].evicted_mask;
-            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[mine] = kv->pool.token_meta[id];
+            kv->pool.block[copy].evicted_mask = kv->pool.block[id].evicted_mask;
+            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[copy] = kv->pool.token_meta[id];
             kv->pool.block[id].refs--;
-            ids[list->n - 1] = id = mine;
+            ids[list->n - 1] = id = copy;
         }
         return id;
     }
@@ -226,7 +229,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
 }
 
 /* The norm of a token's key, averaged over the KV heads. */
-static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int saturate) {
+static float tkvi_mean_key_norm(const tkvi_source *k, int token, int heads, int saturate) {
     float row[TKV_MAX_HEAD_DIM];
     double sum = 0.0;
     int h, c;
@@ -239,30 +242,31 @@ static float tkvi_norm_of(const tkvi_source *k, int token, int heads, int satura
 }
 
 /* Stores n tokens, from row `first` of k and v on, at the end of the list. Cannot fail. */
-static void tkvi_store(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
-                       int first, int n) {
+static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
+                              int first, int n) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
         tkvi_block *b = &kv->pool.block[id];
-        const tkvi_layout *c = &kv->tables.layout[b->layout];
+        const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        const int at = list->len - b->start;
-        if (TKVI_HAS_EVICT && kv->pool.token_meta) { /* the slot may be one of a token that was cut off */
-            b->evicted_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << at);
-            kv->pool.token_meta[id].scores[at] =
+        const int slot = list->len - b->start;
+        if (TKVI_HAS_EVICT &&
+            kv->pool.token_meta) { /* the slot may have had a token that truncation removed */
+            b->evicted_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
+            kv->pool.token_meta[id].scores[slot] =
                 tkvi_keeps_norms(kv)
-                    ? tkvi_bits(tkvi_norm_of(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
+                    ? tkvi_bits(tkvi_mean_key_norm(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
                     : 0;
         }
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
-            const tkvi_record *r = &c->record[h];
-            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, at, saturate, bytes + r->at);
-            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, at, saturate,
+            const tkvi_record *r = &layout->record[h];
+            tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, slot, saturate, bytes + r->at);
+            tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, slot, saturate,
                            bytes + r->at + r->v_at);
         }
         list->len++;
@@ -280,7 +284,7 @@ static void tkvi_start_metering(tkv_cache *kv, int seq) {
 
 /* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
  * without tkv_seq_reset would attend to the old one. */
-static tkv_status tkvi_wrong_position(tkv_cache *kv, int seq, int layer, int position) {
+static tkv_status tkvi_refuse_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
     tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
     tkvi_append_text(&t, "sequence ");
@@ -306,7 +310,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     *total = 0;
     for (i = 0; i < n_rows; i++) {
         const tkvi_list *list;
-        int room;
+        int n_free;
         if (!tkvi_has_seq(kv, rows[i].seq))
             return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
         if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
@@ -315,10 +319,10 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
                 return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
         list = tkvi_list_of(kv, rows[i].seq, layer);
         if (positions && positions[i] != list->len)
-            return tkvi_wrong_position(kv, rows[i].seq, layer, positions[i]);
-        room = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
-        if (rows[i].n > room)
-            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", room,
+            return tkvi_refuse_position(kv, rows[i].seq, layer, positions[i]);
+        n_free = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
+        if (rows[i].n > n_free)
+            return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", n_free,
                              " more tokens here; append them in chunks");
         if (rows[i].n > cfg->limits.max_tokens - list->len)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
@@ -339,7 +343,7 @@ static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *row
     return dry_run;
 }
 
-/* Under a budget: from now on the tokens of the last append may be recoded. failed 1: takes that back. */
+/* Under a budget: lets reclaim recode the tokens of the previous append. failed: 1 undoes that. */
 static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
                                        int failed) {
     int i;
@@ -353,19 +357,19 @@ static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows 
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
-    tkv_rows one;
+    tkv_rows single_row;
     const tkv_rows *rows;
     tkvi_source k, v;
     tkvi_peak dry_run;
-    int8_t had;
+    int8_t old_version;
     tkv_status st;
-    int n_rows, i, total, open, first = 0;
+    int n_rows, i, total, has_step, first = 0;
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
-    one.seq = p->seq;
-    one.n = p->n;
-    rows = p->batch ? p->batch : &one;
+    single_row.seq = p->seq;
+    single_row.n = p->n;
+    rows = p->batch ? p->batch : &single_row;
     n_rows = p->batch ? p->n_batch : 1;
     if (n_rows < 0 || n_rows > cfg->limits.max_seqs)
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
@@ -393,55 +397,57 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     v.token_stride =
         p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.v_head_dim;
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_source_finite(&k, total, cfg->model.n_kv_heads) ||
-         !tkvi_source_finite(&v, total, cfg->model.n_kv_heads)))
+        (!tkvi_is_source_finite(&k, total, cfg->model.n_kv_heads) ||
+         !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
-    for (i = 0, open = 0; i < n_rows; i++) open |= kv->seq[rows[i].seq].in_step;
-    had = kv->tables.current_version[p->layer];
-    if (!open && !tkvi_begin_table(kv, p->layer, 0, &had)) goto no_table;
+    for (i = 0, has_step = 0; i < n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
+    old_version = kv->tables.current_version[p->layer];
+    if (!has_step && !tkvi_begin_table(kv, p->layer, 0, &old_version)) goto no_table;
     if (tkvi_has_budget(kv))
-        for (i = 0; i < n_rows; i++) /* expired blocks make room */
+        for (i = 0; i < n_rows; i++) /* frees the slots of expired blocks */
             if (rows[i].n && !kv->seq[rows[i].seq].in_step)
-                tkvi_age(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
+                tkvi_age_list(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
     dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
     for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
     if (tkvi_has_budget(kv)) {
         const size_t budget = cfg->budget.bytes,
-                     token =
+                     token_bytes =
                          kv->tables.layout[kv->tables.plan[p->layer].now.layout[TKV_TIER_HOT]].bytes.total /
                          TKVI_BLOCK;
-        size_t takes;
+        size_t needed;
         int fits;
         tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
-        fits = tkvi_fits_somewhere(kv, budget, &takes);
-        tkvi_end_table(kv, p->layer, had, fits); /* the blocks recoded below may use the table */
-        if (fits && !(kv->reclaim_stages & TKVI_FIRST)) tkvi_keep_pace(kv, (size_t)total * token);
-        if (!fits || !tkvi_make_room(kv, budget)) {
+        fits = tkvi_plan_reclaim(kv, budget, &needed);
+        tkvi_end_table(kv, p->layer, old_version,
+                       fits); /* before blocks are recoded, because they may use the table */
+        if (fits && !(kv->reclaim_stages & TKVI_EVICT_FIRST))
+            tkvi_recode_for_append(kv, (size_t)total * token_bytes);
+        if (!fits || !tkvi_reclaim_bytes(kv, budget)) {
             tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
-            return tkvi_over_budget(kv, takes);
+            return tkvi_refuse_over_budget(kv, needed);
         }
-        had = kv->tables.current_version
-                  [p->layer]; /* tkvi_make_room may have made a table, and blocks use it: keep it */
+        old_version =
+            kv->tables.current_version[p->layer]; /* blocks may use a table that reclaim learned: keep it */
         dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
     }
     for (i = 0; i < n_rows; i++)
         if (rows[i].n &&
-            !tkvi_grow_lists(kv, rows[i].seq, tkvi_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
+            !tkvi_grow_lists(kv, rows[i].seq, tkvi_n_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
             goto no_memory;
-    if (!tkvi_peak_ready(&kv->pool, &dry_run)) goto no_memory;
-    tkvi_end_table(kv, p->layer, had, 1);
-    if (!open) tkvi_query_stats_learn(kv, p->layer);
+    if (!tkvi_allocate_peak(&kv->pool, &dry_run)) goto no_memory;
+    tkvi_end_table(kv, p->layer, old_version, 1);
+    if (!has_step) tkvi_query_stats_learn(kv, p->layer);
     for (i = 0; i < n_rows; i++) {
         if (rows[i].n == 0) continue;
         tkvi_start_metering(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_age(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
-            tkvi_evict_due_in(kv, rows[i].seq, p->layer,
-                              rows[i].n); /* after ageing, so that the blocks of the dry run age */
+            tkvi_age_list(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
+            tkvi_evict_excess(kv, rows[i].seq, p->layer,
+                              rows[i].n); /* after ageing, because the dry run aged all blocks */
         }
-        tkvi_store(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
+        tkvi_store_tokens(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
         first += rows[i].n;
     }
     if (kv->tokens_seen && kv->tokens_seen[p->layer] >= 0)
@@ -449,10 +455,10 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
             tkvi_min(TKVI_FOREVER, kv->tokens_seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
     tkvi_query_stats_count(kv, p->layer, total);
     for (i = 0; i < n_rows; i++)
-        tkvi_release_unused(kv, rows[i].seq); /* after all rows: they share the pages */
+        tkvi_release_unused(kv, rows[i].seq); /* only after all rows, because rows share pages */
     return tkvi_ok(kv);
 no_memory:
-    tkvi_end_table(kv, p->layer, had, 0);
+    tkvi_end_table(kv, p->layer, old_version, 0);
     tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
 no_table:
     if (kv->pool.keep_all)
@@ -477,42 +483,44 @@ TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k,
     return tkvi_append(kv, seq, layer, NULL, k, v, n);
 }
 
-/* >>ageing: all layers of a sequence, or none */
+/* >>ageing */
+/* 1 if the layer stores K and V of its own and has a block. */
 static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
-static tkv_status tkvi_age_all(tkv_cache *kv, int seq, int flush, int partial) {
-    int8_t had[TKVI_MAX_LAYERS];
+/* Ages all layers of a sequence, or none. flush: 1 takes blocks of any age. partial_too: as in tkvi_age_list. */
+static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_too) {
+    int8_t old_versions[TKVI_MAX_LAYERS];
     tkvi_peak dry_run;
     int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
     for (layer = 0; layer < n; layer++) {
-        had[layer] = kv->tables.current_version[layer];
+        old_versions[layer] = kv->tables.current_version[layer];
         if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
-            ready = tkvi_begin_table(kv, layer, flush, &had[layer]);
+            ready = tkvi_begin_table(kv, layer, flush, &old_versions[layer]);
     }
     dry_run = tkvi_begin_dry_run(kv);
-    for (layer = 0; layer < n; layer++) tkvi_add_need(kv, seq, layer, -1, dry_run.live);
+    for (layer = 0; layer < n; layer++) tkvi_add_needed_slots(kv, seq, layer, -1, dry_run.live);
     for (pass = 0; pass < 2 && ready; pass++) {
         for (layer = 0; layer < n && kv->seq[seq].block; layer++)
             if (kv->tables.plan[layer].stored_layer == layer)
-                tkvi_age(kv, seq, layer,
-                         flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0
-                                                                                 : tkvi_hot_age(kv, layer),
-                         partial, pass ? NULL : &dry_run);
+                tkvi_age_list(
+                    kv, seq, layer,
+                    flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
+                    partial_too, pass ? NULL : &dry_run);
         if (pass) continue;
         ready = (tkvi_has_budget(kv) && !flush) ||
-                tkvi_peak_ready(&kv->pool, &dry_run); /* blocks only expire then: no memory needed */
+                tkvi_allocate_peak(&kv->pool, &dry_run); /* under a budget blocks only expire: no memory */
         for (layer = 0; layer < n; layer++) {
-            tkvi_end_table(kv, layer, had[layer], ready);
+            tkvi_end_table(kv, layer, old_versions[layer], ready);
             if (ready && tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_query_stats_learn(kv, layer);
         }
     }
-    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, had[layer], 0);
+    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, old_versions[layer], 0);
     if (!ready) {
-        const int budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
+        const int is_budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
         return tkvi_fail(kv,
-                         budget              ? TKV_ERR_BUDGET
+                         is_budget           ? TKV_ERR_BUDGET
                          : kv->pool.keep_all ? TKV_ERR_CAPACITY
                                              : TKV_ERR_NOMEM,
                          "no memory to recode blocks", 0, NULL);
@@ -528,8 +536,8 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    st = tkvi_age_all(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
-    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* it took other slots than those reserved */
+    st = tkvi_age_seq(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* reserved slots were counted for ageing without a flush */
         tkvi_reserve_slots(kv, seq, 0);
         tkvi_trim(&kv->pool);
     }
@@ -543,12 +551,12 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
-    tkvi_learn_early(kv);
-    st = tkvi_age_all(kv, seq, 0, 0);
+    tkvi_learn_missing_tables(kv);
+    st = tkvi_age_seq(kv, seq, 0, 0);
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        if (list->n) tkvi_evict_due_in(kv, seq, layer, 1);
+        if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
         list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
@@ -572,9 +580,9 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Cuts the positions from len on out of a packed block. Its last entries go; other entries that are cut stay and
- * are marked in the evicted mask. One entry always stays, because packed 0 means a block that is not packed. */
-static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
+/* Removes the positions from len on from a packed block. Last slots are removed. Other slots stay and are marked in
+ * evicted_mask. One slot always stays, because n_packed 0 means a block that is not packed. */
+static void tkvi_truncate_packed(tkv_cache *kv, uint32_t id, int len) {
     tkvi_block *b = &kv->pool.block[id];
     int t;
     while (b->n_packed > 1 && tkvi_slot_position(kv, id, b->n_packed - 1) >= len) b->n_packed--;
@@ -585,7 +593,7 @@ static void tkvi_cut_packed(tkv_cache *kv, uint32_t id, int len) {
     }
 }
 
-/* Keeps the first `len` tokens of a layer. The cut must be in the hot tail or in the sinks. */
+/* Truncates a list to its first `len` tokens. Position `len` must be in the hot tail or in the sinks. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -598,9 +606,9 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     list->len = len;
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
-    if (TKVI_HAS_EVICT && list->n > 0) tkvi_cut_packed(kv, ids[list->n - 1], len);
+    if (TKVI_HAS_EVICT && list->n > 0) tkvi_truncate_packed(kv, ids[list->n - 1], len);
     if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
-        tkvi_cut_packed(kv, ids[0], len); /* anchors of the blocks cut off */
+        tkvi_truncate_packed(kv, ids[0], len); /* anchors of the removed blocks */
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -625,7 +633,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
 TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_peak dry_run;
     tkv_rows row;
-    int len, layer, had, want, ready = 1;
+    int len, layer, old_len, n_entries, ready = 1;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -635,39 +643,39 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
                          kv->tables.cfg.limits.max_tokens - len, " more tokens");
     row.seq = seq;
     row.n = n;
-    had = kv->seq[seq].reserved_len;
+    old_len = kv->seq[seq].reserved_len;
     kv->seq[seq].used = ++kv->clock;
-    tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
+    tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
     dry_run = tkvi_begin_dry_run(kv);
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t takes;
-        tkvi_reserve_slots(kv, seq,
-                           had); /* until there is room: recoding needs pages that are not reserved */
+        size_t needed;
+        tkvi_reserve_slots(kv, seq, old_len); /* during reclaim: recoding needs pages that are not reserved */
         tkvi_set_request(kv, &dry_run, &row, 1, -1);
-        if (!tkvi_fits_somewhere(kv, budget, &takes) || !tkvi_make_room(kv, budget)) {
+        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget)) {
             tkvi_trim(&kv->pool);
-            return tkvi_over_budget(kv, takes);
+            return tkvi_refuse_over_budget(kv, needed);
         }
-        tkvi_reserve_slots(kv, seq, tkvi_max(had, len + n));
+        tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
         dry_run = tkvi_begin_dry_run(kv);
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
-         layer++) /* the first table may become due; later ones can wait */
+         layer++) /* the first table may become due; later tables can wait */
         if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0)
-            ready = tkvi_version_ready(kv, 0);
-    want = tkvi_row_entries(kv, &row, -1, 0);
-    if (ready && tkvi_grow_lists(kv, seq, want) && tkvi_peak_ready(&kv->pool, &dry_run)) return tkvi_ok(kv);
-    tkvi_reserve_slots(kv, seq, had); /* the reservation from before */
+            ready = tkvi_allocate_version(kv, 0);
+    n_entries = tkvi_n_row_entries(kv, &row, -1, 0);
+    if (ready && tkvi_grow_lists(kv, seq, n_entries) && tkvi_allocate_peak(&kv->pool, &dry_run))
+        return tkvi_ok(kv);
+    tkvi_reserve_slots(kv, seq, old_len); /* restores the old reservation */
     tkvi_trim(&kv->pool);
     return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
                      " tokens");
 }
 
-/* >>cutting */
+/* >>truncation */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     int layer, i;
-    int64_t taken;
+    int64_t pages_before;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
@@ -676,23 +684,24 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int coded = list->archive + list->warm, must = 0;
+        int n_recoded = list->archive + list->warm, fewest = 0;
         if (p->stored_layer != layer || list->len <= n_tokens) continue;
-        if (coded) must = tkvi_block_end(kv, list, ids, list->sinks + coded - 1);
-        if (list->expired && list->expired + p->kept_window > must) must = list->expired + p->kept_window;
-        for (i = list->n;
-             TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 && tkvi_block_end(kv, list, ids, i) > must;)
-            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) must = tkvi_block_end(kv, list, ids, i);
-        if (n_tokens < must)
+        if (n_recoded) fewest = tkvi_block_end(kv, list, ids, list->sinks + n_recoded - 1);
+        if (list->expired && list->expired + p->kept_window > fewest) fewest = list->expired + p->kept_window;
+        for (i = list->n; TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 &&
+                          tkvi_block_end(kv, list, ids, i) > fewest;)
+            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) fewest = tkvi_block_end(kv, list, ids, i);
+        if (n_tokens < fewest)
             return tkvi_fail(kv, TKV_ERR_INEXACT,
-                             "older tokens are compressed, offloaded, discarded or evicted; at least", must,
+                             "older tokens are compressed, offloaded, discarded or evicted; at least", fewest,
                              " must stay");
     }
-    taken = tkvi_pages_taken(&kv->pool);
+    pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
     tkvi_release_unused(kv, seq);
-    if (tkvi_pages_taken(&kv->pool) > taken) /* after evictions, tokens may need more blocks */
+    if (tkvi_n_pages_taken(&kv->pool) >
+        pages_before) /* after evictions the reserved tokens may need more blocks than before */
         tkvi_reserve_slots(kv, seq, 0);
     return tkvi_ok(kv);
 }
@@ -724,45 +733,45 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
-    const tkvi_simd_ops *help;
+    const tkvi_simd_ops *simd_ops;
     const tkvi_list *list;
     const uint32_t *ids;
-    tkvi_fetch_buffer room;
+    tkvi_fetch_buffer buffer;
     int i, h, from, to, slot;
-    room.key = TKVI_NIL;
+    buffer.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    help = kv->kernels->simd_ops;
+    simd_ops = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_count_in(kv, list, ids, start, n) < n)
+    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_n_live_between(kv, list, ids, start, n) < n)
         return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
-        const int at = tkvi_find_token(kv, list, ids, i, &slot);
-        if (at >= 0 && tkvi_is_discarded(&kv->pool.block[ids[at]])) return TKV_ERR_NO_SOURCE;
+        const int block = tkvi_find_token(kv, list, ids, i, &slot);
+        if (block >= 0 && tkvi_is_discarded(&kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
-        const tkvi_layout *c;
+        const tkvi_layout *layout;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        c = &kv->tables.layout[kv->pool.block[ids[i]].layout];
-        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* no token in between is evicted */
-        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* unless one is an anchor */
+        layout = &kv->tables.layout[kv->pool.block[ids[i]].layout];
+        to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
+        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {
-            const tkvi_record *r = &c->record[h];
+            const tkvi_record *r = &layout->record[h];
             size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
                    heads = (size_t)cfg->model.n_kv_heads;
             const uint8_t *bytes;
-            tkv_status st = k ? tkvi_side_bytes(kv, ids[i], h, TKV_K, &room, &bytes) : TKV_OK;
+            tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, &buffer, &bytes) : TKV_OK;
             if (k && !st)
-                tkvi_values(&r->k, help, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
-            if (v && !st) st = tkvi_side_bytes(kv, ids[i], h, TKV_V, &room, &bytes);
+                tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
             if (v && !st)
-                tkvi_values(&r->v, help, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
+                tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
             if (st) return st;
         }
     }
