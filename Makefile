@@ -47,8 +47,7 @@ $(patsubst tests/%.c,build/tests/%,$(patsubst examples/%.c,build/%, \
 
 # These contain the library, and compile longer than they run. white_kernels and white_formats compare bytes and sums, so
 # they are optimised as the library is.
-COMPILED_AT_O1 = test_formats_other test_kvquant test_learn test_memory \
-                 white_attention white_cache white_core white_reclaim white_report white_rules white_step
+COMPILED_AT_O1 = white_attention white_cache white_core white_learn white_reclaim white_report white_rules white_step
 $(COMPILED_AT_O1:%=build/tests/%): private CFLAGS := $(CFLAGS:-O2=-O1)
 
 build/tieredkv.o: examples/tieredkv.c tieredkv.h
