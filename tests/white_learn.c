@@ -1488,21 +1488,22 @@ TEST(squat_learns) {
     for (h = 0; h < 2; h++) {
         double trace = 0;
         for (i = 0; i < 24; i++) trace += (double)sum[h][tkvi_packed(i, i)];
-        CHECK_MEM(sum[h], tkvi_query_stats_of(kv, 1, h), sizeof sum[h]);
+        CHECK_MEM(sum[h], tkvi_q_products_of(kv, 1, h), sizeof sum[h]);
         for (i = 0; i < 24 * 25 / 2; i++) packed[i] = (float)((double)sum[h][i] * 24 * 5 / trace);
         for (i = 0; i < 24; i++) packed[tkvi_packed(i, i)] += 1.0f;
         tkvi_feedback_from(packed, 24, 16);
         tkvi_feedback_store(packed, 24, 16, expected[h]);
         for (i = 0; i < 16 * 8; i++)
-            CHECK_NEAR(tkvi_f16_to_f32(tkvi_feedback_of(kv, 1, h)[i]), tkvi_f16_to_f32(expected[h][i]), 1e-3);
+            CHECK_NEAR(tkvi_f16_to_f32(tkvi_squat_factors_of(kv, 1, h)[i]), tkvi_f16_to_f32(expected[h][i]),
+                       1e-3);
     }
 #endif
-    for (i = 0, t = 0; i < 16 * 8; i++) t |= tkvi_feedback_of(kv, 0, 1)[i];
+    for (i = 0, t = 0; i < 16 * 8; i++) t |= tkvi_squat_factors_of(kv, 0, 1)[i];
     CHECK_EQ(t, 0); /* KIVI */
     CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(kv->query_stats[1].tokens, 0);
-    for (i = 0; i < 24 * 25 / 2; i++) CHECK_EQ(tkvi_query_stats_of(kv, 1, 1)[i], 0);
+    for (i = 0; i < 24 * 25 / 2; i++) CHECK_EQ(tkvi_q_products_of(kv, 1, 1)[i], 0);
     tkv_destroy(kv);
 }
 
