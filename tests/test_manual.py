@@ -257,7 +257,7 @@ class Form(unittest.TestCase):
 
     def test_names_exist(self):
         text = read("src", "manual.h")
-        known = set(re.findall(r"\w+", read("src", "api.h") + read("src", "cuda", "api.h")))
+        known = set(re.findall(r"\w+", read("src", "api.h") + read("src", "cuda", "api.h") + read("src", "core", "switches.h")))
         known |= {"TKV_PREFIX", "TKV_NO_MALLOC", "TKV_NO_AVX512", "tkv_memory_bytes"}  # macros, a name of Prometheus
         names = {name for name in re.findall(r"\b(?:tkv|tkvcu|TKV)_\w+\b", text) if not name.endswith("_")}
         self.assertGreater(len(names), 80)

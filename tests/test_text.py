@@ -101,11 +101,11 @@ class Reports(unittest.TestCase):
         self.assertGreater(said["lengths"][0]["archive"][0], 0)
         self.assertEqual(said["formats"]["archive"], ["a25/r20", None, None])
         self.assertEqual(said["formats"]["calibrated_layers"], 1)
-        self.assertEqual(said["config"]["hot_tokens"] if "hot_tokens" in said["config"] else 0, 0)
+        self.assertEqual(said["config"].get("tiers.hot_tokens", 0), 0)
         self.assertEqual(said["config"]["limits.max_append"], 512)
         memory = dict(said["memory"])
         self.assertEqual(sum(memory.pop(k) for k in list(memory) if k.endswith(("codes", "metadata")) or
-                             k in ("tables", "index", "scratch", "shadow", "slack")), memory["total"])
+                             k in ("tables", "index", "scratch", "exact_copies", "slack")), memory["total"])
         self.assertAlmostEqual(memory["ratio"], memory["fp16_bytes"] / memory["total"], 5)
         self.assertEqual(said["sequences"], {"count": 2, "most": 4, "longest": 1200})
         self.assertGreater(said["quality"]["samples"], 100)
