@@ -930,7 +930,7 @@ TEST(second_planes) {
                  {6, 1, LARGE_VALUES, 0.06}, /* kivi4; .09 without the rule */
                  {13, 12, PEAKED, 0.1},      /* a40/r40: the ratio is largest here, with one plane */
                  {1, 2, PEAKED, 0.1}};
-    const int seeds = tkv_test_quick() ? 12 : tkv_test_long() ? 48 : 24;
+    const int seeds = tkv_test_quick() ? 12 : 48;
     tkv_isa isas[TKV_ISA_COUNT];
     const int n_isas = tkv_test_isas(isas);
     int isa, i, s;

@@ -1139,7 +1139,7 @@ static void run(int seed, int ops) {
 
 TEST(everything) {
     const int first = from_env("TKV_RANDOM_SEED", 1);
-    const int runs = from_env("TKV_RANDOM_RUNS", tkv_test_quick() ? 24 : tkv_test_long() ? 96 : 48);
+    const int runs = from_env("TKV_RANDOM_RUNS", tkv_test_quick() ? 24 : 96);
     const int ops = from_env("TKV_RANDOM_OPS", 0); /* 0: some runs are long */
     int i;
     for (i = 0; i < runs && !tkv_test_.bad; i++) run(first + i, ops ? ops : (first + i) % 6 == 5 ? 600 : 120);

@@ -196,7 +196,7 @@ TEST(refused_is_refused) {
                                              TKV_EVICT_KNORM};
     const char *text = getenv("TKV_RANDOM_OPS"), *from = getenv("TKV_RANDOM_SEED");
     const uint64_t seed = from ? (uint64_t)atoi(from) : 1;
-    const int appends = text ? atoi(text) : tkv_test_quick() ? 100 : tkv_test_long() ? 400 : 200;
+    const int appends = text ? atoi(text) : tkv_test_quick() ? 100 : 400;
     error_sums sum;
     run_of r;
     int k, mask, step;

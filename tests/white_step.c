@@ -697,7 +697,7 @@ static int number_from(const char *name, int standard) {
 static void play(int kind) {
     tkv_layer_config layers[LAYERS];
     tkv_config cfg = config_of(kind, layers);
-    int ops = number_from("TKV_RANDOM_OPS", tkv_test_quick() ? 500 : tkv_test_long() ? 6000 : 3000), s, l;
+    int ops = number_from("TKV_RANDOM_OPS", tkv_test_quick() ? 500 : 6000), s, l;
     const char *s_env = getenv("TKV_RANDOM_SEED");
     seed = (uint64_t)(unsigned)number_from("TKV_RANDOM_SEED", 1) +
            (s_env && *s_env ? 0u : (unsigned)kind * 1000u);
