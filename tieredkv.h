@@ -171,7 +171,7 @@
  *
  * 5. APPENDING AND ATTENDING
  *
- *   Chunks. tkv_append takes 1 to cfg.limits.max_append tokens of one layer, oldest first. Layers are independent:
+ *   Chunks. tkv_append takes at most cfg.limits.max_append tokens of one layer, oldest first. Layers are independent:
  *   append to each when its K and V are ready. A chunk stays exact until the next append to its layer.
  *
  *   Causality. Append first, attend then. tkv_attend takes the queries of the last n tokens. Query i of them sees all
@@ -592,8 +592,8 @@
  *   Feedback. A score is 0 to 1, and 1 means no loss. tkv_compute_score makes one from the meter, from perplexities
  *   or from a task's accuracy. tkv_observe_score hands it to a controller of yours. tkv_adapt_plan asks the
  *   controller for advice on hot tokens and level, and follows it. Reset the meter between scores, every few hundred
- *   tokens. In 1,636 simulated drifts, quality was back after 86 scores at most (build/tests/test_feedback
- *   converges).
+ *   tokens. A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
+ *   was back after 86 scores at most (build/tests/test_feedback converges).
  *
  *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of
  *   yours. tkv_put_threshold adds a plan, and tkv_find_thresholds finds the nearest for the next cache.
@@ -985,7 +985,8 @@ extern "C" {
  *   under a budget          tokens that were evicted, or blocks that were compressed or offloaded, to make room
  *                           stay so if an allocator or a store fails afterwards (see tkv_get_budget)
  *   under a budget          a refused append may remove expired tokens, which have left every window
- *   allocation that failed  the index, or memory for the tables of formats, may be larger than before */
+ *   allocation that failed  the index, or memory for the tables of formats, may be larger than before
+ * A function that a switch leaves out (TKV_NO_EVICT and others) returns TKV_ERR_UNSUPPORTED. */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
     X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
@@ -1849,7 +1850,7 @@ typedef struct tkv_evict_params { /* zero means default */
     int layer;                    /* a layer, or TKV_ALL_LAYERS */
     const tkv_evict_config
         *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
-    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict.keep_tokens */
+    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: keep_tokens of cfg.evict */
     /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_get_length): */
     const uint64_t *pinned_mask;   /* mask of tokens that stay */
     const signed char *priorities; /* as in tkv_evict_view */
@@ -1868,7 +1869,8 @@ typedef struct tkv_evict_params { /* zero means default */
  *   TKV_ERR_ARG
  * Cost: O(tokens), and coding of merged blocks. See tkv_evict_policy for "knorm" and "keydiff". */
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
-/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them.
+/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them. Positions without a live
+ * token are skipped: tokens that are appended later are not pinned.
  *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: they end when the layer has that
  *   many
  *           tokens. Such pins in one block of 64 tokens all last as long as the longest, also after blocks are
@@ -2384,7 +2386,7 @@ TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e);
 /* Finds the best entries of a model for this layer and context length. An entry must belong to the layer or to
  * TKV_ALL_LAYERS. Order: the layer before TKV_ALL_LAYERS; then least difference of context, higher score, more
  * samples, longer context.
- *   out     [most] receives the entries, best first; `most` is 1, or TKV_THRESHOLD_CANDIDATES
+ *   out     [most] receives the entries, best first; `most` is at least 1; TKV_THRESHOLD_CANDIDATES is usual
  *   found   (may be NULL) receives their number
  * Errors, out unchanged:
  *   TKV_ERR_RANGE   no entry for this model and layer, or layer or context is out of range
@@ -2501,6 +2503,8 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
  *   length    a number, off or unlimited
  *   switch    false or true
  *   formats   a30/r20 for K and V, or one name for both
+ *   bytes     a number with K, M, G or T (powers of 1024), such as 512K or 1.5G
+ *   list      numbers with commas between them; budget.ladder[i] needs budget.n_levels
  *   bits      names joined by +, such as format.fit = clip+norm
  *   preset    a name for tkv_apply_preset; applied before all keys except limits.max_tokens
  * The macro TKV_NO_REPORTS removes all functions of this section. */
@@ -2527,7 +2531,7 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
  * parallel_for and canaries have no text.
  *   json     0: lines; 1: JSON
  *   buf      [size] bytes; NULL only counts
- *   needed   (may be NULL) receives the bytes needed, final zero included
+ *   needed   (may be NULL if buf is not) receives the bytes needed, final zero included
  * Errors:
  *   TKV_ERR_CAPACITY   buf is too small; nothing is written
  *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
@@ -2539,7 +2543,7 @@ typedef enum tkv_report_kind {
     TKV_REPORT_COUNT
 } tkv_report_kind;
 /* Writes a report of the cache. `buf`, `size` and `needed` as in tkv_print_config. The JSON object contains:
- *   version, isa, and the config with defaults, readable by tkv_parse_config
+ *   version, isa, and the config, readable by tkv_parse_config; lengths and formats that were left 0 are not printed
  *   formats of each layer's tiers
  *   for each existing sequence: lengths and tokens per tier, as arrays over layers (null: no cache of its own)
  *   figures: memory, tokens, sequences, budget, reclaim, quality (null without a meter)
@@ -15019,7 +15023,10 @@ static const char *tkvi_pressure_for(const tkv_config *cfg, tkv_pressure_config 
     for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: the controller has no choice */
-        if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
+        if (p.max_level > 0 || p.max_level < TKV_OFF || p.min_level != 0)
+            return "there is one level only, 0: max_level must be 0 or TKV_OFF, and min_level 0";
+        if (tkvi_profile_name(p.profile))
+            p.profile = TKV_PROFILE_DEFAULT; /* profiles differ in their levels */
         p.max_level = TKV_OFF;
     }
     return tkvi_pressure_fill(&p, full);
@@ -15347,7 +15354,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     tkv_layer_config wide;
     tkv_status st;
     if (reason && size) *reason = 0;
-    if (!cfg) return TKV_ERR_ARG;
+    if (!cfg) return tkvi_give_reason(TKV_ERR_ARG, "the config is missing", reason, size);
 #define TKVI_RANGE_(field, lo, hi, want)                                                                     \
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
     st = tkvi_validate_host(cfg, reason, size);
@@ -15401,6 +15408,14 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(meter.every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     TKVI_RANGE_(evict.keep_tokens, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
+    TKVI_RANGE_(evict.policy, 0, TKV_EVICT_COUNT - 1, "it must be a tkv_evict_policy");
+    TKVI_RANGE_(evict.batch, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for the default");
+    TKVI_RANGE_(evict.sink_tokens, TKV_OFF, TKVI_FOREVER, "it must be a length, 0 (default) or TKV_OFF");
+    TKVI_RANGE_(evict.recent_tokens, TKV_OFF, TKVI_FOREVER, "it must be a length, 0 (default) or TKV_OFF");
+    if (cfg->evict.pool && (cfg->evict.pool < 1 || cfg->evict.pool > 63 || cfg->evict.pool % 2 == 0))
+        return tkvi_bad(reason, size, "evict.pool", cfg->evict.pool, "it must be odd, 1 to 63, or 0 for 5");
+    if (cfg->evict.policy == TKV_EVICT_USER && !cfg->evict.scorer)
+        return tkvi_bad(reason, size, "evict.scorer", 0, "it must be set for the policy \"user\"");
     TKVI_RANGE_(tiers.n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
     TKVI_RANGE_(importance.sample_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
@@ -15409,10 +15424,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         tkv_importance_config importance;
         if (TKVI_HAS_EVICT && !tkvi_evict_fill(&cfg->evict, &evict))
             return tkvi_bad(reason, size, "evict", (int)cfg->evict.policy,
-                            "one of its fields is out of range");
+                            "its trigger must be above 0 and at most 1, or 0 for 1");
         if (TKVI_HAS_EVICT && !tkvi_importance_fill(&cfg->importance, &importance))
             return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
-                            "one of its fields is out of range");
+                            "one of its fields is out of range (tkv_importance_config)");
     }
     if ((unsigned)cfg->host.isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "host.isa", (int)cfg->host.isa, "it must be a tkv_isa");
@@ -17474,7 +17489,8 @@ static float tkvi_score_of_accuracy(double base, double accuracy) {
  * by coverage. */
 static float tkvi_score_of_meter(const tkv_quality_info *q, double weight) {
     if (!q || q->samples == 0 || !tkvi_real(q->coverage) || !tkvi_real(q->output_error)) return -1.0f;
-    if (q->coverage < .05 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0) return -1.0f;
+    if (q->coverage < .05 || q->coverage > 1.0 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0)
+        return -1.0f;
     return tkvi_score_cut(1.0 - (weight > 0.0 ? weight : 1.0) * q->output_error / q->coverage);
 }
 
@@ -24535,6 +24551,9 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
             st = tkvi_choose_victims(kv, p->seq, layer, cfg, p,
                                      tkvi_n_kept_in_layer(kv, p->seq, layer, &full, keep), NULL, &c);
             if (!st) tkvi_mark_victims(kv, p->seq, layer, &c);
+            if (st == TKV_ERR_BUDGET)
+                return tkvi_fail(kv, st, "the policy is \"none\", but tokens must be evicted in layer", layer,
+                                 "");
             if (st) return tkvi_fail(kv, st, "the scores are not finite in layer", layer, "");
         }
     tkvi_release_unused(kv, p->seq);
@@ -24548,7 +24567,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
     st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
-        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions; the wrong one is",
+                         start < 0 ? start : n, "");
     if (until != TKV_UNLIMITED && until != TKV_OFF && (until < 1 || until >= TKVI_FOREVER))
         return tkvi_fail(kv, TKV_ERR_ARG, "until is", until,
                          "; it must be a length of 1 to 2^30 - 2, TKV_UNLIMITED or TKV_OFF");
@@ -26612,8 +26632,8 @@ static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void 
     } else {
         s.at += negative;
         s.n -= (size_t)negative;
-        if (!tkvi_digits(s, &n) || n > 0x7fffffffu) return 0;
-        x = negative ? -(int)n : (int)n;
+        if (!tkvi_digits(s, &n) || n > 0x7fffffffu + (negative ? 1u : 0u)) return 0;
+        x = negative ? (int)-(int64_t)n : (int)n;
     }
     if (!at) return 1;
     if (row->size < sizeof x) *(uint8_t *)at = (uint8_t)(x & 0xff);

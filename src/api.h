@@ -57,7 +57,8 @@ extern "C" {
  *   under a budget          tokens that were evicted, or blocks that were compressed or offloaded, to make room
  *                           stay so if an allocator or a store fails afterwards (see tkv_get_budget)
  *   under a budget          a refused append may remove expired tokens, which have left every window
- *   allocation that failed  the index, or memory for the tables of formats, may be larger than before */
+ *   allocation that failed  the index, or memory for the tables of formats, may be larger than before
+ * A function that a switch leaves out (TKV_NO_EVICT and others) returns TKV_ERR_UNSUPPORTED. */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
     X(TKV_ERR_ARG, -1, "bad argument: a pointer is missing or a number is out of range")                     \
@@ -921,7 +922,7 @@ typedef struct tkv_evict_params { /* zero means default */
     int layer;                    /* a layer, or TKV_ALL_LAYERS */
     const tkv_evict_config
         *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
-    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: cfg.evict.keep_tokens */
+    int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: keep_tokens of cfg.evict */
     /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_get_length): */
     const uint64_t *pinned_mask;   /* mask of tokens that stay */
     const signed char *priorities; /* as in tkv_evict_view */
@@ -940,7 +941,8 @@ typedef struct tkv_evict_params { /* zero means default */
  *   TKV_ERR_ARG
  * Cost: O(tokens), and coding of merged blocks. See tkv_evict_policy for "knorm" and "keydiff". */
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
-/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them.
+/* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them. Positions without a live
+ * token are skipped: tokens that are appended later are not pinned.
  *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: they end when the layer has that
  *   many
  *           tokens. Such pins in one block of 64 tokens all last as long as the longest, also after blocks are
@@ -1456,7 +1458,7 @@ TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e);
 /* Finds the best entries of a model for this layer and context length. An entry must belong to the layer or to
  * TKV_ALL_LAYERS. Order: the layer before TKV_ALL_LAYERS; then least difference of context, higher score, more
  * samples, longer context.
- *   out     [most] receives the entries, best first; `most` is 1, or TKV_THRESHOLD_CANDIDATES
+ *   out     [most] receives the entries, best first; `most` is at least 1; TKV_THRESHOLD_CANDIDATES is usual
  *   found   (may be NULL) receives their number
  * Errors, out unchanged:
  *   TKV_ERR_RANGE   no entry for this model and layer, or layer or context is out of range
@@ -1573,6 +1575,8 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
  *   length    a number, off or unlimited
  *   switch    false or true
  *   formats   a30/r20 for K and V, or one name for both
+ *   bytes     a number with K, M, G or T (powers of 1024), such as 512K or 1.5G
+ *   list      numbers with commas between them; budget.ladder[i] needs budget.n_levels
  *   bits      names joined by +, such as format.fit = clip+norm
  *   preset    a name for tkv_apply_preset; applied before all keys except limits.max_tokens
  * The macro TKV_NO_REPORTS removes all functions of this section. */
@@ -1599,7 +1603,7 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
  * parallel_for and canaries have no text.
  *   json     0: lines; 1: JSON
  *   buf      [size] bytes; NULL only counts
- *   needed   (may be NULL) receives the bytes needed, final zero included
+ *   needed   (may be NULL if buf is not) receives the bytes needed, final zero included
  * Errors:
  *   TKV_ERR_CAPACITY   buf is too small; nothing is written
  *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
@@ -1611,7 +1615,7 @@ typedef enum tkv_report_kind {
     TKV_REPORT_COUNT
 } tkv_report_kind;
 /* Writes a report of the cache. `buf`, `size` and `needed` as in tkv_print_config. The JSON object contains:
- *   version, isa, and the config with defaults, readable by tkv_parse_config
+ *   version, isa, and the config, readable by tkv_parse_config; lengths and formats that were left 0 are not printed
  *   formats of each layer's tiers
  *   for each existing sequence: lengths and tokens per tier, as arrays over layers (null: no cache of its own)
  *   figures: memory, tokens, sequences, budget, reclaim, quality (null without a meter)

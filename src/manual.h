@@ -169,7 +169,7 @@
  *
  * 5. APPENDING AND ATTENDING
  *
- *   Chunks. tkv_append takes 1 to cfg.limits.max_append tokens of one layer, oldest first. Layers are independent:
+ *   Chunks. tkv_append takes at most cfg.limits.max_append tokens of one layer, oldest first. Layers are independent:
  *   append to each when its K and V are ready. A chunk stays exact until the next append to its layer.
  *
  *   Causality. Append first, attend then. tkv_attend takes the queries of the last n tokens. Query i of them sees all
@@ -590,8 +590,8 @@
  *   Feedback. A score is 0 to 1, and 1 means no loss. tkv_compute_score makes one from the meter, from perplexities
  *   or from a task's accuracy. tkv_observe_score hands it to a controller of yours. tkv_adapt_plan asks the
  *   controller for advice on hot tokens and level, and follows it. Reset the meter between scores, every few hundred
- *   tokens. In 1,636 simulated drifts, quality was back after 86 scores at most (build/tests/test_feedback
- *   converges).
+ *   tokens. A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
+ *   was back after 86 scores at most (build/tests/test_feedback converges).
  *
  *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of
  *   yours. tkv_put_threshold adds a plan, and tkv_find_thresholds finds the nearest for the next cache.

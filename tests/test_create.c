@@ -354,6 +354,35 @@ TEST(nothing_leaks) {
     }
 }
 
+/* Fields of eviction are named with their value, and no level exists without a ladder. */
+TEST(fields_are_named) {
+    static const struct {
+        const char *text, *says;
+    } cases[] = {{"evict.policy = snapkv\nevict.pool = 4", "line 2: evict.pool is 4; it must be odd"},
+                 {"evict.policy = h2o\nevict.batch = -1", "line 2: evict.batch is -1; it must be 1"},
+                 {"evict.policy = user", "evict.scorer is 0; it must be set"},
+                 {"budget.pressure.max_level = -2", "budget.pressure: there is one level only, 0"}};
+    int i;
+    for (i = 0; i < COUNT(cases); i++) {
+        char reason[200], text[200];
+        tkv_cache *kv = NULL;
+        snprintf(text, sizeof text, "%s\nmodel.n_layers = 1\nmodel.n_heads = 1\nmodel.head_dim = 32",
+                 cases[i].text);
+        CHECK_EQ(tkv_create_ex(NULL, text, strlen(text), &kv, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK_MSG(strncmp(reason, cases[i].says, strlen(cases[i].says)) == 0, "%s", reason);
+    }
+    {
+        char reason[200];
+        tkv_config cfg = tkv_default_config();
+        cfg.model.n_layers = cfg.model.n_heads = 1;
+        cfg.model.head_dim = 32;
+        cfg.budget.pressure.profile = TKV_PROFILE_AGGRESSIVE; /* without a ladder it changes nothing */
+        CHECK_MSG(tkv_validate_config(&cfg, reason, sizeof reason) == TKV_OK, "%s", reason);
+        CHECK_EQ(tkv_validate_config(NULL, reason, sizeof reason), TKV_ERR_ARG);
+        CHECK_STR(reason, "the config is missing");
+    }
+}
+
 TEST(build_is_reported) {
     tkv_build_info build;
     CHECK_EQ(tkv_get_build(NULL, &build), TKV_OK);
@@ -374,6 +403,7 @@ int main(int argc, char **argv) {
     RUN(line_3_is_named);
     RUN(errors_without_a_line);
     RUN(nothing_leaks);
+    RUN(fields_are_named);
     RUN(build_is_reported);
     return tkv_test_end();
 }

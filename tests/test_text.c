@@ -129,6 +129,18 @@ TEST(budgets) {
     CHECK_EQ(parse(&back, "budget.n_levels = 9\nbudget.ladder[0].warm = q8", reason), TKV_ERR_CONFIG);
 }
 
+/* The least and the largest whole numbers come back. */
+TEST(limits_of_whole_numbers) {
+    tkv_config cfg = tkv_default_config(), back = cfg;
+    char text[200], reason[REASON];
+    cfg.evict.seed = -2147483647 - 1;
+    cfg.model.n_layers = 2147483647;
+    CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, NULL), TKV_OK);
+    CHECK_MSG(parse(&back, text, reason) == TKV_OK, "%s", reason);
+    CHECK_EQ(back.evict.seed, cfg.evict.seed);
+    CHECK_EQ(back.model.n_layers, cfg.model.n_layers);
+}
+
 TEST(nothing_is_something) {
     static const char *const texts[] = {
         "",
@@ -817,6 +829,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(both_syntaxes);
     RUN(budgets);
+    RUN(limits_of_whole_numbers);
     RUN(nothing_is_something);
     RUN(presets_come_first);
     RUN(mistakes);

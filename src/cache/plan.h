@@ -392,7 +392,10 @@ static const char *tkvi_pressure_for(const tkv_config *cfg, tkv_pressure_config 
     for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: the controller has no choice */
-        if (p.max_level > 0 || p.min_level != 0) return "there is one level only, 0";
+        if (p.max_level > 0 || p.max_level < TKV_OFF || p.min_level != 0)
+            return "there is one level only, 0: max_level must be 0 or TKV_OFF, and min_level 0";
+        if (tkvi_profile_name(p.profile))
+            p.profile = TKV_PROFILE_DEFAULT; /* profiles differ in their levels */
         p.max_level = TKV_OFF;
     }
     return tkvi_pressure_fill(&p, full);
@@ -720,7 +723,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     tkv_layer_config wide;
     tkv_status st;
     if (reason && size) *reason = 0;
-    if (!cfg) return TKV_ERR_ARG;
+    if (!cfg) return tkvi_give_reason(TKV_ERR_ARG, "the config is missing", reason, size);
 #define TKVI_RANGE_(field, lo, hi, want)                                                                     \
     if (cfg->field < (lo) || cfg->field > (hi)) return tkvi_bad(reason, size, #field, cfg->field, want)
     st = tkvi_validate_host(cfg, reason, size);
@@ -774,6 +777,14 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(meter.every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     TKVI_RANGE_(evict.keep_tokens, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
+    TKVI_RANGE_(evict.policy, 0, TKV_EVICT_COUNT - 1, "it must be a tkv_evict_policy");
+    TKVI_RANGE_(evict.batch, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for the default");
+    TKVI_RANGE_(evict.sink_tokens, TKV_OFF, TKVI_FOREVER, "it must be a length, 0 (default) or TKV_OFF");
+    TKVI_RANGE_(evict.recent_tokens, TKV_OFF, TKVI_FOREVER, "it must be a length, 0 (default) or TKV_OFF");
+    if (cfg->evict.pool && (cfg->evict.pool < 1 || cfg->evict.pool > 63 || cfg->evict.pool % 2 == 0))
+        return tkvi_bad(reason, size, "evict.pool", cfg->evict.pool, "it must be odd, 1 to 63, or 0 for 5");
+    if (cfg->evict.policy == TKV_EVICT_USER && !cfg->evict.scorer)
+        return tkvi_bad(reason, size, "evict.scorer", 0, "it must be set for the policy \"user\"");
     TKVI_RANGE_(tiers.n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
     TKVI_RANGE_(importance.sample_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
@@ -782,10 +793,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         tkv_importance_config importance;
         if (TKVI_HAS_EVICT && !tkvi_evict_fill(&cfg->evict, &evict))
             return tkvi_bad(reason, size, "evict", (int)cfg->evict.policy,
-                            "one of its fields is out of range");
+                            "its trigger must be above 0 and at most 1, or 0 for 1");
         if (TKVI_HAS_EVICT && !tkvi_importance_fill(&cfg->importance, &importance))
             return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
-                            "one of its fields is out of range");
+                            "one of its fields is out of range (tkv_importance_config)");
     }
     if ((unsigned)cfg->host.isa >= TKV_ISA_COUNT)
         return tkvi_bad(reason, size, "host.isa", (int)cfg->host.isa, "it must be a tkv_isa");

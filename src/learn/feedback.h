@@ -47,7 +47,8 @@ static float tkvi_score_of_accuracy(double base, double accuracy) {
  * by coverage. */
 static float tkvi_score_of_meter(const tkv_quality_info *q, double weight) {
     if (!q || q->samples == 0 || !tkvi_real(q->coverage) || !tkvi_real(q->output_error)) return -1.0f;
-    if (q->coverage < .05 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0) return -1.0f;
+    if (q->coverage < .05 || q->coverage > 1.0 || q->output_error < 0.0 || !tkvi_real(weight) || weight < 0.0)
+        return -1.0f;
     return tkvi_score_cut(1.0 - (weight > 0.0 ? weight : 1.0) * q->output_error / q->coverage);
 }
 

@@ -236,8 +236,8 @@ static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void 
     } else {
         s.at += negative;
         s.n -= (size_t)negative;
-        if (!tkvi_digits(s, &n) || n > 0x7fffffffu) return 0;
-        x = negative ? -(int)n : (int)n;
+        if (!tkvi_digits(s, &n) || n > 0x7fffffffu + (negative ? 1u : 0u)) return 0;
+        x = negative ? (int)-(int64_t)n : (int)n;
     }
     if (!at) return 1;
     if (row->size < sizeof x) *(uint8_t *)at = (uint8_t)(x & 0xff);

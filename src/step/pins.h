@@ -73,6 +73,9 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
             st = tkvi_choose_victims(kv, p->seq, layer, cfg, p,
                                      tkvi_n_kept_in_layer(kv, p->seq, layer, &full, keep), NULL, &c);
             if (!st) tkvi_mark_victims(kv, p->seq, layer, &c);
+            if (st == TKV_ERR_BUDGET)
+                return tkvi_fail(kv, st, "the policy is \"none\", but tokens must be evicted in layer", layer,
+                                 "");
             if (st) return tkvi_fail(kv, st, "the scores are not finite in layer", layer, "");
         }
     tkvi_release_unused(kv, p->seq);
@@ -86,7 +89,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
     st = tkvi_evictable(kv, seq, TKV_ALL_LAYERS);
     if (st) return st;
     if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
-        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions, not", start, "");
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be positions; the wrong one is",
+                         start < 0 ? start : n, "");
     if (until != TKV_UNLIMITED && until != TKV_OFF && (until < 1 || until >= TKVI_FOREVER))
         return tkvi_fail(kv, TKV_ERR_ARG, "until is", until,
                          "; it must be a length of 1 to 2^30 - 2, TKV_UNLIMITED or TKV_OFF");
