@@ -22047,7 +22047,7 @@ typedef struct tkvi_call {
     int tile;                 /* rows of a work tile */
     int view_rows;            /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
-    ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
+    ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
     const tkvi_consumer *const *consumer;    /* [n_consumers]; NULL: a switch leaves it out */
@@ -22130,8 +22130,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
     c->bits_stride =
         p->mask_bits_stride ? p->mask_bits_stride : p->n_mask_bits / 64 + (p->n_mask_bits % 64 > 0);
-    c->mass_stride = p->score_stride ? p->score_stride : longest;
-    return p->scores && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
+    c->score_stride = p->score_stride ? p->score_stride : longest;
+    return p->scores && c->score_stride < longest ? TKV_ERR_ARG : TKV_OK;
 }
 
 /* Finds the consumers that take part in the call. */
@@ -23220,7 +23220,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     for (i = 0; i < c.n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored_layer);
         longest = tkvi_max(longest, list->n);
-        if (p->scores) memset(p->scores + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
+        if (p->scores) memset(p->scores + i * c.score_stride, 0, (size_t)list->len * sizeof(float));
     }
     if (w.n_units == 0) return TKV_OK;
     w.n_chunks =
@@ -23503,7 +23503,7 @@ static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int
                                                     void *state) {
     const tkvi_work_tile *u = v->tile;
     const tkv_attend_params *p = v->params;
-    float *mass = p->scores + u->item * u->call->mass_stride;
+    float *score = p->scores + u->item * u->call->score_stride;
     int at[TKVI_BLOCK], r, t;
     (void)state;
     tkvi_slot_positions(u, i, at);
@@ -23514,7 +23514,7 @@ static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int
         if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
         if (p->softcap <= 0.0f) lse -= v->origin[r];
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
+            if (!TKVI_IS_HIDDEN(s[t])) score[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
     }
 }
 
@@ -23620,7 +23620,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 }
                 sees[t] = 1;
                 w[t] = exp(s - top);
-                if (pass == 2) c->p->scores[item * c->mass_stride + j] += (float)(w[t] / sum);
+                if (pass == 2) c->p->scores[item * c->score_stride + j] += (float)(w[t] / sum);
             }
             if (pass != 1) continue;
             tkvi_decode_side(&rec->v, v, 0, n, x, (size_t)cfg->model.v_head_dim);
@@ -23649,7 +23649,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     if (st) return st;
     for (item = 0; item < c.n_rows; item++) {
         if (p->scores)
-            memset(p->scores + item * c.mass_stride, 0,
+            memset(p->scores + item * c.score_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++, row++)
             for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)

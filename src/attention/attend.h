@@ -47,7 +47,7 @@ typedef struct tkvi_call {
     int tile;                 /* rows of a work tile */
     int view_rows;            /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
-    ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, mass_stride;
+    ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
     const tkvi_consumer *const *consumer;    /* [n_consumers]; NULL: a switch leaves it out */
@@ -130,8 +130,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
     c->bits_stride =
         p->mask_bits_stride ? p->mask_bits_stride : p->n_mask_bits / 64 + (p->n_mask_bits % 64 > 0);
-    c->mass_stride = p->score_stride ? p->score_stride : longest;
-    return p->scores && c->mass_stride < longest ? TKV_ERR_ARG : TKV_OK;
+    c->score_stride = p->score_stride ? p->score_stride : longest;
+    return p->scores && c->score_stride < longest ? TKV_ERR_ARG : TKV_OK;
 }
 
 /* Finds the consumers that take part in the call. */
@@ -1220,7 +1220,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     for (i = 0; i < c.n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored_layer);
         longest = tkvi_max(longest, list->n);
-        if (p->scores) memset(p->scores + i * c.mass_stride, 0, (size_t)list->len * sizeof(float));
+        if (p->scores) memset(p->scores + i * c.score_stride, 0, (size_t)list->len * sizeof(float));
     }
     if (w.n_units == 0) return TKV_OK;
     w.n_chunks =

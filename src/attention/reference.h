@@ -96,7 +96,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 }
                 sees[t] = 1;
                 w[t] = exp(s - top);
-                if (pass == 2) c->p->scores[item * c->mass_stride + j] += (float)(w[t] / sum);
+                if (pass == 2) c->p->scores[item * c->score_stride + j] += (float)(w[t] / sum);
             }
             if (pass != 1) continue;
             tkvi_decode_side(&rec->v, v, 0, n, x, (size_t)cfg->model.v_head_dim);
@@ -125,7 +125,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     if (st) return st;
     for (item = 0; item < c.n_rows; item++) {
         if (p->scores)
-            memset(p->scores + item * c.mass_stride, 0,
+            memset(p->scores + item * c.score_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++, row++)
             for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)

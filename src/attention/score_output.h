@@ -18,7 +18,7 @@ static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int
                                                     void *state) {
     const tkvi_work_tile *u = v->tile;
     const tkv_attend_params *p = v->params;
-    float *mass = p->scores + u->item * u->call->mass_stride;
+    float *score = p->scores + u->item * u->call->score_stride;
     int at[TKVI_BLOCK], r, t;
     (void)state;
     tkvi_slot_positions(u, i, at);
@@ -29,7 +29,7 @@ static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int
         if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
         if (p->softcap <= 0.0f) lse -= v->origin[r];
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (!TKVI_IS_HIDDEN(s[t])) mass[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
+            if (!TKVI_IS_HIDDEN(s[t])) score[at[t]] += expf(tkvi_clampf(s[t] - lse, -87.0f, 0.0f));
     }
 }
 
