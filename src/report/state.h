@@ -253,7 +253,7 @@ static void tkvi_print_layer_pair(tkvi_out *o, const tkv_cache *kv, int seq, int
 static void tkvi_print_layer_tokens(tkvi_out *o, const tkv_cache *kv, int seq, int layer, int tier) {
     tkv_layer_info info;
     memset(&info, 0, sizeof info);
-    (void)tkv_get_layer(kv, seq, layer, &info);
+    tkvi_count_layer(kv, seq, tkvi_stored_layer(kv, seq, layer), &info); /* tokens only, no memory */
     tkvi_print_int(o, tier == TKV_TIER_COUNT ? info.expired : info.tokens[tier]);
 }
 
