@@ -1,22 +1,24 @@
 /*
- * test_sequence.c - configs, tiers by age, sequences, steps, reservations, cuts, windows.
+ * test_sequence.c - configs, tiers by age, appends, steps, reservations, truncation, windows.
  *
  * The expected tier of each token is computed here from the rules of the manual. The expected values of a coded
  * tier come from tkv_encode_block and tkv_decode_block. Reads are compared by bits.
  */
 #include "sequences.h"
 
-/* The call failed as it should, the sentence has `word` in it, and nothing changed. */
-static void refused(tkv_cache *kv, tkv_status got, tkv_status want, const char *word, snapshot *before) {
-    const char *said = tkv_get_last_error(kv);
+/* Checks that a call returned `want`, that its message contains `word`, and that nothing changed. Frees
+ * `before`. */
+static void check_refusal(tkv_cache *kv, tkv_status got, tkv_status want, const char *word,
+                          snapshot *before) {
+    const char *message = tkv_get_last_error(kv);
     CHECK_MSG(got == want, "%s instead of %s", tkv_get_status_text(got), tkv_get_status_text(want));
-    CHECK_MSG(said && strstr(said, word), "\"%s\" does not say \"%s\"", said, word);
+    CHECK_MSG(message && strstr(message, word), "\"%s\" does not contain \"%s\"", message, word);
     unchanged(kv, before, word);
 }
 
 /* >>config */
-static void bad_config(const tkv_config *cfg, const char *field, const char *value) {
-    char reason[200], same[200], short_buf[12];
+static void check_bad_config(const tkv_config *cfg, const char *field, const char *value) {
+    char reason[200], create_reason[200], short_buf[12];
     size_t bytes = 77, size;
     char mem[64];
     tkv_memory_info info;
@@ -24,18 +26,19 @@ static void bad_config(const tkv_config *cfg, const char *field, const char *val
     CHECK_MSG(tkv_validate_config(cfg, reason, sizeof reason) == TKV_ERR_CONFIG, "%s %s", field, value);
     CHECK_MSG(strncmp(reason, field, strlen(field)) == 0, "\"%s\" does not begin with %s", reason, field);
     CHECK_MSG(strstr(reason, value) != NULL, "\"%s\" does not name the value %s", reason, value);
-    CHECK_MSG(strlen(reason) > strlen(field) + 12, "\"%s\" does not say what would be right", reason);
+    CHECK_MSG(strlen(reason) > strlen(field) + 12, "\"%s\" does not say what is allowed", reason);
     CHECK_EQ(tkv_validate_config(cfg, NULL, 0), TKV_ERR_CONFIG);
-    for (size = 0; size < sizeof short_buf; size++) { /* cut, and not a byte further */
+    /* a short buffer gets the beginning and no byte beyond its size */
+    for (size = 0; size < sizeof short_buf; size++) {
         memset(short_buf, '#', sizeof short_buf);
         CHECK_EQ(tkv_validate_config(cfg, short_buf, size), TKV_ERR_CONFIG);
         CHECK(size == 0 || (strlen(short_buf) == size - 1 && strncmp(short_buf, reason, size - 1) == 0));
         CHECK(short_buf[size] == '#');
     }
     CHECK_EQ(tkv_create(cfg, &kv), TKV_ERR_CONFIG);
-    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, same, sizeof same), TKV_ERR_CONFIG);
-    CHECK_STR(same, reason);
-    CHECK((void *)kv == (void *)mem); /* untouched */
+    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, create_reason, sizeof create_reason), TKV_ERR_CONFIG);
+    CHECK_STR(create_reason, reason);
+    CHECK((void *)kv == (void *)mem); /* not written */
     CHECK_EQ(tkv_get_required_bytes(cfg, &bytes, NULL), TKV_ERR_CONFIG);
     CHECK_EQ(bytes, 77);
     CHECK_EQ(tkv_create_in_place(cfg, mem, sizeof mem, &kv), TKV_ERR_CONFIG);
@@ -44,14 +47,14 @@ static void bad_config(const tkv_config *cfg, const char *field, const char *val
     CHECK(((unsigned char *)&info)[0] == 0x5a);
 }
 
-static void good_config(const tkv_config *cfg, const char *what) {
+static void check_good_config(const tkv_config *cfg, const char *what) {
     char reason[200];
     tkv_status st = tkv_validate_config(cfg, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s: %s", what, reason);
     CHECK_STR(reason, "");
 }
 
-/* Each of the values in this field, everything else being right. */
+/* Checks each value in this field of a config that is otherwise valid. */
 #define BAD(field, type, ...)                                                                                \
     do {                                                                                                     \
         static const int values_[] = {__VA_ARGS__};                                                          \
@@ -60,7 +63,7 @@ static void good_config(const tkv_config *cfg, const char *what) {
             tkv_config c_ = config(2, 1);                                                                    \
             c_.field = (type)values_[i_];                                                                    \
             snprintf(text, sizeof text, "%d", values_[i_]);                                                  \
-            bad_config(&c_, #field, text);                                                                   \
+            check_bad_config(&c_, #field, text);                                                             \
         }                                                                                                    \
     } while (0)
 #define GOOD(field, type, ...)                                                                               \
@@ -70,14 +73,14 @@ static void good_config(const tkv_config *cfg, const char *what) {
         for (i_ = 0; i_ < COUNT(values_); i_++) {                                                            \
             tkv_config c_ = config(2, 1);                                                                    \
             c_.field = (type)values_[i_];                                                                    \
-            good_config(&c_, #field);                                                                        \
+            check_good_config(&c_, #field);                                                                  \
         }                                                                                                    \
     } while (0)
 
 TEST(config_each_field) {
     char text[32];
     tkv_config cfg = config(2, 1);
-    good_config(&cfg, "plain");
+    check_good_config(&cfg, "plain");
     CHECK_EQ(tkv_validate_config(NULL, text, sizeof text), TKV_ERR_ARG);
     CHECK_EQ(tkv_create(&cfg, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_create(NULL, NULL), TKV_ERR_ARG);
@@ -122,25 +125,26 @@ TEST(config_each_field) {
     BAD(host.precise, int, -1, 2);
     GOOD(host.precise, int, 1);
     BAD(host.isa, tkv_isa, -1, TKV_ISA_COUNT);
-    GOOD(host.isa, tkv_isa, TKV_ISA_AVX512); /* a known name; whether it is here is TKV_ERR_ISA */
+    /* valid in a config; tkv_create returns TKV_ERR_ISA where it is missing */
+    GOOD(host.isa, tkv_isa, TKV_ISA_AVX512);
     cfg.model.scale = -0.5f;
-    bad_config(&cfg, "model.scale", "");
+    check_bad_config(&cfg, "model.scale", "");
     cfg.model.scale = tkv_test_float(0x7fc00000u);
-    bad_config(&cfg, "model.scale", "");
+    check_bad_config(&cfg, "model.scale", "");
     cfg.model.scale = tkv_test_float(0x7f800000u);
-    bad_config(&cfg, "model.scale", "");
+    check_bad_config(&cfg, "model.scale", "");
     cfg = config(2, 1);
     cfg.start_canary = 1;
-    bad_config(&cfg, "start_canary", "0");
+    check_bad_config(&cfg, "start_canary", "0");
     cfg = config(2, 1);
     cfg.end_canary = 0x80000000u;
-    bad_config(&cfg, "end_canary", "0");
+    check_bad_config(&cfg, "end_canary", "0");
     cfg = config(2, 1);
     cfg.host.allocator.alloc = counting_alloc;
-    bad_config(&cfg, "host.allocator", "alloc");
+    check_bad_config(&cfg, "host.allocator", "alloc");
     cfg = config(2, 1);
     cfg.host.allocator.release = counting_release;
-    bad_config(&cfg, "host.allocator", "release");
+    check_bad_config(&cfg, "host.allocator", "release");
 }
 
 #define BAD_LAYER(field, type, ...)                                                                          \
@@ -153,7 +157,7 @@ TEST(config_each_field) {
             c_.layers = layers;                                                                              \
             layers[1].field = (type)values_[i_];                                                             \
             snprintf(text, sizeof text, "%d", values_[i_]);                                                  \
-            bad_config(&c_, "layers[1]." #field, text);                                                      \
+            check_bad_config(&c_, "layers[1]." #field, text);                                                \
         }                                                                                                    \
     } while (0)
 
@@ -163,7 +167,7 @@ TEST(config_each_layer) {
     tkv_config cfg = config(3, 1);
     memset(layers, 0, sizeof layers);
     cfg.layers = layers;
-    good_config(&cfg, "layers of zeros");
+    check_good_config(&cfg, "layers of zeros");
     BAD_LAYER(sink_tokens, int, 65, -2);
     BAD_LAYER(hot_tokens, int, -3);
     BAD_LAYER(warm_tokens, int, -3, 1 << 30);
@@ -175,27 +179,27 @@ TEST(config_each_layer) {
     BAD_LAYER(archive.k, tkv_format, 50);
     BAD_LAYER(archive.v, tkv_format, -7);
     BAD_LAYER(no_cache, int, 2, -1);
-    BAD_LAYER(share_kv, int, -1, 2, 3); /* itself, a later one */
+    BAD_LAYER(share_kv, int, -1, 2, 3); /* 2: the layer itself; 3: a later layer */
     memset(layers, 0, sizeof layers);
     layers[1].share_kv = 1;
-    good_config(&cfg, "a share of an earlier layer");
-    layers[2].share_kv = 2; /* of one that itself shares */
-    bad_config(&cfg, "layers[2].share_kv", "2");
+    check_good_config(&cfg, "a share of an earlier layer");
+    layers[2].share_kv = 2; /* layer 1 itself shares */
+    check_bad_config(&cfg, "layers[2].share_kv", "2");
     layers[2].share_kv = 1;
-    good_config(&cfg, "two shares of one layer");
-    layers[0].no_cache = 1; /* of one without a cache */
-    bad_config(&cfg, "layers[1].share_kv", "1");
+    check_good_config(&cfg, "two shares of one layer");
+    layers[0].no_cache = 1; /* layer 0 has no cache */
+    check_bad_config(&cfg, "layers[1].share_kv", "1");
     memset(layers, 0, sizeof layers);
     layers[1].share_kv = 1;
     layers[1].no_cache = 1;
-    bad_config(&cfg, "layers[1].share_kv", "1");
+    check_bad_config(&cfg, "layers[1].share_kv", "1");
     layers[0].no_cache = layers[1].no_cache = layers[2].no_cache = 1;
     layers[1].share_kv = 0;
-    bad_config(&cfg, "layers", "3"); /* none left */
+    check_bad_config(&cfg, "layers", "3"); /* no layer has a cache */
 }
 
-/* Never zeroed: refused, whatever the bytes are. */
-TEST(config_garbage) {
+/* A config that was never zeroed is refused. */
+TEST(config_of_garbage_is_refused) {
     static const int bytes[] = {0x01, 0x5a, 0xcd, 0xff};
     tkv_rng rng = tkv_rng_seed(11);
     char reason[120];
@@ -207,7 +211,8 @@ TEST(config_garbage) {
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strncmp(reason, "start_canary", 12) == 0, "%s", reason);
     }
-    for (round = 0; round < 2000; round++) { /* canaries happen to be zero, and some fields as well */
+    /* canaries are zero, and every second config has plausible sizes */
+    for (round = 0; round < 2000; round++) {
         tkv_config cfg;
         unsigned char *at = (unsigned char *)&cfg;
         tkv_status st;
@@ -225,35 +230,35 @@ TEST(config_garbage) {
     }
 }
 
-/* Whatever tkv_create refuses as a config, tkv_validate_config must have a sentence for. */
-TEST(config_validate_knows_all_refusals) {
+/* tkv_validate_config must explain each config that tkv_create refuses. */
+TEST(validate_config_explains_refusals) {
     tkv_layer_config layers[200];
     tkv_config cfg = config(200, 1);
     tkv_cache *kv = NULL;
     char reason[160];
     size_t bytes;
-    tkv_status made, said;
+    tkv_status created, validated;
     int i;
     memset(layers, 0, sizeof layers);
     cfg.layers = layers;
-    for (i = 0; i < 200; i++) { /* 64 lengths of sinks in 9 pairs of hot formats */
+    for (i = 0; i < 200; i++) { /* 64 lengths of sinks, 4 pairs of hot formats */
         layers[i].sink_tokens = 1 + i % 64;
         layers[i].hot.k = (tkv_format)(TKV_F32 + i / 64 % 3);
         layers[i].hot.v = (tkv_format)(TKV_F32 + i / 64 / 3);
     }
-    said = tkv_validate_config(&cfg, reason, sizeof reason);
-    made = tkv_create(&cfg, &kv);
-    CHECK_MSG(said == made, "too many kinds of blocks: create says \"%s\", validate \"%s\"",
-              tkv_get_status_text(made), tkv_get_status_text(said));
-    if (!made) tkv_destroy(kv);
-    cfg = config(1, 1); /* only the functions in place want it: no field is wrong in itself */
+    validated = tkv_validate_config(&cfg, reason, sizeof reason);
+    created = tkv_create(&cfg, &kv);
+    CHECK_MSG(validated == created, "too many kinds of blocks: create says \"%s\", validate \"%s\"",
+              tkv_get_status_text(created), tkv_get_status_text(validated));
+    if (!created) tkv_destroy(kv);
+    cfg = config(1, 1); /* max_tokens is 0: only caches in place need it */
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
     cfg = config(1, 1);
     cfg.model.n_heads = cfg.model.n_kv_heads = 65536;
     cfg.model.head_dim = cfg.model.v_head_dim = 256;
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
-    said = tkv_validate_config(&cfg, reason, sizeof reason);
-    if (sizeof(size_t) == 4) CHECK_EQ(said, TKV_ERR_CONFIG); /* blocks of 8 GB */
+    validated = tkv_validate_config(&cfg, reason, sizeof reason);
+    if (sizeof(size_t) == 4) CHECK_EQ(validated, TKV_ERR_CONFIG); /* a block has 8 GiB */
 }
 
 TEST(config_presets) {
@@ -268,7 +273,7 @@ TEST(config_presets) {
         CHECK(cfg.tiers.warm_tokens != 7);
         CHECK_EQ(cfg.tiers.hot.k, TKV_FORMAT_DEFAULT);
         CHECK(cfg.tiers.warm.k && cfg.tiers.warm.v && cfg.tiers.archive.k && cfg.tiers.archive.v);
-        cfg.format.kvquant = TKV_KVQUANT_POST_ROPE; /* no RoPE here */
+        cfg.format.kvquant = TKV_KVQUANT_POST_ROPE; /* the config has no RoPE */
         kv = make(&cfg);
         for (k = 0; k < 3; k++) CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
         CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
@@ -281,19 +286,19 @@ TEST(config_presets) {
     CHECK_EQ(tkv_apply_preset(&cfg, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_apply_preset(NULL, "quality"), TKV_ERR_ARG);
     CHECK_MEM(&cfg, &same, sizeof cfg);
-    { /* what is chosen by the length */
+    { /* "by-context" chooses formats by max_tokens */
         static const int tokens[] = {0, 2047, 2048, 8191, 8192};
         static const tkv_format wanted[] = {TKV_KVQUANT3, TKV_KIVI2, TKV_SQUAT2, TKV_SQUAT2, TKV_KVQUANT3};
         for (i = 0; i < COUNT(tokens); i++) {
-            tkv_config by = tkv_default_config();
-            by.limits.max_tokens = tokens[i];
-            CHECK_EQ(tkv_apply_preset(&by, "by-context"), TKV_OK);
-            CHECK_EQ(by.tiers.archive.k, wanted[i]);
+            tkv_config sized = tkv_default_config();
+            sized.limits.max_tokens = tokens[i];
+            CHECK_EQ(tkv_apply_preset(&sized, "by-context"), TKV_OK);
+            CHECK_EQ(sized.tiers.archive.k, wanted[i]);
         }
     }
 }
 
-/* A config of zeros is the plan called balanced. */
+/* A config of zeros gives the tiers of the preset "balanced". */
 TEST(config_zero_is_balanced) {
     tkv_config cfg = tkv_default_config(), named;
     tkv_cache *a, *b;
@@ -327,13 +332,14 @@ TEST(config_defaults) {
     kv = make(&cfg);
     CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 0, 0, 1, 513), TKV_ERR_CAPACITY, "512", &before); /* max_append */
+    check_refusal(kv, feed(kv, 0, 0, 1, 513), TKV_ERR_CAPACITY, "512", &before); /* max_append */
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 1, 0, 1, 1), TKV_ERR_ARG, "1", &before); /* max_seqs */
+    check_refusal(kv, feed(kv, 1, 0, 1, 1), TKV_ERR_ARG, "1", &before); /* max_seqs */
     CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 1, 1), TKV_OK);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
-    /* aged at 1024: whole blocks of [4, 1024) that end by 960 have left the tail, by 512 the warm tier */
+    /* Tokens were last aged at length 1024. Whole blocks after the sinks that end by 960 left the tail.
+     * Those that end by 512 left the warm tier. */
     CHECK_EQ(info.tokens[TKV_TIER_ARCHIVE], (512 - 4) / 64 * 64);
     CHECK_EQ(info.tokens[TKV_TIER_WARM], (960 - 4) / 64 * 64 - (512 - 4) / 64 * 64);
     CHECK_EQ(info.tokens[TKV_TIER_HOT], 1025 - (960 - 4) / 64 * 64);
@@ -364,15 +370,16 @@ static const plan plans[] = {{0, 0, 0},
                              {TKV_OFF, 64, TKV_UNLIMITED},
                              {17, 65, 63}};
 
-static int length_of(int written, int standard) {
+static int resolve_length(int written, int standard) {
     return written == 0 ? standard : written == TKV_OFF ? 0 : written == TKV_UNLIMITED ? 1 << 29 : written;
 }
 
-/* By arithmetic: what a sequence of n tokens has in each tier, if its last append began at length `due`. */
-static tkv_layer_info expected(plan p, int n, int due) {
+/* Predicts the tokens and blocks of each tier for n tokens. The last append began at length `chunk_start`. */
+static tkv_layer_info predict_tiers(plan p, int n, int chunk_start) {
     tkv_layer_info e;
-    int sink = length_of(p.sink, 4), hot = length_of(p.hot, 64), warm = length_of(p.warm, 448);
-    int coded = at_least_0(due - hot - sink) / BLOCK, archive = at_least_0(due - hot - warm - sink) / BLOCK;
+    int sink = resolve_length(p.sink, 4), hot = resolve_length(p.hot, 64), warm = resolve_length(p.warm, 448);
+    int coded = at_least_0(chunk_start - hot - sink) / BLOCK,
+        archive = at_least_0(chunk_start - hot - warm - sink) / BLOCK;
     int rest = at_least_0(n - sink) - coded * BLOCK;
     memset(&e, 0, sizeof e);
     e.blocks[TKV_TIER_ARCHIVE] = archive;
@@ -384,8 +391,8 @@ static tkv_layer_info expected(plan p, int n, int due) {
     return e;
 }
 
-static void counts_are(tkv_cache *kv, int seq, int layer, const tkv_layer_info *want, const char *what,
-                       int n) {
+static void check_tier_counts(tkv_cache *kv, int seq, int layer, const tkv_layer_info *want, const char *what,
+                              int n) {
     tkv_layer_info got;
     CHECK_EQ(tkv_get_layer(kv, seq, layer, &got), TKV_OK);
     CHECK_MSG(memcmp(got.tokens, want->tokens, sizeof got.tokens) == 0 &&
@@ -398,8 +405,8 @@ static void counts_are(tkv_cache *kv, int seq, int layer, const tkv_layer_info *
               want->blocks[2]);
 }
 
-/* Every token in exactly one tier, in the order sinks, archive, warm, tail. */
-static void tokens_agree(tkv_cache *kv, int seq, int layer, int sink) {
+/* Checks that each token is in one tier, in the order sinks, archive, warm, tail. */
+static void check_token_tiers(tkv_cache *kv, int seq, int layer, int sink) {
     tkv_layer_info info;
     int count[3] = {0, 0, 0}, n = tkv_get_length(kv, seq, layer), t;
     tkv_tier tier = TKV_TIER_HOT;
@@ -426,7 +433,7 @@ TEST(tiers_token_by_token) {
     for (i = 0; i < COUNT(plans); i++) {
         tkv_config cfg = config(1, 1);
         tkv_cache *kv;
-        int sink = length_of(plans[i].sink, 4);
+        int sink = resolve_length(plans[i].sink, 4);
         char what[64];
         snprintf(what, sizeof what, "sinks %d hot %d warm %d", plans[i].sink, plans[i].hot, plans[i].warm);
         cfg.tiers.sink_tokens = plans[i].sink;
@@ -434,12 +441,12 @@ TEST(tiers_token_by_token) {
         cfg.tiers.warm_tokens = plans[i].warm;
         kv = make(&cfg);
         for (n = 0; n <= longest; n++) {
-            tkv_layer_info want = expected(plans[i], n, at_least_0(n - 1));
+            tkv_layer_info want = predict_tiers(plans[i], n, at_least_0(n - 1));
             int edge = (n - sink + BLOCK) % BLOCK;
             if (n && feed(kv, 0, 0, 1, 1)) break;
-            counts_are(kv, 0, 0, &want, what, n);
+            check_tier_counts(kv, 0, 0, &want, what, n);
             if (edge < 2 || edge == BLOCK - 1 || n % BLOCK < 2 || n % BLOCK == BLOCK - 1) {
-                tokens_agree(kv, 0, 0, sink);
+                check_token_tiers(kv, 0, 0, sink);
                 whole(kv, what, n);
             }
         }
@@ -455,27 +462,28 @@ TEST(tiers_in_chunks) {
         for (round = 0; round < rounds; round++) {
             tkv_config cfg = config(1, 1);
             tkv_cache *kv;
-            int n = 0, most = round % 3 == 0 ? 512 : round % 3 == 1 ? 130 : 65;
+            int n = 0, max_chunk = round % 3 == 0 ? 512 : round % 3 == 1 ? 130 : 65;
             cfg.tiers.sink_tokens = plans[i].sink;
             cfg.tiers.hot_tokens = plans[i].hot;
             cfg.tiers.warm_tokens = plans[i].warm;
             kv = make(&cfg);
             while (n < 1500) {
-                int some = 1 + tkv_rng_below(&rng, most);
-                tkv_layer_info want = expected(plans[i], n + some, n);
-                CHECK_EQ(feed(kv, 0, 0, 1, some), TKV_OK);
-                n += some;
-                counts_are(kv, 0, 0, &want, "chunks", n);
-                tokens_agree(kv, 0, 0, length_of(plans[i].sink, 4));
+                int chunk = 1 + tkv_rng_below(&rng, max_chunk);
+                tkv_layer_info want = predict_tiers(plans[i], n + chunk, n);
+                CHECK_EQ(feed(kv, 0, 0, 1, chunk), TKV_OK);
+                n += chunk;
+                check_tier_counts(kv, 0, 0, &want, "chunks", n);
+                check_token_tiers(kv, 0, 0, resolve_length(plans[i].sink, 4));
                 whole(kv, "chunks", n);
             }
             tkv_destroy(kv);
         }
 }
 
-/* >>what the tiers give back */
-/* One block of the text through a codec, all heads; k_want and v_want hold it as [token][head][channel]. */
-static void through(tkv_format fk, tkv_format fv, int group, int first, int n) {
+/* >>values read from the tiers */
+/* Encodes and decodes the tokens first .. first+n-1 of k_want and v_want, all heads. Both are
+ * [token][head][channel]. */
+static void encode_and_decode(tkv_format fk, tkv_format fv, int group, int first, int n) {
     static uint8_t bytes[4 * BLOCK * 64 + 4096];
     int h;
     for (h = 0; h < KV_HEADS; h++) {
@@ -500,32 +508,33 @@ static void through(tkv_format fk, tkv_format fv, int group, int first, int n) {
     }
 }
 
-typedef struct trio {
+typedef struct tier_formats {
     tkv_format_pair hot, warm, archive;
     int group;
-} trio;
+} tier_formats;
 
-static const trio trios[] = {
+static const tier_formats format_sets[] = {
     {{TKV_F32, TKV_F32}, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 64},
     {{TKV_F16, TKV_F16}, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 32},
     {{TKV_BF16, TKV_F32}, {TKV_Q8, TKV_KIVI3}, {TKV_KIVI3, TKV_KIVI2}, 64},
     {{TKV_F32, TKV_BF16}, {TKV_F16, TKV_BF16}, {TKV_Q8, TKV_Q8}, 32},
-    {{TKV_F32, TKV_F32}, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}, 64}, /* one coding in two tiers */
+    /* both tiers have the same formats */
+    {{TKV_F32, TKV_F32}, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}, 64},
     {{TKV_F32, TKV_F32}, {TKV_F32, TKV_F32}, {TKV_F32, TKV_F32}, 64}};
 
-TEST(decode_of_tiers) {
+TEST(reads_equal_decoded_blocks) {
     int i, j, t, longest = 900;
-    for (i = 0; i < COUNT(trios); i++)
+    for (i = 0; i < COUNT(format_sets); i++)
         for (j = 0; j < 3; j++) {
             tkv_config cfg = config(1, 1);
             tkv_cache *kv;
             int sink = j == 0 ? 4 : j == 1 ? 0 : 33, archive, warm, at;
             tkv_layer_info info;
             cfg.tiers.sink_tokens = j == 1 ? TKV_OFF : sink;
-            cfg.tiers.hot = trios[i].hot;
-            cfg.tiers.warm = trios[i].warm;
-            cfg.tiers.archive = trios[i].archive;
-            cfg.format.group_size = trios[i].group;
+            cfg.tiers.hot = format_sets[i].hot;
+            cfg.tiers.warm = format_sets[i].warm;
+            cfg.tiers.archive = format_sets[i].archive;
+            cfg.format.group_size = format_sets[i].group;
             kv = make(&cfg);
             CHECK_EQ(feed_all(kv, 0, 7, longest, 1), TKV_OK);
             CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
@@ -536,16 +545,17 @@ TEST(decode_of_tiers) {
             for (t = 0; t < longest * K_ROW; t++) k_want[t] = as_stored(cfg.tiers.hot.k, k_want[t]);
             for (t = 0; t < longest * V_ROW; t++) v_want[t] = as_stored(cfg.tiers.hot.v, v_want[t]);
             for (at = sink; at < warm; at += BLOCK) {
-                through(cfg.tiers.warm.k, cfg.tiers.warm.v, cfg.format.group_size, at, BLOCK);
-                /* a block whose tiers have one coding is not coded twice */
+                encode_and_decode(cfg.tiers.warm.k, cfg.tiers.warm.v, cfg.format.group_size, at, BLOCK);
+                /* a block is recoded only if the tiers have different formats */
                 if (at < archive &&
                     (cfg.tiers.warm.k != cfg.tiers.archive.k || cfg.tiers.warm.v != cfg.tiers.archive.v))
-                    through(cfg.tiers.archive.k, cfg.tiers.archive.v, cfg.format.group_size, at, BLOCK);
+                    encode_and_decode(cfg.tiers.archive.k, cfg.tiers.archive.v, cfg.format.group_size, at,
+                                      BLOCK);
             }
             CHECK_EQ(tkv_read(kv, 0, 0, 0, longest, k_out, v_out), TKV_OK);
             CHECK_MEM(k_out, k_want, (size_t)(longest * K_ROW) * sizeof(float));
             CHECK_MEM(v_out, v_want, (size_t)(longest * V_ROW) * sizeof(float));
-            for (t = 0; t < longest; t += 7) { /* any part of it, one side alone, and not a float more */
+            for (t = 0; t < longest; t += 7) { /* reads parts, K or V alone; nothing beyond them is written */
                 int n = t % 150 < longest - t ? t % 150 : longest - t;
                 memset(k_out, 0xff, sizeof k_out);
                 memset(v_out, 0xff, sizeof v_out);
@@ -589,47 +599,48 @@ TEST(exact_tokens_stay_exact) {
     }
 }
 
-/* Chunks of 64 from the first demotion on are the same as tokens one by one, attention included. */
+/* Chunks of 64, aligned with demotions, give the same contents and attention as single tokens. */
 TEST(aligned_chunks_equal_single_tokens) {
-    static float q[BLOCK * 2 * KV_HEADS * DIM], one[2 * KV_HEADS * V_DIM], many[BLOCK * 2 * KV_HEADS * V_DIM];
+    static float q[BLOCK * 2 * KV_HEADS * DIM], out_single[2 * KV_HEADS * V_DIM],
+        out_chunk[BLOCK * 2 * KV_HEADS * V_DIM];
     tkv_config cfg = config(1, 1);
-    tkv_cache *whole_chunks = make(&cfg), *single = make(&cfg);
+    tkv_cache *chunked = make(&cfg), *single = make(&cfg);
     tkv_rng rng = tkv_rng_seed(1);
     int n = 0, chunks = tkv_test_quick() ? 11 : 16, c, t;
     size_t row = 2 * KV_HEADS * V_DIM;
     tkv_rng_fill(&rng, q, sizeof q / sizeof *q, 1.0);
     for (c = 0; c < chunks; c++) {
-        int some = c == 0 ? 68 : BLOCK, asked = c % 3 == 0 ? 9 : 2;
+        int n_new = c == 0 ? 68 : BLOCK, n_queries = c % 3 == 0 ? 9 : 2;
         tkv_attend_params p;
         snapshot a, b;
         memset(&p, 0, sizeof p);
-        CHECK_EQ(feed(whole_chunks, 0, 0, 2, some), TKV_OK);
+        CHECK_EQ(feed(chunked, 0, 0, 2, n_new), TKV_OK);
         p.q = q;
-        p.out = many;
-        p.n = asked;
-        CHECK_EQ(tkv_attend_reference(whole_chunks, &p), TKV_OK);
-        for (t = 0; t < some; t++) {
+        p.out = out_chunk;
+        p.n = n_queries;
+        CHECK_EQ(tkv_attend_reference(chunked, &p), TKV_OK);
+        for (t = 0; t < n_new; t++) {
             CHECK_EQ(feed(single, 0, 0, 2, 1), TKV_OK);
-            if (t < some - asked) continue;
-            p.q = q + (size_t)(t - (some - asked)) * (2 * KV_HEADS * DIM);
-            p.out = one;
+            if (t < n_new - n_queries) continue;
+            p.q = q + (size_t)(t - (n_new - n_queries)) * (2 * KV_HEADS * DIM);
+            p.out = out_single;
             p.n = 1;
             CHECK_EQ(tkv_attend_reference(single, &p), TKV_OK);
-            CHECK_MEM(one, many + (size_t)(t - (some - asked)) * row, row * sizeof(float));
+            CHECK_MEM(out_single, out_chunk + (size_t)(t - (n_new - n_queries)) * row, row * sizeof(float));
         }
-        n += some;
-        a = snapshot_of(whole_chunks);
+        n += n_new;
+        a = snapshot_of(chunked);
         b = snapshot_of(single);
         CHECK_MSG(same_picture(&a, &b), "at %d", n);
         snapshot_free(&a);
         snapshot_free(&b);
     }
-    tkv_destroy(whole_chunks);
+    tkv_destroy(chunked);
     tkv_destroy(single);
 }
 
 /* >>many sequences */
-/* Each sequence of a cache that serves many has what it has in a cache of its own. */
+/* A sequence in a cache of many equals the same sequence alone in a cache. */
 TEST(sequences_are_independent) {
     enum { SEQS = 6 };
     tkv_rng rng = tkv_rng_seed(77);
@@ -665,8 +676,9 @@ TEST(sequences_are_independent) {
     tkv_destroy(kv);
 }
 
-/* Rows of a batch of texts 0, 1, ...: text s for sequence s, as the batch orders them. */
-static int batch_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+/* Fills k_in and v_in with the tokens of a batch, in its order. Sequence s gets text s. Returns the number
+ * of tokens. */
+static int fill_batch(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
     int i, at = 0;
     for (i = 0; i < n_rows; i++) {
         rows_of(rows[i].seq, layer, tkv_get_length(kv, rows[i].seq, layer), rows[i].n, k_in + at * K_ROW,
@@ -676,7 +688,7 @@ static int batch_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows
     return at;
 }
 
-static tkv_append_params batch_of(int layer, const tkv_rows *rows, int n_rows) {
+static tkv_append_params make_batch_params(int layer, const tkv_rows *rows, int n_rows) {
     tkv_append_params p;
     memset(&p, 0, sizeof p);
     p.layer = layer;
@@ -716,8 +728,8 @@ TEST(batch_equals_single_appends) {
                 CHECK_EQ(tkv_seq_reset(one, order[i]), TKV_OK);
         }
         for (layer = 0; layer < 2; layer++) {
-            tkv_append_params p = batch_of(layer, rows, n_rows);
-            batch_rows(kv, layer, rows, n_rows);
+            tkv_append_params p = make_batch_params(layer, rows, n_rows);
+            fill_batch(kv, layer, rows, n_rows);
             CHECK_EQ(tkv_append_ex(kv, &p), TKV_OK);
             for (i = 0; i < n_rows; i++)
                 CHECK_EQ(feed(one, rows[i].seq, layer, rows[i].seq, rows[i].n), TKV_OK);
@@ -726,7 +738,7 @@ TEST(batch_equals_single_appends) {
         if (step % 10 && step + 1 < steps) continue;
         a = snapshot_of(kv);
         b = snapshot_of(one);
-        /* a row of no tokens is no append: nothing ages */
+        /* a row of 0 tokens is not an append: no token changes its tier */
         CHECK_MSG(same_picture(&a, &b), "after batch %d", step);
         snapshot_free(&a);
         snapshot_free(&b);
@@ -752,64 +764,64 @@ TEST(batch_is_all_or_nothing) {
         rows[i].seq = i;
         rows[i].n = 10;
     }
-    a = batch_of(0, rows, 4);
-    batch_rows(kv, 0, rows, 4);
+    a = make_batch_params(0, rows, 4);
+    fill_batch(kv, 0, rows, 4);
     before = snapshot_of(kv);
     rows[3].seq = 4;
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "4", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "4", &before);
     before = snapshot_of(kv);
     rows[3].seq = -1;
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "-1", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "-1", &before);
     before = snapshot_of(kv);
     rows[3].seq = 1;
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "twice", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "twice", &before);
     rows[3].seq = 3;
     rows[3].n = -1;
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "-1", &before);
-    rows[3].n = 11; /* 390 of 400 are there */
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "-1", &before);
+    rows[3].n = 11; /* the sequence has 390 tokens of at most 400 */
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_CAPACITY, "max_tokens leaves room for 10", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_CAPACITY, "max_tokens leaves room for 10", &before);
     rows[3].n = 10;
     rows[0].n = 101;
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_CAPACITY, "max_append leaves room for 100", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_CAPACITY, "max_append leaves room for 100", &before);
     rows[0].n = 10;
     a.n_batch = 5;
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "n_batch", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "n_batch", &before);
     a.n_batch = -1;
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "n_batch", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "n_batch", &before);
     a.n_batch = 4;
     a.layer = 1;
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "layer 1", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "layer 1", &before);
     a.layer = 0;
     a.k = NULL;
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "missing", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "missing", &before);
     a.k = k_in;
     k_in[39 * K_ROW + 3] = tkv_test_float(0x7f800000u); /* the last token of the last sequence */
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_NONFINITE, "layer 0", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_NONFINITE, "layer 0", &before);
     k_in[39 * K_ROW + 3] = 0.0f;
     a.k_type = (tkv_type)3;
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "k_type", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_ARG, "k_type", &before);
     a.k_type = TKV_TYPE_F32;
-    for (i = 0; i < 4; i++) rows[i].n = i == 3 ? 10 : 100; /* new pages for sure */
-    batch_rows(kv, 0, rows, 4);
+    for (i = 0; i < 4; i++) rows[i].n = i == 3 ? 10 : 100; /* needs new pages */
+    fill_batch(kv, 0, rows, 4);
     p.closed = 1;
     before = snapshot_of(kv);
-    refused(kv, tkv_append_ex(kv, &a), TKV_ERR_NOMEM, "310", &before);
+    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_NOMEM, "310", &before);
     p.closed = 0;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
     CHECK_STR(tkv_get_last_error(kv), "");
     for (i = 0; i < 4; i++) CHECK_EQ(tkv_get_length(kv, i, TKV_ALL_LAYERS), i == 3 ? 400 : 190 + 100 * i);
     whole(kv, "batch", 0);
     rows[0].n = rows[1].n = rows[2].n = rows[3].n = 0;
-    a.k = a.v = NULL; /* nothing to append: nothing to point to */
+    a.k = a.v = NULL; /* 0 tokens need no pointers */
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
     a.n_batch = 0;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
@@ -820,27 +832,26 @@ TEST(batch_is_all_or_nothing) {
     CHECK_EQ(p.held, 0);
 }
 
-/* A batch of sequences whose blocks do not fit one page: each new page is still there when its turn comes. */
-/* >>positions: an append where the caller does not expect it is refused */
+/* >>positions: an append at a position other than the next one is refused */
 static tkv_status feed_at(tkv_cache *kv, int seq, int layer, int position, int n) {
     rows_of(seq, layer, position, n, k_in, v_in);
     return append_at(kv, seq, layer, position, k_in, v_in, n);
 }
 
-/* Positions that are wrong for a layer of this length, and a word of each sentence. */
-static void wrong_positions(tkv_cache *kv, int seq, int layer, int len) {
-    static const int far_off[] = {-2147483647 - 1, -1, 0, 0x7fffffff};
+/* Checks that each position other than `len` is refused, with a message that names both. */
+static void check_wrong_positions(tkv_cache *kv, int seq, int layer, int len) {
+    static const int wrong[] = {-2147483647 - 1, -1, 0, 0x7fffffff};
     char word[160];
     int i;
-    for (i = 0; i < COUNT(far_off) + 2; i++) {
-        const int position = i < COUNT(far_off) ? far_off[i] : i == COUNT(far_off) ? len - 1 : len + 1;
+    for (i = 0; i < COUNT(wrong) + 2; i++) {
+        const int position = i < COUNT(wrong) ? wrong[i] : i == COUNT(wrong) ? len - 1 : len + 1;
         snapshot before;
         if (position == len) continue;
         before = snapshot_of(kv);
         snprintf(word, sizeof word,
                  "sequence %d, layer %d holds %d tokens, so the next position is %d, not %d: ", seq, layer,
                  len, len, position);
-        refused(kv, append_at(kv, seq, layer, position, k_in, v_in, 3), TKV_ERR_RANGE, word, &before);
+        check_refusal(kv, append_at(kv, seq, layer, position, k_in, v_in, 3), TKV_ERR_RANGE, word, &before);
         CHECK(strstr(tkv_get_last_error(kv), position < len ? "tkv_seq_reset" : "before it") != NULL);
     }
 }
@@ -857,36 +868,36 @@ TEST(positions_of_appends) {
     cfg.limits.max_tokens = 400;
     cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
     kv = make(&cfg);
-    wrong_positions(kv, 0, 0, 0);
-    for (i = 0; i < 200; i += 50) { /* layers go one after the other: each has its own length */
+    check_wrong_positions(kv, 0, 0, 0);
+    for (i = 0; i < 200; i += 50) { /* layers grow in turn, so their lengths differ */
         CHECK_EQ(feed_at(kv, 0, 0, i, 50), TKV_OK);
-        wrong_positions(kv, 0, 0, i + 50);
-        wrong_positions(kv, 0, 2, i);
+        check_wrong_positions(kv, 0, 0, i + 50);
+        check_wrong_positions(kv, 0, 2, i);
         CHECK_EQ(feed_at(kv, 0, 2, i, 50), TKV_OK);
     }
     CHECK_EQ(feed_at(kv, 0, 1, 200, 1), TKV_ERR_ARG); /* a layer that shares is never appended to */
     CHECK_EQ(feed_at(kv, 0, 1, 0, 1), TKV_ERR_ARG);
     CHECK_EQ(tkv_get_length(kv, 0, 1), 200);
-    CHECK_EQ(feed_at(kv, 0, 0, 200, 0), TKV_OK); /* no tokens: the position is checked all the same */
+    CHECK_EQ(feed_at(kv, 0, 0, 200, 0), TKV_OK); /* the position is checked also with 0 tokens */
     CHECK_EQ(feed_at(kv, 0, 0, 199, 0), TKV_ERR_RANGE);
-    CHECK_EQ(feed_at(kv, 0, 0, 0, 101), TKV_ERR_RANGE); /* said before what else is wrong */
-    CHECK_EQ(feed_at(kv, 1, 0, 0, 10), TKV_OK);         /* another sequence */
-    wrong_positions(kv, 1, 0, 10);
+    CHECK_EQ(feed_at(kv, 0, 0, 0, 101), TKV_ERR_RANGE); /* reported before the other error */
+    CHECK_EQ(feed_at(kv, 1, 0, 0, 10), TKV_OK);         /* another sequence has its own length */
+    check_wrong_positions(kv, 1, 0, 10);
 
-    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* inside a step its own tokens count */
-    wrong_positions(kv, 0, 0, 200);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* inside a step, its tokens count */
+    check_wrong_positions(kv, 0, 0, 200);
     CHECK_EQ(feed_at(kv, 0, 0, 200, 5), TKV_OK);
-    wrong_positions(kv, 0, 0, 205);
+    check_wrong_positions(kv, 0, 0, 205);
     CHECK_EQ(feed_at(kv, 0, 0, 205, 1), TKV_OK);
     CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
-    wrong_positions(kv, 0, 0, 200);
+    check_wrong_positions(kv, 0, 0, 200);
 
     CHECK_EQ(tkv_seq_truncate(kv, 0, 180), TKV_OK);
-    wrong_positions(kv, 0, 0, 180);
+    check_wrong_positions(kv, 0, 0, 180);
     CHECK_EQ(feed_at(kv, 0, 0, 180, 20), TKV_OK);
     reads_as(kv, 0, 0, 0, 140, 60, TKV_F32);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-    wrong_positions(kv, 0, 0, 0);
+    check_wrong_positions(kv, 0, 0, 0);
     CHECK_EQ(feed_at(kv, 0, 0, 0, 7), TKV_OK);
     reads_as(kv, 0, 0, 0, 0, 7, TKV_F32);
     whole(kv, "positions", 0);
@@ -902,32 +913,33 @@ TEST(positions_in_a_batch) {
     CHECK_EQ(feed_all(kv, 0, 0, 90, 50), TKV_OK);
     CHECK_EQ(feed_all(kv, 2, 2, 40, 50), TKV_OK);
     for (i = 0; i < 3; i++) {
-        rows[i].seq = i == 0 ? 0 : 3 - i; /* in another order than sequences have */
+        rows[i].seq = i == 0 ? 0 : 3 - i; /* not in the order of sequence numbers */
         rows[i].n = 10;
     }
-    a = batch_of(0, rows, 3);
+    a = make_batch_params(0, rows, 3);
     a.positions = positions;
-    batch_rows(kv, 0, rows, 3);
-    for (i = 0; i < 3; i++) { /* one that is wrong refuses all */
+    fill_batch(kv, 0, rows, 3);
+    for (i = 0; i < 3; i++) { /* one wrong position refuses the whole batch */
         const int right = positions[i];
         snapshot before = snapshot_of(kv);
         char word[160];
         positions[i] = right + 1;
         snprintf(word, sizeof word, "sequence %d, layer 0 holds %d tokens", rows[i].seq, right);
-        refused(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, word, &before);
+        check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, word, &before);
         before = snapshot_of(kv);
         positions[i] = -1;
-        refused(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, "not -1", &before);
+        check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_RANGE, "not -1", &before);
         positions[i] = right;
     }
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
-    CHECK_EQ(tkv_append_ex(kv, &a), TKV_ERR_RANGE); /* once */
+    CHECK_EQ(tkv_append_ex(kv, &a), TKV_ERR_RANGE); /* a second time, the positions are wrong */
     for (i = 0; i < 3; i++) CHECK_EQ(tkv_get_length(kv, rows[i].seq, 0), positions[i] + 10);
     a.positions = NULL;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
     tkv_destroy(kv);
 }
 
+/* The blocks of each batch need several pages. */
 TEST(batch_over_many_pages) {
     enum { SEQS = 8 };
     counting_allocator p;
@@ -939,12 +951,12 @@ TEST(batch_over_many_pages) {
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
     kv = make(&cfg);
     for (round = 0; round < 12; round++) {
-        tkv_append_params a = batch_of(0, rows, SEQS);
+        tkv_append_params a = make_batch_params(0, rows, SEQS);
         for (i = 0; i < SEQS; i++) {
             rows[i].seq = (i + round) % SEQS;
             rows[i].n = 130;
         }
-        batch_rows(kv, 0, rows, SEQS);
+        fill_batch(kv, 0, rows, SEQS);
         CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
         whole(kv, "round", round);
         for (i = 0; i < SEQS; i++) {
@@ -957,7 +969,9 @@ TEST(batch_over_many_pages) {
 }
 
 /* >>input types and strides */
-static uint16_t as_type(tkv_type type, float x) { return type == TKV_TYPE_F16 ? f16_of(x) : bf16_of(x); }
+static uint16_t round_to_half(tkv_type type, float x) {
+    return type == TKV_TYPE_F16 ? f16_of(x) : bf16_of(x);
+}
 
 TEST(input_types_and_strides) {
     static float k_wide[N_WIDE * K_TOKEN], v_wide[N_WIDE * V_TOKEN];
@@ -983,7 +997,7 @@ TEST(input_types_and_strides) {
                         for (i = 0; i < DIM; i++) {
                             float *x = &k_want[t * K_ROW + h * DIM + i];
                             if (kt) {
-                                uint16_t u = as_type((tkv_type)kt, *x);
+                                uint16_t u = round_to_half((tkv_type)kt, *x);
                                 k_half[t * k_token + h * k_head + i] = u;
                                 *x = kt == 1 ? float_of_f16(u) : float_of_bf16(u);
                             }
@@ -992,7 +1006,7 @@ TEST(input_types_and_strides) {
                         for (i = 0; i < V_DIM; i++) {
                             float *x = &v_want[t * V_ROW + h * V_DIM + i];
                             if (vt) {
-                                uint16_t u = as_type((tkv_type)vt, *x);
+                                uint16_t u = round_to_half((tkv_type)vt, *x);
                                 v_half[t * v_token + h * v_head + i] = u;
                                 *x = vt == 1 ? float_of_f16(u) : float_of_bf16(u);
                             }
@@ -1032,7 +1046,7 @@ TEST(input_types_and_strides) {
             }
 }
 
-/* >>values that are not numbers, and numbers that are too large */
+/* >>NaN, infinity, and values beyond float16 */
 TEST(nonfinite_and_overflow) {
     static const uint32_t bad[] = {0x7fc00000u, 0xffc00001u, 0x7f800001u, 0x7f800000u, 0xff800000u};
     static const float saturated[] = {0.0f, 0.0f, 0.0f, 65504.0f, -65504.0f};
@@ -1052,7 +1066,7 @@ TEST(nonfinite_and_overflow) {
                     x = side ? &v_in[at ? 5 * V_ROW - 1 : 0] : &k_in[at ? 5 * K_ROW - 1 : 0];
                     *x = tkv_test_float(bad[i]);
                     before = snapshot_of(kv);
-                    refused(kv, tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_ERR_NONFINITE, "NaN", &before);
+                    check_refusal(kv, tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_ERR_NONFINITE, "NaN", &before);
                     tkv_destroy(kv);
                     cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
                     kv = make(&cfg);
@@ -1063,12 +1077,12 @@ TEST(nonfinite_and_overflow) {
                     CHECK_NEAR(k_out[1], as_stored((tkv_format)hot, k_in[1]), 0);
                     tkv_destroy(kv);
                 }
-    { /* finite, but beyond half floats */
+    { /* finite values beyond float16 */
         tkv_config cfg = config(1, 1);
         tkv_cache *kv = make(&cfg);
         rows_of(1, 0, 0, 200, k_in, v_in);
         k_in[0] = 1e6f, k_in[1] = -3e38f, k_in[2] = 65504.0f, k_in[3] = 65520.0f, v_in[0] = -70000.0f;
-        k_in[100 * K_ROW] = 1e30f, v_in[100 * V_ROW] = -1e30f; /* goes through warm and archive */
+        k_in[100 * K_ROW] = 1e30f, v_in[100 * V_ROW] = -1e30f; /* token 100 goes through warm and archive */
         CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 200), TKV_OK);
         CHECK_EQ(tkv_read(kv, 0, 0, 0, 200, k_out, v_out), TKV_OK);
         CHECK(k_out[0] == 65504.0f && k_out[1] == -65504.0f && k_out[2] == 65504.0f && k_out[3] == 65504.0f);
@@ -1076,7 +1090,7 @@ TEST(nonfinite_and_overflow) {
         CHECK(k_out[100 * K_ROW] == 65504.0f && v_out[100 * V_ROW] == -65504.0f);
         CHECK_EQ(feed_all(kv, 0, 1, 1000, 1), TKV_OK);
         CHECK_EQ(tkv_read(kv, 0, 0, 0, 1200, k_out, v_out), TKV_OK);
-        /* a scale is rounded to half precision, and the largest value with it */
+        /* scales are rounded to float16, so decoded values can lie slightly beyond 65504 */
         for (i = 0; i < 1200 * K_ROW; i++) CHECK(k_out[i] >= -65568.0f && k_out[i] <= 65568.0f);
         for (i = 0; i < 1200 * V_ROW; i++) CHECK(v_out[i] >= -65568.0f && v_out[i] <= 65568.0f);
         CHECK_NEAR(k_out[100 * K_ROW], 65504.0f, 100.0);
@@ -1096,10 +1110,10 @@ TEST(limits) {
     CHECK_STR(tkv_get_last_error(kv), "");
     CHECK_STR(tkv_get_last_error(NULL), "");
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 0, 0, 1, 31), TKV_ERR_CAPACITY, "max_append leaves room for 30", &before);
+    check_refusal(kv, feed(kv, 0, 0, 1, 31), TKV_ERR_CAPACITY, "max_append leaves room for 30", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 30), TKV_OK);
     CHECK_STR(tkv_get_last_error(kv), "");
-    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0); /* layer 1 has none yet */
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0); /* layer 1 has no tokens yet */
     CHECK_EQ(tkv_get_length(kv, 0, 0), 30);
     CHECK_EQ(tkv_get_length(kv, 0, 1), 0);
     CHECK_EQ(feed(kv, 0, 1, 1, 11), TKV_OK);
@@ -1107,37 +1121,37 @@ TEST(limits) {
     CHECK_EQ(feed(kv, 0, 1, 1, 19), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 30);
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 0, 0, 1, -1), TKV_ERR_ARG, "-1", &before);
+    check_refusal(kv, feed(kv, 0, 0, 1, -1), TKV_ERR_ARG, "-1", &before);
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 2, 0, 1, 1), TKV_ERR_ARG, "2", &before);
+    check_refusal(kv, feed(kv, 2, 0, 1, 1), TKV_ERR_ARG, "2", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_append(kv, 0, 2, k_in, v_in, 1), TKV_ERR_ARG, "2", &before);
+    check_refusal(kv, tkv_append(kv, 0, 2, k_in, v_in, 1), TKV_ERR_ARG, "2", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_append(kv, 0, -1, k_in, v_in, 1), TKV_ERR_ARG, "-1", &before);
+    check_refusal(kv, tkv_append(kv, 0, -1, k_in, v_in, 1), TKV_ERR_ARG, "-1", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_append(kv, 0, 0, k_in, NULL, 1), TKV_ERR_ARG, "v", &before);
+    check_refusal(kv, tkv_append(kv, 0, 0, k_in, NULL, 1), TKV_ERR_ARG, "v", &before);
     CHECK_EQ(tkv_append(kv, 0, 0, NULL, NULL, 0), TKV_OK);
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     CHECK_EQ(feed(kv, 0, 0, 1, 20), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 0, 0, 1, 11), TKV_ERR_CAPACITY, "max_append leaves room for 10", &before);
-    CHECK_EQ(feed(kv, 0, 1, 1, 30), TKV_OK); /* each layer has its own room */
+    check_refusal(kv, feed(kv, 0, 0, 1, 11), TKV_ERR_CAPACITY, "max_append leaves room for 10", &before);
+    CHECK_EQ(feed(kv, 0, 1, 1, 30), TKV_OK); /* each layer has its own limit */
     CHECK_EQ(feed(kv, 0, 0, 1, 10), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_append leaves room for 0", &before);
-    CHECK_EQ(feed(kv, 1, 0, 1, 30), TKV_OK); /* and each sequence */
+    check_refusal(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_append leaves room for 0", &before);
+    CHECK_EQ(feed(kv, 1, 0, 1, 30), TKV_OK); /* each sequence has its own limit */
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
     CHECK_EQ(feed_all(kv, 0, 1, 139, 30), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 199);
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 0, 0, 1, 2), TKV_ERR_CAPACITY, "max_tokens leaves room for 1", &before);
+    check_refusal(kv, feed(kv, 0, 0, 1, 2), TKV_ERR_CAPACITY, "max_tokens leaves room for 1", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 1), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_tokens leaves room for 0", &before);
-    CHECK_EQ(tkv_seq_truncate(kv, 0, 190), TKV_OK); /* room again */
+    check_refusal(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_tokens leaves room for 0", &before);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 190), TKV_OK); /* the truncation leaves room for 10 */
     CHECK_EQ(feed_all(kv, 0, 1, 10, 10), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 200);
-    for (i = -3; i < 5; i++) { /* lengths of what is not there are 0 */
+    for (i = -3; i < 5; i++) { /* unknown sequences and layers have length 0 */
         if (i < 0 || i > 1) CHECK_EQ(tkv_get_length(kv, i, TKV_ALL_LAYERS), 0);
         if ((i < 0 && i != TKV_ALL_LAYERS) || i > 1) CHECK_EQ(tkv_get_length(kv, 0, i), 0);
     }
@@ -1148,7 +1162,7 @@ TEST(limits) {
 }
 
 /* >>steps */
-/* tkv_seq_abort gives back what tkv_seq_begin left, to the bit, whatever the step did. */
+/* tkv_seq_abort restores what tkv_seq_begin left, bit for bit. */
 TEST(abort_restores) {
     tkv_rng rng = tkv_rng_seed(3);
     int round, rounds = tkv_test_quick() ? 12 : 120;
@@ -1157,14 +1171,14 @@ TEST(abort_restores) {
         tkv_config cfg = round % 2 ? config_f32(3, 2) : config(3, 2);
         tkv_cache *kv;
         snapshot before;
-        int before_n = round < 4 ? round : tkv_rng_below(&rng, 400), layer, i, left;
+        int n_before = round < 4 ? round : tkv_rng_below(&rng, 400), layer, i, left;
         cfg.host.allocator = counting_allocator_of(&p);
         cfg.tiers.hot_tokens = round % 5 == 0 ? TKV_OFF : 1 + tkv_rng_below(&rng, 80);
         cfg.tiers.sink_tokens = round % 7 == 0 ? TKV_OFF : 1 + tkv_rng_below(&rng, 64);
         cfg.model.window = round % 3 == 0 ? 1 + tkv_rng_below(&rng, 100) : 0;
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 1, 9, 100, 37), TKV_OK);
-        CHECK_EQ(feed_all(kv, 0, 1, before_n, 41), TKV_OK);
+        CHECK_EQ(feed_all(kv, 0, 1, n_before, 41), TKV_OK);
         if (round % 4 == 1) CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
         for (i = 0; i < 3; i++) {
             CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
@@ -1179,30 +1193,30 @@ TEST(abort_restores) {
             CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
             unchanged(kv, &before, "abort");
         }
-        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* and it still works */
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* another step works */
         CHECK_EQ(feed_all(kv, 0, 1, 70, 33), TKV_OK);
         CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
-        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), before_n + 70);
-        reads_as(kv, 0, 1, 1, before_n, 70, round % 2 ? TKV_F32 : TKV_F16);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n_before + 70);
+        reads_as(kv, 0, 1, 1, n_before, 70, round % 2 ? TKV_F32 : TKV_F16);
         whole(kv, "after", round);
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
     }
 }
 
-/* A committed step leaves what the same appends without a step leave. */
+/* A committed step equals the same appends without a step. */
 TEST(steps_equal_appends) {
     tkv_config cfg = config(2, 1);
     tkv_cache *kv = make(&cfg), *plain = make(&cfg);
     tkv_rng rng = tkv_rng_seed(8);
     int step, layer;
     for (step = 0; step < 40; step++) {
-        int n = 1 + tkv_rng_below(&rng, 60), cut = tkv_rng_below(&rng, n);
+        int n = 1 + tkv_rng_below(&rng, 60), first_part = tkv_rng_below(&rng, n);
         snapshot a, b;
         CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-        for (layer = 0; layer < 2; layer++) { /* in two parts: nothing moves between them */
-            CHECK_EQ(feed(kv, 0, layer, 1, cut), TKV_OK);
-            CHECK_EQ(feed(kv, 0, layer, 1, n - cut), TKV_OK);
+        for (layer = 0; layer < 2; layer++) { /* in two parts; no token changes its tier between them */
+            CHECK_EQ(feed(kv, 0, layer, 1, first_part), TKV_OK);
+            CHECK_EQ(feed(kv, 0, layer, 1, n - first_part), TKV_OK);
             CHECK_EQ(feed(plain, 0, layer, 1, n), TKV_OK);
         }
         a = snapshot_of(kv);
@@ -1223,35 +1237,36 @@ TEST(steps_out_of_order) {
     tkv_config cfg = config(2, 2);
     tkv_cache *kv = make(&cfg);
     snapshot before = snapshot_of(kv);
-    refused(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
+    check_refusal(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_abort(kv, 0), TKV_ERR_STATE, "no step", &before);
+    check_refusal(kv, tkv_seq_abort(kv, 0), TKV_ERR_STATE, "no step", &before);
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK); /* an empty step is a step */
+    CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK); /* an empty step is allowed */
     CHECK_EQ(feed_all(kv, 0, 1, 80, 80), TKV_OK);
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     CHECK_STR(tkv_get_last_error(kv), "");
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_begin(kv, 0), TKV_ERR_STATE, "open", &before);
+    check_refusal(kv, tkv_seq_begin(kv, 0), TKV_ERR_STATE, "open", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_ERR_STATE, "open", &before);
+    check_refusal(kv, tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_ERR_STATE, "open", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_truncate(kv, 0, 79), TKV_ERR_STATE, "open", &before);
+    check_refusal(kv, tkv_seq_truncate(kv, 0, 79), TKV_ERR_STATE, "open", &before);
     CHECK_EQ(feed(kv, 0, 0, 1, 5), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before); /* uneven; the step stays open */
+    /* lengths of layers differ; the step stays open */
+    check_refusal(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before);
     CHECK_EQ(feed(kv, 0, 1, 1, 4), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before);
+    check_refusal(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before);
     CHECK_EQ(feed(kv, 0, 1, 1, 1), TKV_OK);
-    CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK); /* another sequence's step is its own affair */
+    CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK); /* steps of two sequences are independent */
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 85);
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* ends the step as well */
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* a reset ends the step */
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
+    check_refusal(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
     CHECK_EQ(tkv_seq_begin(kv, 5), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_commit(kv, -1), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_abort(kv, 2), TKV_ERR_ARG);
@@ -1262,27 +1277,28 @@ TEST(steps_out_of_order) {
 }
 
 /* >>reservations */
-/* n tokens to every layer, layers and chunk sizes mixed at random. */
-static tkv_status feed_mixed(tkv_cache *kv, int seq, int id, int n, tkv_rng *rng) {
+/* Appends n tokens to every layer, in random chunks and a random order of layers. */
+static tkv_status feed_in_random_order(tkv_cache *kv, int seq, int id, int n, tkv_rng *rng) {
     int layers = last_config.model.n_layers, goal = tkv_get_length(kv, seq, TKV_ALL_LAYERS) + n,
-        left = layers, layer;
-    while (left > 0) {
-        int have, some;
+        n_unfinished = layers, layer;
+    while (n_unfinished > 0) {
+        int len, chunk;
         tkv_status st;
         layer = tkv_rng_below(rng, layers);
-        have = tkv_get_length(kv, seq, layer);
-        if (have >= goal) {
-            for (left = layer = 0; layer < layers; layer++) left += tkv_get_length(kv, seq, layer) < goal;
+        len = tkv_get_length(kv, seq, layer);
+        if (len >= goal) {
+            for (n_unfinished = layer = 0; layer < layers; layer++)
+                n_unfinished += tkv_get_length(kv, seq, layer) < goal;
             continue;
         }
-        some = 1 + tkv_rng_below(rng, goal - have);
-        st = feed(kv, seq, layer, id, some);
+        chunk = 1 + tkv_rng_below(rng, goal - len);
+        st = feed(kv, seq, layer, id, chunk);
         if (st) return st;
     }
     return TKV_OK;
 }
 
-static tkv_config config_random(tkv_rng *rng, int layers, int seqs) {
+static tkv_config make_random_config(tkv_rng *rng, int layers, int seqs) {
     static const int hots[] = {0, TKV_OFF, 1, 64, 130, TKV_UNLIMITED},
                      warms[] = {0, TKV_OFF, 64, 100, TKV_UNLIMITED};
     static const int sinks[] = {0, TKV_OFF, 1, 64, 30}, windows[] = {0, 0, 0, 1, 90, 300};
@@ -1294,30 +1310,30 @@ static tkv_config config_random(tkv_rng *rng, int layers, int seqs) {
     return cfg;
 }
 
-TEST(reserve_holds) {
+TEST(reserved_appends_succeed) {
     tkv_rng rng = tkv_rng_seed(2024);
     int round, rounds = tkv_test_quick() ? 40 : 400;
     for (round = 0; round < rounds; round++) {
         counting_allocator p;
-        tkv_config cfg = config_random(&rng, 1 + tkv_rng_below(&rng, 3), 2);
+        tkv_config cfg = make_random_config(&rng, 1 + tkv_rng_below(&rng, 3), 2);
         tkv_cache *kv;
-        int before_n = tkv_rng_below(&rng, 3) ? tkv_rng_below(&rng, 900) : 0, n, step = round % 3 == 0;
+        int n_before = tkv_rng_below(&rng, 3) ? tkv_rng_below(&rng, 900) : 0, n, step = round % 3 == 0;
         tkv_status st;
         cfg.host.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 1, 5, tkv_rng_below(&rng, 200), 61), TKV_OK);
-        CHECK_EQ(feed_all(kv, 0, 1, before_n, 1 + tkv_rng_below(&rng, 300)), TKV_OK);
+        CHECK_EQ(feed_all(kv, 0, 1, n_before, 1 + tkv_rng_below(&rng, 300)), TKV_OK);
         n = tkv_rng_below(&rng, 4) ? 1 + tkv_rng_below(&rng, 512) : 1 + tkv_rng_below(&rng, 5);
         CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
         CHECK_STR(tkv_get_last_error(kv), "");
         whole(kv, "reserved", round);
         p.closed = 1;
         if (step) CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-        st = feed_mixed(kv, 0, 2, n, &rng);
-        CHECK_MSG(st == TKV_OK, "round %d: %d tokens at %d: %s", round, n, before_n, tkv_get_last_error(kv));
+        st = feed_in_random_order(kv, 0, 2, n, &rng);
+        CHECK_MSG(st == TKV_OK, "round %d: %d tokens at %d: %s", round, n, n_before, tkv_get_last_error(kv));
         if (step) CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         whole(kv, "used", round);
-        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), before_n + n);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n_before + n);
         p.closed = 0;
         CHECK_EQ(feed_all(kv, 0, 1, 100, 100), TKV_OK);
         tkv_destroy(kv);
@@ -1325,35 +1341,35 @@ TEST(reserve_holds) {
     }
 }
 
-/* Others take what they can get, until the allocator is dry; the reserved room is still there. */
-TEST(reserve_is_not_eaten_by_others) {
+/* Other sequences append until the allocator refuses. The reserved memory stays available. */
+TEST(reservation_not_used_by_other_sequences) {
     tkv_rng rng = tkv_rng_seed(9);
     int round, rounds = tkv_test_quick() ? 10 : 80;
     for (round = 0; round < rounds; round++) {
         counting_allocator p;
-        tkv_config cfg = config_random(&rng, 2, 3);
+        tkv_config cfg = make_random_config(&rng, 2, 3);
         tkv_cache *kv;
         tkv_status st = TKV_OK;
-        int n = 1 + tkv_rng_below(&rng, 300), i, full = 0;
+        int n = 1 + tkv_rng_below(&rng, 300), i, n_refused = 0;
         cfg.host.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
         for (i = 0; i < 3; i++) CHECK_EQ(feed_all(kv, i, i, tkv_rng_below(&rng, 300), 64), TKV_OK);
         CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
-        for (i = 0; i < 10; i++) { /* with an allocator that works, others leave it alone */
+        for (i = 0; i < 10; i++) { /* while the allocator gives memory, others do not use the reservation */
             CHECK_EQ(feed_all(kv, 1 + i % 2, i, 1 + tkv_rng_below(&rng, 60), 64), TKV_OK);
             if (i == 5) CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_FULL), TKV_OK);
         }
         p.closed = 1;
-        for (i = 0; i < 400 && full < 2; i++) {
-            full = 0;
-            full += feed(kv, 1, i % 2, 1, 20) == TKV_ERR_NOMEM;
-            full += feed(kv, 2, i % 2, 1, 20) == TKV_ERR_NOMEM;
+        for (i = 0; i < 400 && n_refused < 2; i++) {
+            n_refused = 0;
+            n_refused += feed(kv, 1, i % 2, 1, 20) == TKV_ERR_NOMEM;
+            n_refused += feed(kv, 2, i % 2, 1, 20) == TKV_ERR_NOMEM;
             if (tkv_get_length(kv, 1, 0) > 1500 || tkv_get_length(kv, 2, 0) > 1500) break;
         }
-        CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK); /* what one gives back, the other may have */
+        CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK); /* sequence 1 may use what a reset releases */
         for (i = 0; i < 400 && !feed(kv, 1, i % 2, 1, 20); i++) {}
-        whole(kv, "dry", round);
-        st = feed_mixed(kv, 0, 0, n, &rng);
+        whole(kv, "out of memory", round);
+        st = feed_in_random_order(kv, 0, 0, n, &rng);
         CHECK_MSG(st == TKV_OK, "round %d: %d tokens: %s", round, n, tkv_get_last_error(kv));
         whole(kv, "used", round);
         tkv_destroy(kv);
@@ -1361,15 +1377,16 @@ TEST(reserve_is_not_eaten_by_others) {
     }
 }
 
-/* A batch that holds the sequence with the reservation and others: theirs comes from elsewhere. */
-TEST(reserve_is_not_eaten_in_a_batch) {
+/* A batch has the sequence with the reservation and another one. The other one must not use the
+ * reservation. */
+TEST(reservation_not_used_by_other_rows) {
     int empty;
     for (empty = 0; empty < 2; empty++) {
         counting_allocator p;
         tkv_config cfg = config(1, 2);
         tkv_cache *kv;
         tkv_rows rows[2];
-        tkv_append_params a = batch_of(0, rows, 2);
+        tkv_append_params a = make_batch_params(0, rows, 2);
         tkv_status st;
         cfg.host.allocator = counting_allocator_of(&p);
         kv = make(&cfg);
@@ -1381,19 +1398,19 @@ TEST(reserve_is_not_eaten_in_a_batch) {
         rows[0].n = empty ? 0 : 1;
         rows[1].seq = 1;
         rows[1].n = 500;
-        batch_rows(kv, 0, rows, 2);
+        fill_batch(kv, 0, rows, 2);
         st = tkv_append_ex(kv, &a);
         CHECK_MSG(st == TKV_ERR_NOMEM, "the other's 500 tokens came out of the reservation: %s",
                   tkv_get_status_text(st));
-        p.closed = st != TKV_OK; /* one failure is enough */
+        p.closed = st != TKV_OK; /* after a failed check, the next one gets memory */
         while (tkv_get_length(kv, 0, TKV_ALL_LAYERS) < 68 + 512 && !(st = feed(kv, 0, 0, 0, 1))) {}
         CHECK_MSG(st == TKV_OK, "at %d: %s", tkv_get_length(kv, 0, TKV_ALL_LAYERS), tkv_get_last_error(kv));
         tkv_destroy(kv);
     }
 }
 
-/* More than was reserved, in one layer: the other layers' part is theirs. */
-TEST(reserve_is_not_eaten_by_another_layer) {
+/* Layer 0 appends more than was reserved. The memory reserved for layer 1 stays available. */
+TEST(reservation_not_used_by_other_layers) {
     counting_allocator p;
     tkv_config cfg = config(2, 1);
     tkv_cache *kv;
@@ -1411,11 +1428,16 @@ TEST(reserve_is_not_eaten_by_another_layer) {
     tkv_destroy(kv);
 }
 
-/* Held until the tokens are there or the sequence is reset: not lost by other calls on the way. */
-TEST(reserve_survives) {
-    static const char *const how[] = {
-        "nothing", "a smaller reservation",  "an abort of part of it",      "an abort of all of it",
-        "a cut",   "a flush of what is due", "a failed larger reservation", "a reset of another"};
+/* A reservation lasts until its tokens are appended or the sequence is reset. Other calls do not end it. */
+TEST(reservation_survives_other_calls) {
+    static const char *const how[] = {"nothing",
+                                      "a smaller reservation",
+                                      "an abort of part of it",
+                                      "an abort of all of it",
+                                      "a truncation",
+                                      "a flush of due blocks",
+                                      "a failed larger reservation",
+                                      "a reset of another sequence"};
     int i;
     for (i = 0; i < COUNT(how); i++) {
         counting_allocator p;
@@ -1467,17 +1489,17 @@ TEST(reserve_limits) {
     kv = make(&cfg);
     empty = p.held;
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_reserve(kv, 0, 101), TKV_ERR_ARG, "101", &before);
+    check_refusal(kv, tkv_seq_reserve(kv, 0, 101), TKV_ERR_ARG, "101", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_reserve(kv, 0, 0), TKV_ERR_ARG, "0", &before);
+    check_refusal(kv, tkv_seq_reserve(kv, 0, 0), TKV_ERR_ARG, "0", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_reserve(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
+    check_refusal(kv, tkv_seq_reserve(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_reserve(kv, 2, 1), TKV_ERR_ARG, "2", &before);
+    check_refusal(kv, tkv_seq_reserve(kv, 2, 1), TKV_ERR_ARG, "2", &before);
     CHECK_EQ(tkv_seq_reserve(NULL, 0, 1), TKV_ERR_ARG);
     p.closed = 1;
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_reserve(kv, 0, 100), TKV_ERR_NOMEM, "100", &before);
+    check_refusal(kv, tkv_seq_reserve(kv, 0, 100), TKV_ERR_NOMEM, "100", &before);
     p.closed = 0;
     CHECK_EQ(tkv_seq_reserve(kv, 0, 100), TKV_OK);
     CHECK(p.held > empty);
@@ -1486,10 +1508,10 @@ TEST(reserve_limits) {
     CHECK_EQ(m.total, p.held);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
-    CHECK_EQ(m.slack, m.total - m.tables - m.index - m.scratch); /* no token, no page with one */
+    CHECK_EQ(m.slack, m.total - m.tables - m.index - m.scratch); /* no page is in use */
     CHECK_EQ(feed_all(kv, 0, 0, 200, 100), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_reserve(kv, 0, 51), TKV_ERR_CAPACITY, "max_tokens leaves room for 50", &before);
+    check_refusal(kv, tkv_seq_reserve(kv, 0, 51), TKV_ERR_CAPACITY, "max_tokens leaves room for 50", &before);
     CHECK_EQ(tkv_seq_reserve(kv, 0, 50), TKV_OK);
     p.closed = 1;
     CHECK_EQ(feed_all(kv, 0, 0, 50, 7), TKV_OK);
@@ -1497,15 +1519,15 @@ TEST(reserve_limits) {
     CHECK_EQ(p.held, 0);
 }
 
-/* >>cuts */
-/* First length that a plain history (appends of `chunk`) must keep: whatever the tail does not hold. */
-static int must_stay(plan p, int n, int due) {
-    tkv_layer_info e = expected(p, n, due);
+/* >>truncation */
+/* The shortest length that a truncation may leave: sinks and coded tokens, or 0 if no token is coded. */
+static int min_length(plan p, int n, int chunk_start) {
+    tkv_layer_info e = predict_tiers(p, n, chunk_start);
     int coded = e.tokens[TKV_TIER_WARM] + e.tokens[TKV_TIER_ARCHIVE];
-    return coded ? length_of(p.sink, 4) + coded : 0;
+    return coded ? resolve_length(p.sink, 4) + coded : 0;
 }
 
-TEST(truncate_of_the_tail) {
+TEST(truncate_the_tail) {
     tkv_rng rng = tkv_rng_seed(31);
     int i, round, rounds = tkv_test_quick() ? 3 : 12;
     for (i = 0; i < COUNT(plans); i++)
@@ -1513,7 +1535,7 @@ TEST(truncate_of_the_tail) {
             tkv_config cfg = config(2, 1);
             tkv_cache *kv;
             int n = 1 + tkv_rng_below(&rng, 900), chunk = round % 2 ? 1 : 1 + tkv_rng_below(&rng, 200);
-            int due = (n - 1) / chunk * chunk, must = must_stay(plans[i], n, due), keep;
+            int chunk_start = (n - 1) / chunk * chunk, shortest = min_length(plans[i], n, chunk_start), keep;
             char number[16];
             snapshot before;
             cfg.tiers.sink_tokens = plans[i].sink;
@@ -1521,76 +1543,77 @@ TEST(truncate_of_the_tail) {
             cfg.tiers.warm_tokens = plans[i].warm;
             kv = make(&cfg);
             CHECK_EQ(feed_all(kv, 0, 1, n, chunk), TKV_OK);
-            CHECK_EQ(tkv_seq_truncate(kv, 0, n + 5), TKV_OK); /* nothing to cut */
+            CHECK_EQ(tkv_seq_truncate(kv, 0, n + 5), TKV_OK); /* nothing to truncate */
             CHECK_EQ(tkv_seq_truncate(kv, 0, n), TKV_OK);
             CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
-            if (must) {
-                snprintf(number, sizeof number, "%d must", must);
+            if (shortest) {
+                snprintf(number, sizeof number, "%d must", shortest);
                 before = snapshot_of(kv);
-                refused(kv, tkv_seq_truncate(kv, 0, must - 1), TKV_ERR_INEXACT, number, &before);
+                check_refusal(kv, tkv_seq_truncate(kv, 0, shortest - 1), TKV_ERR_INEXACT, number, &before);
                 before = snapshot_of(kv);
-                refused(kv, tkv_seq_truncate(kv, 0, 0), TKV_ERR_INEXACT, number, &before);
+                check_refusal(kv, tkv_seq_truncate(kv, 0, 0), TKV_ERR_INEXACT, number, &before);
             }
             before = snapshot_of(kv);
-            refused(kv, tkv_seq_truncate(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
-            CHECK(must <= at_least_0(n - length_of(plans[i].hot, 64))); /* hot_tokens can be cut */
-            keep = must + tkv_rng_below(&rng, n - must + 1);
+            check_refusal(kv, tkv_seq_truncate(kv, 0, -1), TKV_ERR_ARG, "-1", &before);
+            /* the last hot_tokens can be truncated */
+            CHECK(shortest <= at_least_0(n - resolve_length(plans[i].hot, 64)));
+            keep = shortest + tkv_rng_below(&rng, n - shortest + 1);
             rows_of(1, 0, 0, n, k_want, v_want);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, n, k_want, v_want), TKV_OK);
             CHECK_EQ(tkv_seq_truncate(kv, 0, keep), TKV_OK);
-            whole(kv, "cut to", keep);
+            whole(kv, "truncated to", keep);
             CHECK_EQ(tkv_get_length(kv, 0, 0), keep);
             CHECK_EQ(tkv_get_length(kv, 0, 1), keep);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, keep, k_out, v_out), TKV_OK);
             CHECK_MEM(k_out, k_want, (size_t)(keep * K_ROW) * sizeof(float));
             CHECK_MEM(v_out, v_want, (size_t)(keep * V_ROW) * sizeof(float));
-            CHECK_EQ(tkv_seq_truncate(kv, 0, must), TKV_OK);
-            whole(kv, "cut to", must);
-            CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), must);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, shortest), TKV_OK);
+            whole(kv, "truncated to", shortest);
+            CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), shortest);
             tkv_destroy(kv);
         }
 }
 
-/* Tokens that were cut off and came back, as others, leave no trace. */
+/* Tokens that were truncated leave no trace in the tokens that follow. */
 TEST(truncate_and_append_again) {
     tkv_rng rng = tkv_rng_seed(13);
     int round, rounds = tkv_test_quick() ? 8 : 60;
     for (round = 0; round < rounds; round++) {
         tkv_config cfg = config(1, 1);
-        tkv_cache *kv, *never;
-        int n = 70 + tkv_rng_below(&rng, 700), cut = 1 + tkv_rng_below(&rng, round % 2 ? 64 : 5), i;
+        tkv_cache *kv, *reference;
+        int n = 70 + tkv_rng_below(&rng, 700), n_cut = 1 + tkv_rng_below(&rng, round % 2 ? 64 : 5), i;
         snapshot a, b;
         kv = make(&cfg);
-        never = make(&cfg);
+        reference = make(&cfg);
         CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
-        for (i = 0; i < 3; i++) { /* drafts that are thrown away */
-            CHECK_EQ(tkv_seq_truncate(kv, 0, n - cut), TKV_OK);
-            CHECK_EQ(feed_all(kv, 0, 100 + i, cut, 1), TKV_OK);
+        for (i = 0; i < 3; i++) { /* drafted tokens that are rejected */
+            CHECK_EQ(tkv_seq_truncate(kv, 0, n - n_cut), TKV_OK);
+            CHECK_EQ(feed_all(kv, 0, 100 + i, n_cut, 1), TKV_OK);
         }
-        CHECK_EQ(tkv_seq_truncate(kv, 0, n - cut), TKV_OK);
-        CHECK_EQ(feed_all(never, 0, 1, n - cut, 1), TKV_OK);
-        CHECK_EQ(feed_all(kv, 0, 2, cut + 1, 1), TKV_OK);
-        CHECK_EQ(feed_all(never, 0, 2, cut + 1, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, 0, n - n_cut), TKV_OK);
+        CHECK_EQ(feed_all(reference, 0, 1, n - n_cut, 1), TKV_OK);
+        CHECK_EQ(feed_all(kv, 0, 2, n_cut + 1, 1), TKV_OK);
+        CHECK_EQ(feed_all(reference, 0, 2, n_cut + 1, 1), TKV_OK);
         for (i = 0; i < 2; i++) {
             a = snapshot_of(kv);
-            b = snapshot_of(never);
-            CHECK_MSG(same_picture(&a, &b), "round %d: %d tokens, %d of them cut", round, n, cut);
+            b = snapshot_of(reference);
+            CHECK_MSG(same_picture(&a, &b), "round %d: %d tokens, %d of them truncated", round, n, n_cut);
             snapshot_free(&a);
             snapshot_free(&b);
             CHECK_EQ(feed_all(kv, 0, 3, 640, 1), TKV_OK); /* through all tiers */
-            CHECK_EQ(feed_all(never, 0, 3, 640, 1), TKV_OK);
+            CHECK_EQ(feed_all(reference, 0, 3, 640, 1), TKV_OK);
         }
         whole(kv, "round", round);
         tkv_destroy(kv);
-        tkv_destroy(never);
+        tkv_destroy(reference);
     }
 }
 
-/* Lengths of tiers that are no multiples of 64: after a cut the oldest blocks are younger than they were. */
-TEST(check_after_cut) {
+/* Tier lengths that are no multiples of 64. After a truncation, fewer tokens follow the oldest blocks. */
+TEST(check_after_truncation) {
     static const int warms[] = {100, 65, 63, 1, 130};
     int i, n, mode;
-    for (mode = 0; mode < 3; mode++) /* plain; after a full flush; with a block that was flushed short */
+    for (mode = 0; mode < 3; mode++) /* 1: after a full flush; 2: with a short block that was flushed */
         for (i = 0; i < COUNT(warms); i++)
             for (n = 200; n < 330; n += tkv_test_quick() ? 11 : 3) {
                 tkv_config cfg = config(1, 1);
@@ -1605,9 +1628,9 @@ TEST(check_after_cut) {
                 CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
                 CHECK_EQ(tkv_seq_truncate(kv, 0, info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE]),
                          TKV_OK);
-                whole(kv, "cut at", n);
+                whole(kv, "truncated at", n);
                 CHECK_EQ(feed_all(kv, 0, 1, 200, 1), TKV_OK);
-                whole(kv, "and on from", n);
+                whole(kv, "appended after", n);
                 tkv_destroy(kv);
             }
 }
@@ -1616,13 +1639,13 @@ TEST(reset) {
     counting_allocator p;
     tkv_config cfg = config(2, 3);
     tkv_cache *kv, *fresh;
-    size_t with_one;
+    size_t held_with_one_seq;
     tkv_memory_info before, after;
     snapshot a, b;
     cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 1, 1, 300, 100), TKV_OK);
-    with_one = p.held;
+    held_with_one_seq = p.held;
     CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
     CHECK_EQ(feed_all(kv, 0, 0, 700, 100), TKV_OK);
     CHECK_EQ(feed_all(kv, 2, 2, 700, 100), TKV_OK);
@@ -1635,13 +1658,13 @@ TEST(reset) {
     whole(kv, "reset", 0);
     CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
     CHECK_MEM(&after.tier, &before.tier, sizeof after.tier);
-    CHECK_EQ(after.slack, before.slack); /* pages went back; the tables stay grown */
-    CHECK(p.held - with_one == after.index - before.index);
+    CHECK_EQ(after.slack, before.slack); /* pages are released; tables that have grown stay */
+    CHECK(p.held - held_with_one_seq == after.index - before.index);
     b = snapshot_of_seq(kv, 1);
     CHECK(same_picture(&a, &b));
     snapshot_free(&a);
     snapshot_free(&b);
-    CHECK_EQ(feed_all(kv, 0, 3, 400, 1), TKV_OK); /* as if it had never been anything else */
+    CHECK_EQ(feed_all(kv, 0, 3, 400, 1), TKV_OK); /* equals a new sequence */
     fresh = make(&cfg);
     CHECK_EQ(feed_all(fresh, 0, 3, 400, 1), TKV_OK);
     a = snapshot_of_seq(kv, 0);
@@ -1650,7 +1673,7 @@ TEST(reset) {
     snapshot_free(&a);
     snapshot_free(&b);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* of what is empty */
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the sequence is empty */
     CHECK_EQ(tkv_seq_reset(kv, 3), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_reset(kv, -1), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_reset(NULL, 0), TKV_ERR_ARG);
@@ -1666,7 +1689,7 @@ TEST(flush_due) {
         for (n = 0; n < 700; n += tkv_test_quick() ? 99 : 23) {
             tkv_config cfg = config(2, 1);
             tkv_cache *kv;
-            tkv_layer_info want = expected(plans[i], n, n);
+            tkv_layer_info want = predict_tiers(plans[i], n, n);
             snapshot before;
             cfg.tiers.sink_tokens = plans[i].sink;
             cfg.tiers.hot_tokens = plans[i].hot;
@@ -1674,13 +1697,13 @@ TEST(flush_due) {
             kv = make(&cfg);
             CHECK_EQ(feed_all(kv, 0, 1, n, 300), TKV_OK);
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
-            counts_are(kv, 0, 0, &want, "flushed", n);
-            counts_are(kv, 0, 1, &want, "flushed", n);
+            check_tier_counts(kv, 0, 0, &want, "flushed", n);
+            check_tier_counts(kv, 0, 1, &want, "flushed", n);
             before = snapshot_of(kv);
-            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* once is enough */
+            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* the second flush changes nothing */
             unchanged(kv, &before, "flushed twice");
             before = snapshot_of(kv);
-            CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* does the same */
+            CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* tkv_seq_begin flushes, too */
             unchanged(kv, &before, "flushed and begun");
             tkv_destroy(kv);
         }
@@ -1694,7 +1717,8 @@ TEST(flush_full_and_all) {
                 tkv_config cfg = config(1, 1);
                 tkv_cache *kv;
                 tkv_layer_info got;
-                int sink = length_of(plans[i].sink, 4), warm = length_of(plans[i].warm, 448), from, t;
+                int sink = resolve_length(plans[i].sink, 4), warm = resolve_length(plans[i].warm, 448), from,
+                    t;
                 int rest = at_least_0(n - sink), tail = rest % BLOCK,
                     blocks = rest / BLOCK + (mode == 2 && tail);
                 snapshot before;
@@ -1703,7 +1727,7 @@ TEST(flush_full_and_all) {
                 cfg.tiers.warm_tokens = plans[i].warm;
                 kv = make(&cfg);
                 CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
-                if (plans[i].hot == TKV_UNLIMITED) { /* an exact cache stays one */
+                if (plans[i].hot == TKV_UNLIMITED) { /* all tokens stay exact */
                     before = snapshot_of(kv);
                     CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
                     unchanged(kv, &before, "flush of an exact cache");
@@ -1717,7 +1741,7 @@ TEST(flush_full_and_all) {
                 CHECK_EQ(got.tokens[TKV_TIER_HOT], n - rest + (mode == 2 ? 0 : tail));
                 CHECK_EQ(got.tokens[TKV_TIER_HOT] + got.tokens[TKV_TIER_WARM] + got.tokens[TKV_TIER_ARCHIVE],
                          n);
-                /* the newest warm_tokens of them are warm: a block that ends inside is not older */
+                /* a block is archived if at least warm_tokens tokens follow it */
                 for (from = sink + BLOCK, t = 0; from <= n; from += BLOCK) t += n - from >= warm;
                 CHECK_EQ(got.blocks[TKV_TIER_ARCHIVE], t + (mode == 2 && tail && warm == 0));
                 before = snapshot_of(kv);
@@ -1727,25 +1751,25 @@ TEST(flush_full_and_all) {
                     tkv_destroy(kv);
                     continue;
                 }
-                if (mode == 2 && tail) { /* the short block, coded as such */
+                if (mode == 2 && tail) { /* the short block is encoded with its `tail` tokens */
                     int hot_k = TKV_F16;
                     rows_of(1, 0, 0, n, k_want, v_want);
                     for (t = 0; t < n * K_ROW; t++) k_want[t] = as_stored((tkv_format)hot_k, k_want[t]);
                     for (t = 0; t < n * V_ROW; t++) v_want[t] = as_stored((tkv_format)hot_k, v_want[t]);
                     from = n - tail;
-                    if (warm) through(TKV_KIVI4, TKV_KIVI4, 64, from, tail);
-                    else through(TKV_KIVI2, TKV_KIVI2, 64, from, tail);
+                    if (warm) encode_and_decode(TKV_KIVI4, TKV_KIVI4, 64, from, tail);
+                    else encode_and_decode(TKV_KIVI2, TKV_KIVI2, 64, from, tail);
                     CHECK_EQ(tkv_read(kv, 0, 0, from, tail, k_out, v_out), TKV_OK);
                     CHECK_MEM(k_out, k_want + from * K_ROW, (size_t)(tail * K_ROW) * sizeof(float));
                     CHECK_MEM(v_out, v_want + from * V_ROW, (size_t)(tail * V_ROW) * sizeof(float));
                     before = snapshot_of(kv);
-                    refused(kv, tkv_seq_truncate(kv, 0, n - 1), TKV_ERR_INEXACT, "must stay", &before);
+                    check_refusal(kv, tkv_seq_truncate(kv, 0, n - 1), TKV_ERR_INEXACT, "must stay", &before);
                 }
-                CHECK_EQ(feed_all(kv, 0, 2, 130, 1), TKV_OK); /* goes on in a block of its own */
-                reads_as(kv, 0, 0, 2, n + 130 - (length_of(plans[i].hot, 64) < 65 ? 1 : 65), 1, TKV_F16);
-                whole(kv, "and on", n);
+                CHECK_EQ(feed_all(kv, 0, 2, 130, 1), TKV_OK); /* the next token begins a new block */
+                reads_as(kv, 0, 0, 2, n + 130 - (resolve_length(plans[i].hot, 64) < 65 ? 1 : 65), 1, TKV_F16);
+                whole(kv, "appended after", n);
                 CHECK_EQ(feed_all(kv, 0, 2, 600, 100), TKV_OK);
-                whole(kv, "and on", n);
+                whole(kv, "appended after", n);
                 CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n + 730);
                 tkv_destroy(kv);
             }
@@ -1760,18 +1784,18 @@ TEST(flush_refusals) {
     cfg.host.allocator = counting_allocator_of(&p);
     cfg.tiers.hot_tokens = 1000;
     kv = make(&cfg);
-    CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK); /* nothing there */
+    CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK); /* nothing to flush */
     CHECK_EQ(feed_all(kv, 0, 1, 800, 100), TKV_OK);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_flush(kv, 0, (tkv_flush_mode)3), TKV_ERR_ARG, "mode", &before);
+    check_refusal(kv, tkv_seq_flush(kv, 0, (tkv_flush_mode)3), TKV_ERR_ARG, "mode", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_flush(kv, 0, (tkv_flush_mode)below), TKV_ERR_ARG, "mode", &before);
+    check_refusal(kv, tkv_seq_flush(kv, 0, (tkv_flush_mode)below), TKV_ERR_ARG, "mode", &before);
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_ERR_ARG, "1", &before);
+    check_refusal(kv, tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_ERR_ARG, "1", &before);
     CHECK_EQ(tkv_seq_flush(NULL, 0, TKV_FLUSH_ALL), TKV_ERR_ARG);
     p.closed = 1;
     before = snapshot_of(kv);
-    refused(kv, tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_ERR_NOMEM, "memory", &before);
+    check_refusal(kv, tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_ERR_NOMEM, "memory", &before);
     p.closed = 0;
     CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
     whole(kv, "flushed", 0);
@@ -1780,9 +1804,11 @@ TEST(flush_refusals) {
 }
 
 /* >>windows, layers that share, layers without a cache, layers with plans of their own */
-/* Attention of the newest tokens of two layers, the window given by hand. */
-static void same_attention(tkv_cache *a, int layer_a, tkv_cache *b, int layer_b, int n, int window) {
-    static float q[40 * 2 * KV_HEADS * DIM], one[40 * 2 * KV_HEADS * V_DIM], two[40 * 2 * KV_HEADS * V_DIM];
+/* Checks that two layers give the newest n tokens the same attention. The call for layer_b sets the
+ * window. */
+static void check_same_attention(tkv_cache *a, int layer_a, tkv_cache *b, int layer_b, int n, int window) {
+    static float q[40 * 2 * KV_HEADS * DIM], out_a[40 * 2 * KV_HEADS * V_DIM],
+        out_b[40 * 2 * KV_HEADS * V_DIM];
     tkv_attend_params p;
     tkv_rng rng = tkv_rng_seed(4);
     tkv_rng_fill(&rng, q, sizeof q / sizeof *q, 2.0);
@@ -1790,78 +1816,80 @@ static void same_attention(tkv_cache *a, int layer_a, tkv_cache *b, int layer_b,
     p.layer = layer_a;
     p.n = n;
     p.q = q;
-    p.out = one;
+    p.out = out_a;
     CHECK_EQ(tkv_attend_reference(a, &p), TKV_OK);
     p.layer = layer_b;
     p.window = window;
-    p.out = two;
+    p.out = out_b;
     CHECK_EQ(tkv_attend_reference(b, &p), TKV_OK);
-    CHECK_MEM(one, two, (size_t)(n * 2 * KV_HEADS * V_DIM) * sizeof(float));
+    CHECK_MEM(out_a, out_b, (size_t)(n * 2 * KV_HEADS * V_DIM) * sizeof(float));
 }
 
-TEST(windows_drop_what_nobody_sees) {
+TEST(windows_expire_old_tokens) {
     static const int windows[] = {1, 2, 63, 64, 65, 100, 300}, hots[] = {0, TKV_OFF, 1, 100, TKV_UNLIMITED};
     static const int sinks[] = {0, TKV_OFF, 64};
-    int i, j, s, most = tkv_test_quick() ? 180 : 460;
+    int i, j, s, longest = tkv_test_quick() ? 180 : 460;
     for (i = 0; i < COUNT(windows); i++)
         for (j = 0; j < COUNT(hots); j++)
             for (s = 0; s < COUNT(sinks); s++) {
-                tkv_config cfg = config_f32(1, 1), all = config_f32(1, 1);
-                tkv_cache *kv, *without = make(&all);
-                int n, chunk = j % 2 ? 1 : 7, hot = length_of(hots[j], 64), dropped = 0, t;
+                tkv_config cfg = config_f32(1, 1), no_window = config_f32(1, 1);
+                tkv_cache *kv, *reference = make(&no_window);
+                int n, chunk = j % 2 ? 1 : 7, hot = resolve_length(hots[j], 64), n_expired = 0, n_truncated;
                 tkv_tier tier;
                 cfg.model.window = windows[i];
                 cfg.tiers.hot_tokens = hots[j];
                 cfg.tiers.sink_tokens = sinks[s];
                 kv = make(&cfg);
                 if (hots[j] == TKV_UNLIMITED) hot = 64;
-                for (n = chunk; n <= most; n += chunk) {
+                for (n = chunk; n <= longest; n += chunk) {
                     tkv_layer_info info;
                     CHECK_EQ(feed(kv, 0, 0, 1, chunk), TKV_OK);
-                    CHECK_EQ(feed(without, 0, 0, 1, chunk), TKV_OK);
+                    CHECK_EQ(feed(reference, 0, 0, 1, chunk), TKV_OK);
                     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
-                    CHECK(info.expired >= dropped);
-                    dropped = info.expired;
-                    CHECK_EQ(dropped + info.tokens[0] + info.tokens[1] + info.tokens[2], n);
-                    /* after a cut of hot_tokens the next window is whole; what is older goes in blocks */
-                    CHECK_LE(dropped, at_least_0(n - chunk - hot - windows[i]));
-                    CHECK_LE(n - dropped, windows[i] + hot + BLOCK + chunk + length_of(sinks[s], 4));
+                    CHECK(info.expired >= n_expired);
+                    n_expired = info.expired;
+                    CHECK_EQ(n_expired + info.tokens[0] + info.tokens[1] + info.tokens[2], n);
+                    /* A truncation of hot_tokens must leave a complete window. Older tokens expire in
+                     * whole blocks. */
+                    CHECK_LE(n_expired, at_least_0(n - chunk - hot - windows[i]));
+                    CHECK_LE(n - n_expired, windows[i] + hot + BLOCK + chunk + resolve_length(sinks[s], 4));
                     if (n % 21 >= chunk) continue;
                     whole(kv, "window", n);
-                    same_attention(kv, 0, without, 0, chunk, windows[i]);
-                    if (dropped) {
-                        CHECK_EQ(tkv_read(kv, 0, 0, dropped - 1, 1, k_out, v_out), TKV_ERR_RANGE);
-                        CHECK_EQ(tier_of(kv, 0, 0, dropped - 1, &tier), TKV_ERR_RANGE);
-                        CHECK_EQ(tier_of(kv, 0, 0, dropped, &tier), TKV_OK);
+                    check_same_attention(kv, 0, reference, 0, chunk, windows[i]);
+                    if (n_expired) {
+                        CHECK_EQ(tkv_read(kv, 0, 0, n_expired - 1, 1, k_out, v_out), TKV_ERR_RANGE);
+                        CHECK_EQ(tier_of(kv, 0, 0, n_expired - 1, &tier), TKV_ERR_RANGE);
+                        CHECK_EQ(tier_of(kv, 0, 0, n_expired, &tier), TKV_OK);
                     }
-                    reads_as(kv, 0, 0, 1, dropped, n - dropped, TKV_F32);
+                    reads_as(kv, 0, 0, 1, n_expired, n - n_expired, TKV_F32);
                 }
                 n = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
-                t = hots[j] == TKV_UNLIMITED ? 64 : hot;
-                if (t > n) t = n;
-                CHECK_EQ(tkv_seq_truncate(kv, 0, n - t), TKV_OK); /* hot_tokens, at any time */
+                n_truncated = hots[j] == TKV_UNLIMITED ? 64 : hot;
+                if (n_truncated > n) n_truncated = n;
+                CHECK_EQ(tkv_seq_truncate(kv, 0, n - n_truncated),
+                         TKV_OK); /* hot_tokens can always be truncated */
                 CHECK_EQ(feed(kv, 0, 0, 2, 3), TKV_OK);
-                tkv_destroy(without);
-                without = make(&all);
-                CHECK_EQ(feed_all(without, 0, 1, n - t, 100), TKV_OK);
-                CHECK_EQ(feed(without, 0, 0, 2, 3), TKV_OK);
-                same_attention(kv, 0, without, 0, 3, windows[i]);
-                whole(kv, "cut in a window", n);
+                tkv_destroy(reference);
+                reference = make(&no_window);
+                CHECK_EQ(feed_all(reference, 0, 1, n - n_truncated, 100), TKV_OK);
+                CHECK_EQ(feed(reference, 0, 0, 2, 3), TKV_OK);
+                check_same_attention(kv, 0, reference, 0, 3, windows[i]);
+                whole(kv, "truncated in a window", n);
                 tkv_destroy(kv);
-                tkv_destroy(without);
+                tkv_destroy(reference);
             }
 }
 
-/* The shortest cut that a window allows: the tokens that follow see what they should, and the cache is whole,
- * also when nothing is left but the place where the next token goes. */
-TEST(windows_and_the_longest_cut) {
+/* Truncates as far as a window allows. The next token's attention is right, also where every token before
+ * it expired. */
+TEST(windows_and_the_longest_truncation) {
     static const int windows[] = {1, 2, 40}, hots[] = {TKV_OFF, TKV_UNLIMITED, 0};
     int i, j, n;
     for (i = 0; i < COUNT(windows); i++)
         for (j = 0; j < COUNT(hots); j++)
             for (n = 60; n < 400; n += 7) {
-                tkv_config cfg = config_f32(1, 1), all = config_f32(1, 1);
-                tkv_cache *kv, *without;
+                tkv_config cfg = config_f32(1, 1), no_window = config_f32(1, 1);
+                tkv_cache *kv, *reference;
                 int keep = 0;
                 tkv_layer_info info;
                 cfg.model.window = windows[i];
@@ -1871,21 +1899,21 @@ TEST(windows_and_the_longest_cut) {
                 CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
                 while (tkv_seq_truncate(kv, 0, keep) == TKV_ERR_INEXACT) keep++;
                 CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), keep);
-                whole(kv, "longest cut", n);
+                whole(kv, "longest truncation", n);
                 CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
                 CHECK_EQ(info.expired + info.tokens[0] + info.tokens[1] + info.tokens[2], keep);
-                without = make(&all);
-                CHECK_EQ(feed_all(without, 0, 1, keep, 100), TKV_OK);
+                reference = make(&no_window);
+                CHECK_EQ(feed_all(reference, 0, 1, keep, 100), TKV_OK);
                 CHECK_EQ(feed(kv, 0, 0, 2, 1), TKV_OK);
-                CHECK_EQ(feed(without, 0, 0, 2, 1), TKV_OK);
-                same_attention(kv, 0, without, 0, 1, windows[i]);
-                whole(kv, "and on", n);
+                CHECK_EQ(feed(reference, 0, 0, 2, 1), TKV_OK);
+                check_same_attention(kv, 0, reference, 0, 1, windows[i]);
+                whole(kv, "appended after", n);
                 tkv_destroy(kv);
-                tkv_destroy(without);
+                tkv_destroy(reference);
             }
 }
 
-TEST(layers_that_share_and_layers_without) {
+TEST(layers_that_share_or_have_no_cache) {
     tkv_layer_config layers[6];
     tkv_config cfg = config_f32(6, 2), plain = config_f32(1, 1);
     tkv_cache *kv, *alone = make(&plain);
@@ -1897,9 +1925,9 @@ TEST(layers_that_share_and_layers_without) {
     memset(layers, 0, sizeof layers);
     layers[0].no_cache = 1;
     layers[1].window = 50;
-    layers[2].share_kv = 2; /* layer 1, and sees more of it */
+    layers[2].share_kv = 2; /* shares with layer 1, and has a larger window */
     layers[2].window = 150;
-    layers[3].window = 60; /* shared by one that sees all: nothing goes */
+    layers[3].window = 60; /* layer 4 shares with it and has no window: nothing expires */
     layers[4].share_kv = 4;
     layers[5].no_cache = 1;
     cfg.layers = layers;
@@ -1909,8 +1937,8 @@ TEST(layers_that_share_and_layers_without) {
         if (n % 50) continue;
         whole(kv, "shares", n);
         CHECK_EQ(feed(alone, 0, 0, 1, 50), TKV_OK);
-        same_attention(kv, 1, kv, 2, 1, 50);
-        same_attention(kv, 3, kv, 4, 1, 60);
+        check_same_attention(kv, 1, kv, 2, 1, 50);
+        check_same_attention(kv, 3, kv, 4, 1, 60);
         CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
         CHECK_EQ(tkv_get_length(kv, 0, 2), n);
         CHECK_EQ(tkv_get_length(kv, 0, 4), n);
@@ -1933,9 +1961,9 @@ TEST(layers_that_share_and_layers_without) {
     for (n = 0; n < 6; n++) {
         if (n == 1 || n == 3) continue;
         before = snapshot_of(kv);
-        refused(kv, tkv_append(kv, 0, n, k_in, v_in, 1), TKV_ERR_ARG, "no K and V of its own", &before);
+        check_refusal(kv, tkv_append(kv, 0, n, k_in, v_in, 1), TKV_ERR_ARG, "no K and V of its own", &before);
     }
-    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* a step counts the layers that have something */
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* a step counts the layers with K and V of their own */
     CHECK_EQ(feed(kv, 0, 1, 1, 2), TKV_OK);
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_ERR_STATE);
     CHECK_EQ(feed(kv, 0, 3, 1, 2), TKV_OK);
@@ -1953,7 +1981,7 @@ TEST(layers_with_their_own_plans) {
     tkv_cache *kv;
     int i, n, t;
     memset(layers, 0, sizeof layers);
-    cfg.tiers.sink_tokens = 9; /* the cache's values, where a layer says 0 */
+    cfg.tiers.sink_tokens = 9; /* used where a field of a layer is 0 */
     cfg.tiers.hot_tokens = 40;
     cfg.tiers.warm_tokens = 90;
     cfg.tiers.warm.k = TKV_Q8;
@@ -1966,7 +1994,7 @@ TEST(layers_with_their_own_plans) {
     }
     cfg.layers = layers;
     kv = make(&cfg);
-    memset(layers, 0xff, sizeof layers); /* read by tkv_create, not kept */
+    memset(layers, 0xff, sizeof layers); /* tkv_create copied what it needs */
     for (n = 100; n <= 700; n += 100) {
         CHECK_EQ(feed_all(kv, 0, 1, 100, 100), TKV_OK);
         whole(kv, "own plans", n);
@@ -1976,14 +2004,14 @@ TEST(layers_with_their_own_plans) {
             if (!p.sink) p.sink = 9;
             if (!p.hot) p.hot = 40;
             if (!p.warm) p.warm = 90;
-            want = expected(p, n, n - 100);
-            counts_are(kv, 0, i, &want, "own plans", n);
-            tokens_agree(kv, 0, i, length_of(p.sink, 4));
+            want = predict_tiers(p, n, n - 100);
+            check_tier_counts(kv, 0, i, &want, "own plans", n);
+            check_token_tiers(kv, 0, i, resolve_length(p.sink, 4));
         }
     }
-    for (i = 0; i < COUNT(plans); i++) { /* formats: the newest token, and one block in warm */
+    for (i = 0; i < COUNT(plans); i++) { /* checks the formats by the newest token and a warm block */
         tkv_layer_info info;
-        int sink = length_of(plans[i].sink, 9), from;
+        int sink = resolve_length(plans[i].sink, 9), from;
         CHECK_EQ(tkv_get_layer(kv, 0, i, &info), TKV_OK);
         CHECK_EQ(tkv_read(kv, 0, i, 699, 1, k_out, v_out), TKV_OK);
         rows_of(1, i, 699, 1, k_want, v_want);
@@ -1994,7 +2022,7 @@ TEST(layers_with_their_own_plans) {
         rows_of(1, i, 0, from + BLOCK, k_want, v_want);
         for (t = 0; t < (from + BLOCK) * K_ROW; t++) k_want[t] = as_stored(TKV_F16, k_want[t]);
         for (t = 0; t < (from + BLOCK) * V_ROW && i % 3; t++) v_want[t] = as_stored(TKV_F16, v_want[t]);
-        through(i % 2 ? TKV_KIVI3 : TKV_Q8, TKV_KIVI4, 64, from, BLOCK);
+        encode_and_decode(i % 2 ? TKV_KIVI3 : TKV_Q8, TKV_KIVI4, 64, from, BLOCK);
         CHECK_EQ(tkv_read(kv, 0, i, from, BLOCK, k_out, v_out), TKV_OK);
         CHECK_MEM(k_out, k_want + from * K_ROW, BLOCK * K_ROW * sizeof(float));
         CHECK_MEM(v_out, v_want + from * V_ROW, BLOCK * V_ROW * sizeof(float));
@@ -2010,7 +2038,7 @@ TEST(last_error_is_empty_after_success) {
         tkv_status st = TKV_OK;
         CHECK_EQ(tkv_append(kv, 0, 9, k_in, v_in, 1), TKV_ERR_ARG);
         CHECK(tkv_get_last_error(kv)[0] != 0);
-        (void)tkv_read(kv, 0, 0, 99, 1, k_out, v_out); /* does not change it */
+        (void)tkv_read(kv, 0, 0, 99, 1, k_out, v_out); /* neither call changes the message */
         (void)tkv_check(kv, NULL, 0);
         CHECK(tkv_get_last_error(kv)[0] != 0);
         if (i == 0) st = feed(kv, 0, 0, 1, 10);
@@ -2032,14 +2060,14 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(config_each_field);
     RUN(config_each_layer);
-    RUN(config_garbage);
-    RUN(config_validate_knows_all_refusals);
+    RUN(config_of_garbage_is_refused);
+    RUN(validate_config_explains_refusals);
     RUN(config_presets);
     RUN(config_zero_is_balanced);
     RUN(config_defaults);
     RUN(tiers_token_by_token);
     RUN(tiers_in_chunks);
-    RUN(decode_of_tiers);
+    RUN(reads_equal_decoded_blocks);
     RUN(exact_tokens_stay_exact);
     RUN(aligned_chunks_equal_single_tokens);
     RUN(sequences_are_independent);
@@ -2054,22 +2082,22 @@ int main(int argc, char **argv) {
     RUN(abort_restores);
     RUN(steps_equal_appends);
     RUN(steps_out_of_order);
-    RUN(reserve_holds);
-    RUN(reserve_is_not_eaten_by_others);
-    RUN(reserve_is_not_eaten_in_a_batch);
-    RUN(reserve_is_not_eaten_by_another_layer);
-    RUN(reserve_survives);
+    RUN(reserved_appends_succeed);
+    RUN(reservation_not_used_by_other_sequences);
+    RUN(reservation_not_used_by_other_rows);
+    RUN(reservation_not_used_by_other_layers);
+    RUN(reservation_survives_other_calls);
     RUN(reserve_limits);
-    RUN(truncate_of_the_tail);
+    RUN(truncate_the_tail);
     RUN(truncate_and_append_again);
-    RUN(check_after_cut);
+    RUN(check_after_truncation);
     RUN(reset);
     RUN(flush_due);
     RUN(flush_full_and_all);
     RUN(flush_refusals);
-    RUN(windows_drop_what_nobody_sees);
-    RUN(windows_and_the_longest_cut);
-    RUN(layers_that_share_and_layers_without);
+    RUN(windows_expire_old_tokens);
+    RUN(windows_and_the_longest_truncation);
+    RUN(layers_that_share_or_have_no_cache);
     RUN(layers_with_their_own_plans);
     RUN(last_error_is_empty_after_success);
     return tkv_test_end();
