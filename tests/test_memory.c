@@ -1,6 +1,6 @@
 /*
- * test_memory.c - every byte of memory. A counting allocator with guards follows all calls, and each allocation
- * fails once. Memory in place is a guarded buffer. The estimate is compared with the memory in use.
+ * test_memory.c - every byte of memory. A tracking allocator with guards follows all calls. Each allocation fails
+ * once. Memory in place is a guarded buffer. The estimate is compared with the memory in use.
  */
 #include "kit.h"
 
@@ -8,30 +8,30 @@ enum { BLOCK = TKV_BLOCK_TOKENS, MOST = 4096, WIDEST = 64 };
 
 static float k_in[MOST * WIDEST], v_in[MOST * WIDEST], k_out[MOST * WIDEST], v_out[MOST * WIDEST];
 
-/* >>the allocator: guards on both sides, poison before use and after release, a list of what is out */
+/* >>the allocator: guards on both sides, poison before use and after release, a list of live allocations */
 enum { GUARD = 64, SIZES = 4096 };
 
-typedef struct piece {
-    struct piece *next;
+typedef struct allocation {
+    struct allocation *next;
     char *raw, *at;
     size_t size;
-} piece;
+} allocation;
 
-typedef struct ledger {
-    piece *out;
+typedef struct tracking_allocator {
+    allocation *live;
     size_t held, peak;
-    long count;        /* allocations asked for */
-    long fail_from;    /* the first that fails, counting from 1; 0: none */
-    size_t refused;    /* size of the last one that failed */
-    long fail_n;       /* how many in a row fail */
-    int poison, wrong; /* byte; guards or calls that were not right */
+    long count;           /* requested allocations */
+    long fail_from;       /* number of the first allocation that fails, from 1; 0: none */
+    size_t refused;       /* size of the last allocation that failed */
+    long n_failures;      /* number of consecutive failures */
+    int poison, n_errors; /* fill byte; number of damaged guards and invalid calls */
     size_t sizes[SIZES];
-    int n_sizes; /* of the allocations since it was set to 0 */
-} ledger;
+    int n_sizes; /* allocations since n_sizes was set to 0 */
+} tracking_allocator;
 
-static ledger book;
+static tracking_allocator tracker;
 
-static int all_bytes(const void *mem, size_t n, int byte) {
+static int is_filled_with(const void *mem, size_t n, int byte) {
     const char *p = (const char *)mem;
     size_t i;
     for (i = 0; i < n; i++)
@@ -39,46 +39,47 @@ static int all_bytes(const void *mem, size_t n, int byte) {
     return 1;
 }
 
-static void *book_alloc(void *user, size_t size, size_t align) {
-    ledger *l = (ledger *)user;
-    piece *p;
+static void *tracking_alloc(void *user, size_t size, size_t align) {
+    tracking_allocator *l = (tracking_allocator *)user;
+    allocation *p;
     l->count++;
     if (l->n_sizes < SIZES) l->sizes[l->n_sizes++] = size;
-    if (align != 64 || size == 0) l->wrong++;
-    if (l->fail_from && l->count >= l->fail_from && l->count < l->fail_from + l->fail_n) {
+    if (align != 64 || size == 0) l->n_errors++;
+    if (l->fail_from && l->count >= l->fail_from && l->count < l->fail_from + l->n_failures) {
         l->refused = size;
         return NULL;
     }
-    p = (piece *)malloc(sizeof *p);
+    p = (allocation *)malloc(sizeof *p);
     if (!p) exit(2);
     p->raw = (char *)malloc(size + 2 * GUARD + 3 * 64);
     if (!p->raw) exit(2);
     p->at = p->raw + GUARD;
-    p->at += (64 - (size_t)((uintptr_t)p->at % 128) + 128) % 128; /* a multiple of 64 and of no more */
+    p->at += (64 - (size_t)((uintptr_t)p->at % 128) + 128) % 128; /* a multiple of 64 but not of 128 */
     p->size = size;
     memset(p->raw, 0xfd, (size_t)(p->at - p->raw) + size + GUARD);
     memset(p->at, l->poison, size);
-    p->next = l->out;
-    l->out = p;
+    p->next = l->live;
+    l->live = p;
     l->held += size;
     if (l->held > l->peak) l->peak = l->held;
     return p->at;
 }
 
-static int guards_hold(const piece *p) {
-    return all_bytes(p->raw, (size_t)(p->at - p->raw), 0xfd) && all_bytes(p->at + p->size, GUARD, 0xfd);
+static int has_intact_guards(const allocation *p) {
+    return is_filled_with(p->raw, (size_t)(p->at - p->raw), 0xfd) &&
+           is_filled_with(p->at + p->size, GUARD, 0xfd);
 }
 
-static void book_release(void *user, void *ptr, size_t size, size_t align) {
-    ledger *l = (ledger *)user;
-    piece **link = &l->out, *p;
+static void tracking_release(void *user, void *ptr, size_t size, size_t align) {
+    tracking_allocator *l = (tracking_allocator *)user;
+    allocation **link = &l->live, *p;
     while (*link && (void *)(*link)->at != ptr) link = &(*link)->next;
     p = *link;
-    if (!p || p->size != size || align != 64) { /* never given, given back twice, or another size */
-        l->wrong++;
+    if (!p || p->size != size || align != 64) { /* unknown pointer, second release, or another size */
+        l->n_errors++;
         return;
     }
-    if (!guards_hold(p)) l->wrong++;
+    if (!has_intact_guards(p)) l->n_errors++;
     memset(p->at, 0xdd, size);
     *link = p->next;
     l->held -= size;
@@ -86,33 +87,33 @@ static void book_release(void *user, void *ptr, size_t size, size_t align) {
     free(p);
 }
 
-static tkv_allocator open_book(int poison) {
+static tkv_allocator start_tracking(int poison) {
     tkv_allocator a;
-    memset(&book, 0, sizeof book);
-    book.poison = poison;
-    a.user = &book;
-    a.alloc = book_alloc;
-    a.release = book_release;
+    memset(&tracker, 0, sizeof tracker);
+    tracker.poison = poison;
+    a.user = &tracker;
+    a.alloc = tracking_alloc;
+    a.release = tracking_release;
     return a;
 }
 
-/* Nothing is out, and nothing was ever wrong. */
-static void close_book(void) {
-    CHECK_EQ(book.held, 0);
-    CHECK(book.out == NULL);
-    CHECK_EQ(book.wrong, 0);
+/* Checks that no allocation is live and that no error was counted. */
+static void check_all_released(void) {
+    CHECK_EQ(tracker.held, 0);
+    CHECK(tracker.live == NULL);
+    CHECK_EQ(tracker.n_errors, 0);
 }
 
-static int has_size(size_t size) { /* is such an allocation out? */
-    const piece *p = book.out;
+static int has_size(size_t size) { /* 1 if an allocation of this size is live */
+    const allocation *p = tracker.live;
     while (p && p->size != size) p = p->next;
     return p != NULL;
 }
 
-static void guards(void) {
-    const piece *p;
-    for (p = book.out; p; p = p->next) CHECK(guards_hold(p));
-    CHECK_EQ(book.wrong, 0);
+static void check_guards(void) {
+    const allocation *p;
+    for (p = tracker.live; p; p = p->next) CHECK(has_intact_guards(p));
+    CHECK_EQ(tracker.n_errors, 0);
 }
 
 /* >>configs and tokens */
@@ -130,20 +131,20 @@ static tkv_config config(int layers, int seqs) {
     return cfg;
 }
 
-/* Formats whose heads share a layer's bytes: blocks wait until there is a table. */
-static void share(tkv_config *cfg) {
+/* Sets formats whose heads share a layer's bytes. Blocks stay exact until the layer has its first table. */
+static void set_shared_formats(tkv_config *cfg) {
     cfg->tiers.warm.k = TKV_A40;
     cfg->tiers.warm.v = TKV_R40;
     cfg->tiers.archive.k = TKV_A25;
     cfg->tiers.archive.v = TKV_R15;
 }
 
-/* Floats of a token, of the cache that was made last. */
-static int k_row(void) { return last_config.model.n_kv_heads * last_config.model.head_dim; }
-static int v_row(void) { return last_config.model.n_kv_heads * last_config.model.v_head_dim; }
+/* Floats of a token in the cache that was made last. */
+static int k_row_floats(void) { return last_config.model.n_kv_heads * last_config.model.head_dim; }
+static int v_row_floats(void) { return last_config.model.n_kv_heads * last_config.model.v_head_dim; }
 
-/* The same numbers for the same token of the same text, in any chunking. */
-static void rows_of(int text, int layer, int first, int n, float *x, int row) {
+/* Random numbers of tokens. They depend on text, layer and position, but not on the chunks. */
+static void fill_rows(int text, int layer, int first, int n, float *x, int row) {
     int t, i;
     for (t = 0; t < n; t++) {
         tkv_rng r = tkv_rng_seed(((uint64_t)(unsigned)text << 50) ^ ((uint64_t)(unsigned)layer << 40) ^
@@ -153,35 +154,35 @@ static void rows_of(int text, int layer, int first, int n, float *x, int row) {
 }
 
 static tkv_status feed(tkv_cache *kv, int seq, int layer, int text, int n) {
-    int from = tkv_get_length(kv, seq, layer);
-    rows_of(text, layer, from, n, k_in, k_row());
-    rows_of(text + 1, layer, from, n, v_in, v_row());
+    int start = tkv_get_length(kv, seq, layer);
+    fill_rows(text, layer, start, n, k_in, k_row_floats());
+    fill_rows(text + 1, layer, start, n, v_in, v_row_floats());
     return tkv_append(kv, seq, layer, k_in, v_in, n);
 }
 
 static tkv_status feed_all(tkv_cache *kv, int seq, int text, int n, int chunk) {
     int layer;
     while (n > 0) {
-        int some = n < chunk ? n : chunk;
+        int n_new = n < chunk ? n : chunk;
         for (layer = 0; layer < last_config.model.n_layers; layer++) {
-            tkv_status st = has_own_kv(layer) ? feed(kv, seq, layer, text, some) : TKV_OK;
+            tkv_status st = has_own_kv(layer) ? feed(kv, seq, layer, text, n_new) : TKV_OK;
             if (st) return st;
         }
-        n -= some;
+        n -= n_new;
     }
     return TKV_OK;
 }
 
-/* >>what can be seen of a cache, as bytes */
+/* >>snapshots: what a caller sees of a cache, as bytes */
 typedef struct snapshot {
     unsigned char *bytes;
-    size_t n, room;
+    size_t n, capacity;
 } snapshot;
 
-static void snapshot_add(snapshot *p, const void *data, size_t n) {
-    if (p->n + n > p->room) {
-        p->room = 2 * (p->n + n) + 1024;
-        p->bytes = (unsigned char *)realloc(p->bytes, p->room);
+static void add_to_snapshot(snapshot *p, const void *data, size_t n) {
+    if (p->n + n > p->capacity) {
+        p->capacity = 2 * (p->n + n) + 1024;
+        p->bytes = (unsigned char *)realloc(p->bytes, p->capacity);
         if (!p->bytes) exit(2);
     }
     memcpy(p->bytes + p->n, data, n);
@@ -198,47 +199,47 @@ static snapshot snapshot_of(tkv_cache *kv) {
             int len = tkv_get_length(kv, seq, layer);
             if (!has_own_kv(layer)) continue;
             CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
-            snapshot_add(&p, &len, sizeof len);
-            snapshot_add(&p, &info, sizeof info);
+            add_to_snapshot(&p, &len, sizeof len);
+            add_to_snapshot(&p, &info, sizeof info);
             CHECK_EQ(tkv_read(kv, seq, layer, info.expired, len - info.expired, k_out, v_out), TKV_OK);
-            snapshot_add(&p, k_out, (size_t)((len - info.expired) * k_row()) * sizeof(float));
-            snapshot_add(&p, v_out, (size_t)((len - info.expired) * v_row()) * sizeof(float));
+            add_to_snapshot(&p, k_out, (size_t)((len - info.expired) * k_row_floats()) * sizeof(float));
+            add_to_snapshot(&p, v_out, (size_t)((len - info.expired) * v_row_floats()) * sizeof(float));
         }
     return p;
 }
 
-static int same_picture(const snapshot *a, const snapshot *b) {
+static int is_same_snapshot(const snapshot *a, const snapshot *b) {
     return a->n == b->n && (a->n == 0 || memcmp(a->bytes, b->bytes, a->n) == 0);
 }
 
-static void snapshot_free(snapshot *p) {
+static void free_snapshot(snapshot *p) {
     free(p->bytes);
     memset(p, 0, sizeof *p);
 }
 
-static void whole(const tkv_cache *kv, const char *what, long number) {
+static void check_cache_at(const tkv_cache *kv, const char *what, long number) {
     char reason[160];
     tkv_status st = tkv_check(kv, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s %ld: %s", what, number, reason);
 }
 
-/* What tkv_get_memory says is what the allocator knows, and the parts make the whole. */
-static void adds_up(const tkv_cache *kv, const char *what) {
+/* Checks tkv_get_memory against the allocator, and that the parts add up to the total. */
+static void check_memory_info(const tkv_cache *kv, const char *what) {
     tkv_memory_info m;
     size_t sum, tokens = 0, expected = 0;
     int tier, seq, layer;
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
-    CHECK_MSG(m.total == book.held, "%s: %lu and %lu", what, (unsigned long)m.total,
-              (unsigned long)book.held);
-    CHECK_MSG(m.peak == book.peak, "%s: peak %lu and %lu", what, (unsigned long)m.peak,
-              (unsigned long)book.peak);
+    CHECK_MSG(m.total == tracker.held, "%s: %lu and %lu", what, (unsigned long)m.total,
+              (unsigned long)tracker.held);
+    CHECK_MSG(m.peak == tracker.peak, "%s: peak %lu and %lu", what, (unsigned long)m.peak,
+              (unsigned long)tracker.peak);
     sum = m.tables + m.index + m.scratch + m.exact_copies + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         sum += m.tier[tier].codes + m.tier[tier].metadata;
         tokens += m.tier[tier].tokens;
     }
     CHECK_EQ(sum, m.total);
-    CHECK(m.slack < m.total && m.index < m.total); /* none has gone below zero */
+    CHECK(m.slack < m.total && m.index < m.total); /* neither has wrapped below zero */
     for (seq = 0; seq < last_config.limits.max_seqs; seq++)
         for (layer = 0; layer < last_config.model.n_layers; layer++)
             if (has_own_kv(layer)) {
@@ -247,17 +248,18 @@ static void adds_up(const tkv_cache *kv, const char *what) {
                 expected += (size_t)(info.tokens[0] + info.tokens[1] + info.tokens[2]);
             }
     CHECK_EQ(tokens, expected);
-    CHECK_EQ(m.fp16_bytes, tokens * (size_t)(k_row() + v_row()) * 2u);
+    CHECK_EQ(m.fp16_bytes, tokens * (size_t)(k_row_floats() + v_row_floats()) * 2u);
     CHECK_NEAR(m.ratio, (double)m.fp16_bytes / (double)m.total, 1e-12);
     CHECK_EQ(m.tier[TKV_TIER_HOT].metadata, 0);
 }
 
-/* >>a history with one of everything, one call at a time */
+/* >>a history with every kind of call, one call at a time */
 enum { STEPS = 62, LAYERS = 3, SEQS = 3 };
 
-static tkv_status step_of(tkv_cache *kv, int step) {
+static tkv_status run_step(tkv_cache *kv, int step) {
     int i = step % 12;
-    if (step < 12) return feed(kv, i % 2, i / 2 % LAYERS, 0, i < 6 ? 100 : 68 + i); /* prompts in two parts */
+    /* prompts in two chunks */
+    if (step < 12) return feed(kv, i % 2, i / 2 % LAYERS, 0, i < 6 ? 100 : 68 + i);
     if (step == 12) return feed(kv, 0, 0, 4, 1);
     if (step == 13) return feed(kv, 0, 1, 4, 1);
     if (step == 14) return feed(kv, 0, 2, 4, 1);
@@ -273,7 +275,7 @@ static tkv_status step_of(tkv_cache *kv, int step) {
     if (step == 39) return tkv_seq_flush(kv, 2, TKV_FLUSH_ALL);
     if (step == 40) return tkv_seq_truncate(kv, 0, tkv_get_length(kv, 0, TKV_ALL_LAYERS) - 40);
     if (step == 41) return tkv_seq_reset(kv, 1);
-    if (step == 42) { /* a batch of all */
+    if (step == 42) { /* a batch of all sequences */
         tkv_append_params p;
         tkv_rows rows[SEQS];
         memset(&p, 0, sizeof p);
@@ -281,8 +283,8 @@ static tkv_status step_of(tkv_cache *kv, int step) {
             rows[i].seq = i;
             rows[i].n = 200 + i;
         }
-        rows_of(20, 0, 0, 603, k_in, k_row());
-        rows_of(21, 0, 0, 603, v_in, v_row());
+        fill_rows(20, 0, 0, 603, k_in, k_row_floats());
+        fill_rows(21, 0, 0, 603, v_in, v_row_floats());
         p.batch = rows;
         p.n_batch = SEQS;
         p.k = k_in;
@@ -304,7 +306,7 @@ static tkv_status step_of(tkv_cache *kv, int step) {
 
 enum { KINDS = 5 };
 
-static tkv_config history_config(int kind, tkv_layer_config *layers) {
+static tkv_config make_history_config(int kind, tkv_layer_config *layers) {
     tkv_config cfg = config(LAYERS, SEQS);
     if (kind == 1) {
         cfg.model.window = 150;
@@ -320,46 +322,46 @@ static tkv_config history_config(int kind, tkv_layer_config *layers) {
         cfg.layers = layers;
         cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
     } else if (kind == 3) {
-        share(&cfg);
-    } else if (kind == 4) { /* one layer learns, one waits in its warm tier only, one never waits */
+        set_shared_formats(&cfg);
+    } else if (kind == 4) { /* layer 0 needs tables in both tiers, layer 1 in its archive, layer 2 none */
         memset(layers, 0, LAYERS * sizeof *layers);
-        share(&cfg);
+        set_shared_formats(&cfg);
         layers[1].warm.k = layers[1].warm.v = TKV_Q8;
         layers[2].warm.k = layers[2].warm.v = layers[2].archive.k = layers[2].archive.v = TKV_KIVI3;
         cfg.layers = layers;
         cfg.format.allocation_unit = 16;
-        cfg.meter.heads = 5; /* and a meter */
+        cfg.meter.heads = 5;
         cfg.meter.tokens = 192;
         cfg.meter.every = 1;
     }
     return cfg;
 }
 
-TEST(total_is_what_was_handed_out) {
+TEST(total_equals_allocated_bytes) {
     int kind, step, poison;
     for (kind = 0; kind < KINDS; kind++)
         for (poison = 0; poison < 256; poison += 0xab) { /* 0 and 0xab */
             tkv_layer_config layers[LAYERS];
-            tkv_config cfg = history_config(kind, layers);
+            tkv_config cfg = make_history_config(kind, layers);
             tkv_cache *kv;
-            cfg.host.allocator = open_book(poison);
+            cfg.host.allocator = start_tracking(poison);
             kv = make(&cfg);
-            adds_up(kv, "empty");
+            check_memory_info(kv, "empty");
             for (step = 0; step < STEPS; step++) {
-                tkv_status st = step_of(kv, step);
+                tkv_status st = run_step(kv, step);
                 CHECK_MSG(st == TKV_OK, "kind %d step %d: %s, %s", kind, step, tkv_get_status_text(st),
                           tkv_get_last_error(kv));
-                adds_up(kv, "step");
-                whole(kv, "step", step);
-                guards();
+                check_memory_info(kv, "step");
+                check_cache_at(kv, "step", step);
+                check_guards();
             }
             tkv_destroy(kv);
-            close_book();
+            check_all_released();
         }
 }
 
-/* What a cache says and computes does not depend on what was in the memory before. */
-TEST(poison_does_not_show) {
+/* Results do not depend on what the memory held before. */
+TEST(results_ignore_old_memory) {
     static const int poisons[] = {0x00, 0xff, 0xab, 0x7f};
     static float q[3 * 2 * 10], out[COUNT(poisons)][3 * 2 * 17];
     tkv_rng rng = tkv_rng_seed(3);
@@ -367,19 +369,19 @@ TEST(poison_does_not_show) {
     tkv_rng_fill(&rng, q, COUNT(q), 1.0);
     for (kind = 0; kind < KINDS; kind++) {
         tkv_cache *kv[COUNT(poisons)];
-        ledger books[COUNT(poisons)];
+        tracking_allocator trackers[COUNT(poisons)];
         tkv_layer_config layers[LAYERS];
-        tkv_config cfg = history_config(kind, layers);
+        tkv_config cfg = make_history_config(kind, layers);
         for (i = 0; i < COUNT(poisons); i++) {
-            tkv_allocator a = open_book(poisons[i]);
-            books[i] = book;
-            a.user = &books[i];
+            tkv_allocator a = start_tracking(poisons[i]);
+            trackers[i] = tracker;
+            a.user = &trackers[i];
             cfg.host.allocator = a;
             kv[i] = make(&cfg);
         }
         for (step = 0; step < STEPS; step++) {
             snapshot first, other;
-            for (i = 0; i < COUNT(poisons); i++) CHECK_EQ(step_of(kv[i], step), TKV_OK);
+            for (i = 0; i < COUNT(poisons); i++) CHECK_EQ(run_step(kv[i], step), TKV_OK);
             for (seq = 0; seq < SEQS && (!tkv_test_quick() || step % 6 == 5); seq++)
                 for (layer = 0; layer < LAYERS; layer++) {
                     int n = tkv_get_length(kv[0], seq, layer);
@@ -393,130 +395,133 @@ TEST(poison_does_not_show) {
             first = snapshot_of(kv[0]);
             for (i = 1; i < COUNT(poisons); i++) {
                 other = snapshot_of(kv[i]);
-                CHECK_MSG(same_picture(&first, &other), "kind %d step %d poison %d", kind, step, poisons[i]);
-                snapshot_free(&other);
+                CHECK_MSG(is_same_snapshot(&first, &other), "kind %d step %d poison %d", kind, step,
+                          poisons[i]);
+                free_snapshot(&other);
             }
-            snapshot_free(&first);
+            free_snapshot(&first);
         }
         for (i = 0; i < COUNT(poisons); i++) {
             tkv_destroy(kv[i]);
-            book = books[i];
-            close_book();
+            tracker = trackers[i];
+            check_all_released();
         }
     }
 }
 
 /* >>each allocation fails */
-/* In the n-th run the n-th allocation fails (and the `more` after it). The call that met it says so and has
- * changed nothing that can be seen; made again, it works, and all ends as if nothing had been. */
-static void fail_each(int kind, int more, int stride) {
+/* In run n, allocation n fails, and the `more` after it. The call reports this and changes nothing that a
+ * caller sees. The same call then succeeds, and the history ends as without a failure. */
+static void check_each_failure(int kind, int more, int stride) {
     tkv_layer_config layers[LAYERS];
-    tkv_config cfg = history_config(kind, layers);
+    tkv_config cfg = make_history_config(kind, layers);
     tkv_cache *kv = NULL;
     long before[STEPS + 1], total, n;
-    snapshot ends;
+    snapshot end;
     int step;
-    cfg.host.allocator = open_book(0xab);
+    cfg.host.allocator = start_tracking(0xab);
     kv = make(&cfg);
     for (step = 0; step < STEPS; step++) {
-        before[step] = book.count;
-        CHECK_EQ(step_of(kv, step), TKV_OK);
+        before[step] = tracker.count;
+        CHECK_EQ(run_step(kv, step), TKV_OK);
     }
-    before[STEPS] = total = book.count;
+    before[STEPS] = total = tracker.count;
     CHECK(total > 40);
-    ends = snapshot_of(kv);
+    end = snapshot_of(kv);
     tkv_destroy(kv);
-    close_book();
+    check_all_released();
     for (n = 1; n <= total; n += n < 12 ? 1 : stride) {
         tkv_status st;
-        int met = 0;
-        cfg.host.allocator = open_book(0xff);
-        book.fail_from = n;
-        book.fail_n = 1 + more;
+        int outcome = 0; /* 1: a call failed; 2: allocation n failed, but its call succeeded */
+        cfg.host.allocator = start_tracking(0xff);
+        tracker.fail_from = n;
+        tracker.n_failures = 1 + more;
         kv = (tkv_cache *)(void *)layers;
         st = tkv_create(&cfg, &kv);
         if (n <= before[0]) {
             CHECK_EQ(st, TKV_ERR_NOMEM);
             CHECK((void *)kv == (void *)layers);
-            close_book();
+            check_all_released();
             continue;
         }
         CHECK_EQ(st, TKV_OK);
         if (st) return;
         note_config(&cfg);
         for (step = 0; step < STEPS; step++) {
-            snapshot was, is;
-            size_t held = book.held;
-            int here = !met && n <= before[step + 1]; /* histories are the same up to here */
-            memset(&was, 0, sizeof was);
-            if (here) was = snapshot_of(kv);
-            st = step_of(kv, step);
-            if (!here) {
+            snapshot before_step, now;
+            size_t held = tracker.held;
+            int is_failing = !outcome && n <= before[step + 1]; /* the histories are equal up to this step */
+            memset(&before_step, 0, sizeof before_step);
+            if (is_failing) before_step = snapshot_of(kv);
+            st = run_step(kv, step);
+            if (!is_failing) {
                 CHECK_EQ(st, TKV_OK);
                 continue;
             }
-            met = 1;
-            if (st == TKV_OK) { /* a second table waits for memory instead; the history is another one then */
-                CHECK(has_size(book.refused)); /* of the first table */
-                book.fail_from = 0;
-                snapshot_free(&was);
-                met = 2;
+            outcome = 1;
+            if (st == TKV_OK) { /* a second table waits for memory; the rest of the history differs */
+                CHECK(has_size(tracker.refused)); /* the first table has that size */
+                tracker.fail_from = 0;
+                free_snapshot(&before_step);
+                outcome = 2;
                 continue;
             }
             CHECK_MSG(st == TKV_ERR_NOMEM, "allocation %ld, step %d: %s", n, step, tkv_get_status_text(st));
             CHECK(tkv_get_last_error(kv)[0] != 0);
-            is = snapshot_of(kv);
-            CHECK_MSG(same_picture(&was, &is), "allocation %ld failed and step %d changed something", n,
-                      step);
-            snapshot_free(&was);
-            snapshot_free(&is);
-            whole(kv, "after a failure in step", step);
-            adds_up(kv, "after a failure");
-            guards();
-            CHECK(book.held >= held || step == 0); /* tables may have grown; nothing was lost */
-            book.fail_from = 0;
-            st = step_of(kv, step);
+            now = snapshot_of(kv);
+            CHECK_MSG(is_same_snapshot(&before_step, &now),
+                      "allocation %ld failed and step %d changed something", n, step);
+            free_snapshot(&before_step);
+            free_snapshot(&now);
+            check_cache_at(kv, "after a failure in step", step);
+            check_memory_info(kv, "after a failure");
+            check_guards();
+            CHECK(tracker.held >= held || step == 0); /* tables may have grown */
+            tracker.fail_from = 0;
+            st = run_step(kv, step);
             CHECK_MSG(st == TKV_OK, "allocation %ld, step %d again: %s", n, step, tkv_get_last_error(kv));
-            whole(kv, "again in step", step);
+            check_cache_at(kv, "again in step", step);
         }
-        CHECK(met);
-        if (met == 1) {
-            snapshot is = snapshot_of(kv);
-            CHECK_MSG(same_picture(&ends, &is), "allocation %ld", n);
-            snapshot_free(&is);
+        CHECK(outcome);
+        if (outcome == 1) {
+            snapshot now = snapshot_of(kv);
+            CHECK_MSG(is_same_snapshot(&end, &now), "allocation %ld", n);
+            free_snapshot(&now);
         }
         tkv_destroy(kv);
-        close_book();
+        check_all_released();
     }
-    snapshot_free(&ends);
+    free_snapshot(&end);
 }
 
 TEST(each_allocation_fails_once) {
     int kind, stride = tkv_test_quick() ? 29 : 1;
-    for (kind = 0; kind < KINDS; kind++) fail_each(kind, 0, kind < 3 || tkv_test_quick() ? stride : 3);
+    for (kind = 0; kind < KINDS; kind++)
+        check_each_failure(kind, 0, kind < 3 || tkv_test_quick() ? stride : 3);
 }
 
-TEST(each_allocation_fails_and_those_after_it) {
+TEST(each_allocation_fails_and_later_ones) {
     int kind, stride = tkv_test_quick() ? 31 : 2;
-    for (kind = 0; kind < KINDS; kind++) fail_each(kind, 1 << 20, kind < 3 || tkv_test_quick() ? stride : 7);
+    for (kind = 0; kind < KINDS; kind++)
+        check_each_failure(kind, 1 << 20, kind < 3 || tkv_test_quick() ? stride : 7);
 }
 
-/* A failed call keeps no pages: what it got before the failure goes back. Tables may stay grown. */
+/* A failed call returns the pages that it got. Tables may stay grown. */
 TEST(failed_appends_keep_no_pages) {
     tkv_config cfg = config(1, 2);
     tkv_cache *kv;
     tkv_memory_info before, after;
     long n;
-    cfg.host.allocator = open_book(0xab);
+    cfg.host.allocator = start_tracking(0xab);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 300, 100), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
-    for (n = 1; n < 100; n++) { /* until there are enough */
+    for (n = 1; n < 100; n++) { /* until the allocations suffice */
         tkv_status st;
-        book.fail_from = book.count + n;
-        book.fail_n = 1000000;
+        tracker.fail_from = tracker.count + n;
+        tracker.n_failures = 1000000;
         st = feed(kv, 0, 0, 0, 512);
-        book.fail_from = 0;
+        tracker.fail_from = 0;
         if (!st) break;
         CHECK_EQ(st, TKV_ERR_NOMEM);
         CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
@@ -525,32 +530,32 @@ TEST(failed_appends_keep_no_pages) {
     }
     CHECK(n > 3 && n < 100);
     tkv_destroy(kv);
-    close_book();
+    check_all_released();
 }
 
-/* >>who allocates what */
+/* >>calls that allocate nothing */
 TEST(attention_allocates_nothing) {
-    static float q[20 * 20], out[20 * 34], lse[20 * 2], mass[MOST];
+    static float q[20 * 20], out[20 * 34], lse[20 * 2], scores[MOST];
     tkv_layer_config layers[LAYERS];
-    tkv_config cfg = history_config(2, layers);
+    tkv_config cfg = make_history_config(2, layers);
     tkv_cache *kv;
     tkv_attend_params p;
     tkv_memory_info m, m2;
     tkv_layer_info info;
     long count;
     char reason[100];
-    cfg.host.allocator = open_book(0xff);
+    cfg.host.allocator = start_tracking(0xff);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 1500, 300), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
-    count = book.count;
+    count = tracker.count;
     CHECK_EQ(tkv_attend(kv, 0, 1, q, 20, out), TKV_OK);
     memset(&p, 0, sizeof p);
     p.n = 5;
     p.q = q;
     p.out = out;
     p.lse = lse;
-    p.scores = mass;
+    p.scores = scores;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 1500, k_out, v_out), TKV_OK);
@@ -559,19 +564,19 @@ TEST(attention_allocates_nothing) {
     CHECK_EQ(tkv_estimate_memory(&cfg, 1000, 2, &m2), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &m2), TKV_OK);
     CHECK_MEM(&m, &m2, sizeof m);
-    CHECK_EQ(book.count, count);
+    CHECK_EQ(tracker.count, count);
     tkv_destroy(kv);
-    close_book();
+    check_all_released();
 }
 
 /* >>pages */
 /* A long history of appends and resets. white_cache.c tests that pages in use are what the blocks need. */
-TEST(pages_are_counted) {
+TEST(memory_after_appends_and_resets) {
     tkv_config cfg = config(2, 6);
     tkv_rng rng = tkv_rng_seed(44);
     tkv_cache *kv;
     int step, steps = tkv_test_quick() ? 100 : 1500;
-    cfg.host.allocator = open_book(0xab);
+    cfg.host.allocator = start_tracking(0xab);
     cfg.model.n_kv_heads = cfg.model.n_heads = 1;
     cfg.model.head_dim = 40;
     cfg.model.v_head_dim = 8;
@@ -581,11 +586,11 @@ TEST(pages_are_counted) {
         if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) > 1500 || tkv_rng_below(&rng, 12) == 0)
             CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
         else CHECK_EQ(feed_all(kv, seq, seq, 1 + tkv_rng_below(&rng, 200), 512), TKV_OK);
-        adds_up(kv, "fragments");
-        whole(kv, "fragments", step);
+        check_memory_info(kv, "fragments");
+        check_cache_at(kv, "fragments", step);
     }
     tkv_destroy(kv);
-    close_book();
+    check_all_released();
 }
 
 /* >>in place */
@@ -622,7 +627,7 @@ static const shape shapes[] = {
     {1, 1, 1024, 0, TKV_OFF, TKV_UNLIMITED, 0, 0, 16, 16, 1, TKV_FORMAT_DEFAULT, 1},
     {1, 1, 1500, 1000, 0, 0, 0, 0, 16, 16, 3, TKV_FORMAT_DEFAULT, 1}};
 
-static tkv_config config_of(const shape *s) {
+static tkv_config make_config(const shape *s) {
     tkv_config cfg = config(s->layers, s->seqs);
     cfg.model.n_heads = cfg.model.n_kv_heads = s->heads;
     cfg.model.head_dim = s->dims;
@@ -634,25 +639,25 @@ static tkv_config config_of(const shape *s) {
     cfg.tiers.warm_tokens = s->warm;
     cfg.model.window = s->window;
     cfg.tiers.hot.k = cfg.tiers.hot.v = s->f;
-    if (s->shared) share(&cfg);
+    if (s->shared) set_shared_formats(&cfg);
     return cfg;
 }
 
-/* Every sequence to max_tokens in chunks of every kind, nothing outside touched, the same as from a heap. */
+/* Every sequence grows to max_tokens, in several chunk sizes. Contents equal those of a cache on the heap. */
 TEST(in_place_holds_everything) {
     static const int chunks[] = {1, 7, 64, 100, 0};
     tkv_rng rng = tkv_rng_seed(2);
     int i, c, seq, round;
     for (i = 0; i < COUNT(shapes); i++)
         for (c = 0; c < COUNT(chunks); c += tkv_test_quick() ? 3 : 1) {
-            tkv_config cfg = config_of(&shapes[i]), heap = cfg;
-            int most = shapes[i].append ? shapes[i].append : 512;
+            tkv_config cfg = make_config(&shapes[i]), heap = cfg;
+            int max_chunk = shapes[i].append ? shapes[i].append : 512;
             size_t bytes = 0, offset = (size_t)((i * 5 + c * 17) % 64);
             guarded_buffer p;
-            tkv_cache *kv = NULL, *other;
+            tkv_cache *kv = NULL, *on_heap;
             snapshot a, b;
             tkv_memory_info m;
-            heap.host.allocator = open_book(0xab);
+            heap.host.allocator = start_tracking(0xab);
             cfg.host.allocator = heap.host.allocator; /* not used */
             CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
             p = guarded_buffer_of(bytes, offset, 0xff);
@@ -660,77 +665,77 @@ TEST(in_place_holds_everything) {
             CHECK(kv == NULL);
             CHECK_EQ(tkv_create_in_place(&cfg, NULL, bytes, &kv), TKV_ERR_ARG);
             CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, NULL), TKV_ERR_ARG);
-            CHECK(all_bytes(p.mem, bytes, 0xff));
+            CHECK(is_filled_with(p.mem, bytes, 0xff));
             CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
             note_config(&cfg);
             if (!kv) return;
-            CHECK_EQ(book.count, 0);
-            other = make(&heap);
-            for (round = 0; round < (c == 2 ? 2 : 1); round++) { /* the second time in used memory */
+            CHECK_EQ(tracker.count, 0);
+            on_heap = make(&heap);
+            for (round = 0; round < (c == 2 ? 2 : 1); round++) { /* the second round uses the memory again */
                 int left = cfg.limits.max_seqs;
                 while (left) {
-                    int n, chunk = chunks[c] ? chunks[c] : 1 + tkv_rng_below(&rng, most);
+                    int n, chunk = chunks[c] ? chunks[c] : 1 + tkv_rng_below(&rng, max_chunk);
                     tkv_status st;
                     seq = tkv_rng_below(&rng, cfg.limits.max_seqs);
                     n = cfg.limits.max_tokens - tkv_get_length(kv, seq, TKV_ALL_LAYERS);
                     for (left = 0; left < cfg.limits.max_seqs &&
                                    tkv_get_length(kv, left, TKV_ALL_LAYERS) == cfg.limits.max_tokens;)
                         left++;
-                    left = left < cfg.limits.max_seqs; /* is one not full yet? */
+                    left = left < cfg.limits.max_seqs; /* 1 if a sequence is not full */
                     if (n == 0) continue;
-                    if (chunk > most) chunk = most;
+                    if (chunk > max_chunk) chunk = max_chunk;
                     n = n < 10 * chunk ? n : 10 * chunk;
                     st = feed_all(kv, seq, seq, n, chunk);
                     CHECK_MSG(st == TKV_OK, "shape %d chunk %d at %d: %s", i, chunk,
                               tkv_get_length(kv, seq, TKV_ALL_LAYERS), tkv_get_last_error(kv));
                     if (st) break;
-                    CHECK_EQ(feed_all(other, seq, seq, n, chunk), TKV_OK);
-                    whole(kv, "in place", i);
+                    CHECK_EQ(feed_all(on_heap, seq, seq, n, chunk), TKV_OK);
+                    check_cache_at(kv, "in place", i);
                 }
                 borders(&p);
                 a = snapshot_of(kv);
-                b = snapshot_of(other);
-                /* in the second round one of them has a table from its flush */
-                CHECK_MSG(same_picture(&a, &b) || (round && shapes[i].shared), "shape %d chunk %d", i,
+                b = snapshot_of(on_heap);
+                /* in the second round, only the cache in place has a table, from its flush */
+                CHECK_MSG(is_same_snapshot(&a, &b) || (round && shapes[i].shared), "shape %d chunk %d", i,
                           chunks[c]);
-                snapshot_free(&a);
-                snapshot_free(&b);
+                free_snapshot(&a);
+                free_snapshot(&b);
                 CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
                 CHECK_LE(m.total, bytes);
                 CHECK_EQ(m.total, m.peak);
                 for (seq = 0; seq < cfg.limits.max_seqs; seq++) {
                     CHECK_EQ(feed(kv, seq, 0, 0, 1), TKV_ERR_CAPACITY);
                     CHECK_EQ(tkv_seq_truncate(kv, seq, cfg.limits.max_tokens - 1),
-                             tkv_seq_truncate(other, seq, cfg.limits.max_tokens - 1));
+                             tkv_seq_truncate(on_heap, seq, cfg.limits.max_tokens - 1));
                     if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) < cfg.limits.max_tokens)
                         CHECK_EQ(feed_all(kv, seq, 9, 1, 1), TKV_OK);
                 }
-                for (seq = 0; seq < cfg.limits.max_seqs; seq++) { /* flushing needs no more than there is */
+                for (seq = 0; seq < cfg.limits.max_seqs; seq++) { /* a flush needs no further memory */
                     tkv_status st = tkv_seq_flush(kv, seq, TKV_FLUSH_FULL);
                     CHECK_MSG(st == TKV_OK, "flush of shape %d: %s", i, tkv_get_last_error(kv));
-                    whole(kv, "flushed in place", i);
+                    check_cache_at(kv, "flushed in place", i);
                 }
                 for (seq = 0; seq < cfg.limits.max_seqs; seq++) {
                     CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
-                    CHECK_EQ(tkv_seq_reset(other, seq), TKV_OK);
+                    CHECK_EQ(tkv_seq_reset(on_heap, seq), TKV_OK);
                 }
-                whole(kv, "emptied in place", i);
+                check_cache_at(kv, "emptied in place", i);
             }
-            tkv_destroy(other);
-            close_book();
-            tkv_destroy(kv); /* nothing to do: the memory is ours */
+            tkv_destroy(on_heap);
+            check_all_released();
+            tkv_destroy(kv); /* releases nothing: the memory belongs to the caller */
             borders(&p);
             free(p.raw);
         }
 }
 
-/* Steps and reservations up to the last token: what fits in pieces also fits when it is asked for first. */
+/* Steps and reservations succeed up to the last token. */
 TEST(in_place_steps_and_reservations) {
-    int i, seq, layer, how;
-    for (how = 0; how < 2; how++)
+    int i, seq, layer, reserve;
+    for (reserve = 0; reserve < 2; reserve++)
         for (i = 0; i < COUNT(shapes); i++) {
-            tkv_config cfg = config_of(&shapes[i]);
-            int most = shapes[i].append ? shapes[i].append : 512;
+            tkv_config cfg = make_config(&shapes[i]);
+            int max_chunk = shapes[i].append ? shapes[i].append : 512;
             size_t bytes = 0;
             guarded_buffer p;
             tkv_cache *kv = NULL;
@@ -743,17 +748,17 @@ TEST(in_place_steps_and_reservations) {
                 while (tkv_get_length(kv, seq, TKV_ALL_LAYERS) < cfg.limits.max_tokens) {
                     int n = cfg.limits.max_tokens - tkv_get_length(kv, seq, TKV_ALL_LAYERS);
                     tkv_status st;
-                    if (n > most) n = most;
-                    st = how ? tkv_seq_reserve(kv, seq, n) : tkv_seq_begin(kv, seq);
-                    CHECK_MSG(st == TKV_OK, "shape %d: %s %d at %d of %d: %s", i, how ? "reserve" : "begin",
-                              n, tkv_get_length(kv, seq, TKV_ALL_LAYERS), cfg.limits.max_tokens,
-                              tkv_get_last_error(kv));
+                    if (n > max_chunk) n = max_chunk;
+                    st = reserve ? tkv_seq_reserve(kv, seq, n) : tkv_seq_begin(kv, seq);
+                    CHECK_MSG(st == TKV_OK, "shape %d: %s %d at %d of %d: %s", i,
+                              reserve ? "reserve" : "begin", n, tkv_get_length(kv, seq, TKV_ALL_LAYERS),
+                              cfg.limits.max_tokens, tkv_get_last_error(kv));
                     for (layer = 0; layer < cfg.model.n_layers; layer++)
                         CHECK_EQ(feed(kv, seq, layer, seq, n), TKV_OK);
-                    if (!how) CHECK_EQ(tkv_seq_commit(kv, seq), TKV_OK);
+                    if (!reserve) CHECK_EQ(tkv_seq_commit(kv, seq), TKV_OK);
                     if (st || tkv_get_last_error(kv)[0]) break;
                 }
-            whole(kv, "in place", i);
+            check_cache_at(kv, "in place", i);
             borders(&p);
             tkv_destroy(kv);
             free(p.raw);
@@ -778,16 +783,16 @@ TEST(in_place_at_any_address) {
         if (offset == 0) {
             first = snapshot_of(kv);
         } else {
-            snapshot is = snapshot_of(kv);
-            CHECK_MSG(same_picture(&first, &is), "offset %d", (int)offset);
-            snapshot_free(&is);
+            snapshot now = snapshot_of(kv);
+            CHECK_MSG(is_same_snapshot(&first, &now), "offset %d", (int)offset);
+            free_snapshot(&now);
         }
-        whole(kv, "offset", (long)offset);
+        check_cache_at(kv, "offset", (long)offset);
         borders(&p);
         tkv_destroy(kv);
         free(p.raw);
     }
-    snapshot_free(&first);
+    free_snapshot(&first);
     cfg.limits.max_tokens = 0;
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
     CHECK_EQ(tkv_get_required_bytes(NULL, &bytes, NULL), TKV_ERR_ARG);
@@ -795,10 +800,10 @@ TEST(in_place_at_any_address) {
     CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, NULL), TKV_ERR_ARG);
 }
 
-/* Sizes that no machine has are refused, not wrapped. */
+/* Sizes beyond any machine are refused. They do not wrap. */
 TEST(sizes_do_not_wrap) {
     tkv_config cfg = tkv_default_config();
-    size_t bytes = 0, few = 0;
+    size_t bytes = 0, small = 0;
     tkv_status st;
     tkv_memory_info m;
     tkv_cache *kv = NULL;
@@ -810,9 +815,9 @@ TEST(sizes_do_not_wrap) {
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
     cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
-    cfg.host.allocator = open_book(0);
-    book.fail_from = 1;
-    book.fail_n = 1 << 30;
+    cfg.host.allocator = start_tracking(0);
+    tracker.fail_from = 1;
+    tracker.n_failures = 1 << 30;
     st = tkv_get_required_bytes(&cfg, &bytes, NULL);
     CHECK(st == TKV_ERR_CONFIG || (st == TKV_OK && (double)bytes > 1e15));
     CHECK(tkv_create(&cfg, &kv) != TKV_OK);
@@ -839,18 +844,18 @@ TEST(sizes_do_not_wrap) {
     CHECK_EQ(st, sizeof(size_t) > 4 ? TKV_OK : TKV_ERR_CONFIG); /* 52 GB */
     if (st == TKV_OK) CHECK((double)bytes > 5.2e10 && (double)bytes < 5.4e10);
     cfg.limits.max_tokens = 1;
-    CHECK_EQ(tkv_get_required_bytes(&cfg, &few, NULL), TKV_OK);
-    CHECK(few > 2 * 256 * 256 * 4);
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &small, NULL), TKV_OK);
+    CHECK(small > 2 * 256 * 256 * 4);
 }
 
 /* >>the estimate */
-typedef struct error_sums {
-    int compared, index;
-    size_t page; /* of the config */
-} error_sums;
+typedef struct estimate_counts {
+    int compared, index_differs;
+    size_t page; /* bytes of a page */
+} estimate_counts;
 
-/* Bytes of a layer's block of a tier. */
-static size_t block_bytes_of(const tkv_cache *kv, int layer, tkv_tier tier) {
+/* Bytes of a block of a layer and tier. */
+static size_t get_block_bytes(const tkv_cache *kv, int layer, tkv_tier tier) {
     tkv_layer_info info;
     tkv_codec k, v;
     CHECK_EQ(tkv_get_layer(kv, 0, layer, &info), TKV_OK);
@@ -862,17 +867,17 @@ static size_t block_bytes_of(const tkv_cache *kv, int layer, tkv_tier tier) {
     return (size_t)last_config.model.n_kv_heads * (tkv_get_block_bytes(&k) + tkv_get_block_bytes(&v));
 }
 
-static size_t largest_block(const tkv_cache *kv) { /* of any layer */
+static size_t get_largest_block(const tkv_cache *kv) { /* in bytes, of all layers and tiers */
     size_t most = 0;
     int layer, tier;
     for (layer = 0; layer < last_config.model.n_layers; layer++)
         for (tier = 0; tier < TKV_TIER_COUNT && has_own_kv(layer); tier++)
-            if (block_bytes_of(kv, layer, (tkv_tier)tier) > most)
-                most = block_bytes_of(kv, layer, (tkv_tier)tier);
+            if (get_block_bytes(kv, layer, (tkv_tier)tier) > most)
+                most = get_block_bytes(kv, layer, (tkv_tier)tier);
     return most;
 }
 
-static size_t page_of(tkv_config cfg) { /* after the first token, blocks have one page */
+static size_t get_page_bytes(tkv_config cfg) { /* bytes of a page: after the first token, the cache has one */
     tkv_memory_info m;
     tkv_cache *kv;
     int layer = 0;
@@ -885,13 +890,14 @@ static size_t page_of(tkv_config cfg) { /* after the first token, blocks have on
     return m.total - m.tables - m.index - m.scratch;
 }
 
-static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, int seqs, error_sums *t) {
-    tkv_calibration_info learns;
+static void check_estimate(const tkv_cache *kv, const tkv_config *cfg, int n, int seqs,
+                           estimate_counts *counts) {
+    tkv_calibration_info calibration;
     tkv_memory_info e, m;
     int tier, blocks = cfg->model.n_layers * seqs;
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     CHECK_EQ(tkv_estimate_memory(cfg, n, seqs, &e), TKV_OK);
-    t->compared++;
+    counts->compared++;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         CHECK_MSG(e.tier[tier].tokens == m.tier[tier].tokens && e.tier[tier].codes == m.tier[tier].codes &&
                       e.tier[tier].metadata == m.tier[tier].metadata,
@@ -907,64 +913,67 @@ static void estimate_is_true(const tkv_cache *kv, const tkv_config *cfg, int n, 
     CHECK_EQ(e.fp16_bytes, m.fp16_bytes);
     CHECK_EQ(e.total - e.index, m.total - m.index);
     if (e.index != m.index) {
-        t->index++;
+        counts->index_differs++;
         CHECK_MSG(m.index > e.index && m.index <= 2 * e.index,
                   "index of %d tokens, %d sequences: estimate %lu, truth %lu", n, seqs,
                   (unsigned long)e.index, (unsigned long)m.index);
     } else {
         CHECK_NEAR(e.ratio, m.ratio, 1e-12);
     }
-    /* The estimate knows no history: a table is there twice while it grows, a block while it is recoded,
-     * and a tail was longer by a block before its oldest one moved, or by those that waited for a table. */
-    CHECK_EQ(tkv_get_calibration(kv, &learns), TKV_OK);
-    if (learns.n_learning + learns.n_calibrated) blocks += cfg->model.n_layers * 512 / BLOCK;
+    /* The estimate does not know the history. A growing table and a recoded block exist twice for a
+     * moment. A tail had one more block before its oldest one moved. It had more while blocks waited for a
+     * table. */
+    CHECK_EQ(tkv_get_calibration(kv, &calibration), TKV_OK);
+    if (calibration.n_learning + calibration.n_calibrated) blocks += cfg->model.n_layers * 512 / BLOCK;
     CHECK(m.peak >= e.total);
-    CHECK_LE(m.peak, e.peak + m.index + 2 * t->page + (size_t)blocks * largest_block(kv));
+    CHECK_LE(m.peak, e.peak + m.index + 2 * counts->page + (size_t)blocks * get_largest_block(kv));
 }
 
 TEST(estimate_equals_memory) {
-    error_sums t;
+    estimate_counts counts;
     int i, n, seq;
-    memset(&t, 0, sizeof t);
+    memset(&counts, 0, sizeof counts);
     for (i = 0; i < COUNT(shapes); i++) {
-        tkv_config cfg = config_of(&shapes[i]);
+        tkv_config cfg = make_config(&shapes[i]);
         tkv_cache *kv;
-        int most = shapes[i].tokens;
-        if (tkv_test_quick() && most > 600) most = 600;
-        t.page = page_of(cfg);
-        cfg.host.allocator = open_book(0xab);
+        int longest = shapes[i].tokens;
+        if (tkv_test_quick() && longest > 600) longest = 600;
+        counts.page = get_page_bytes(cfg);
+        cfg.host.allocator = start_tracking(0xab);
         kv = make(&cfg);
-        estimate_is_true(kv, &cfg, 0, 0, &t);
-        estimate_is_true(kv, &cfg, 0, cfg.limits.max_seqs, &t);
-        for (n = 1; n <= most; n++) {
+        check_estimate(kv, &cfg, 0, 0, &counts);
+        check_estimate(kv, &cfg, 0, cfg.limits.max_seqs, &counts);
+        for (n = 1; n <= longest; n++) {
             for (seq = 0; seq < cfg.limits.max_seqs; seq++) CHECK_EQ(feed_all(kv, seq, seq, 1, 1), TKV_OK);
-            /* who came before there was a table depends on the order: the estimate means one after the other */
+            /* the estimate assumes one sequence after the other, and the tokens before the first table
+             * depend on the order */
             if (shapes[i].shared && n <= 512 && n * cfg.limits.max_seqs > 512) continue;
-            if (n < 70 || n % 64 < 7 || n % 13 == 0 || n == most)
-                estimate_is_true(kv, &cfg, n, cfg.limits.max_seqs, &t);
+            if (n < 70 || n % 64 < 7 || n % 13 == 0 || n == longest)
+                check_estimate(kv, &cfg, n, cfg.limits.max_seqs, &counts);
         }
         tkv_destroy(kv);
-        close_book();
+        check_all_released();
         if (cfg.limits.max_seqs < 2) continue;
-        kv = make(&cfg); /* one sequence after the other, and not all of them */
+        kv = make(&cfg); /* one sequence after the other, without the last */
         for (seq = 0; seq + 1 < cfg.limits.max_seqs; seq++) {
-            CHECK_EQ(feed_all(kv, seq, seq, most, 1), TKV_OK);
-            estimate_is_true(kv, &cfg, most, seq + 1, &t);
+            CHECK_EQ(feed_all(kv, seq, seq, longest, 1), TKV_OK);
+            check_estimate(kv, &cfg, longest, seq + 1, &counts);
         }
         tkv_destroy(kv);
-        close_book();
+        check_all_released();
     }
-    /* tables double a little early: seldom enough that the index is right nearly always */
-    CHECK_MSG(t.index * 20 <= t.compared, "index differs in %d of %d", t.index, t.compared);
+    /* tables can double early: the index may differ in at most 5% of the cases */
+    CHECK_MSG(counts.index_differs * 20 <= counts.compared, "index differs in %d of %d", counts.index_differs,
+              counts.compared);
 }
 
 TEST(estimate_of_layers_that_differ) {
     tkv_layer_config layers[5];
     tkv_config cfg = config(5, 2);
     tkv_cache *kv;
-    error_sums t;
+    estimate_counts counts;
     int n;
-    memset(&t, 0, sizeof t);
+    memset(&counts, 0, sizeof counts);
     memset(layers, 0, sizeof layers);
     layers[0].no_cache = 1;
     layers[1].window = 100;
@@ -975,15 +984,15 @@ TEST(estimate_of_layers_that_differ) {
     layers[4].sink_tokens = 30;
     layers[4].warm.k = TKV_Q8;
     cfg.layers = layers;
-    t.page = page_of(cfg);
-    cfg.host.allocator = open_book(0xab);
+    counts.page = get_page_bytes(cfg);
+    cfg.host.allocator = start_tracking(0xab);
     kv = make(&cfg);
     for (n = 1; n <= 900; n++) {
         CHECK_EQ(feed_all(kv, 0, 0, 1, 1), TKV_OK);
-        if (n % 5 == 0 || n < 70) estimate_is_true(kv, &cfg, n, 1, &t);
+        if (n % 5 == 0 || n < 70) check_estimate(kv, &cfg, n, 1, &counts);
     }
     tkv_destroy(kv);
-    close_book();
+    check_all_released();
 }
 
 TEST(estimate_refusals) {
@@ -1000,7 +1009,7 @@ TEST(estimate_refusals) {
     CHECK_EQ(tkv_get_memory(NULL, &m), TKV_ERR_ARG);
 }
 
-/* A prompt in chunks of max_append: the peak is not far above what the prompt leaves. */
+/* A prompt in chunks of max_append. The peak is bounded by what the prompt leaves. */
 TEST(peak_of_a_prompt) {
     static const int chunks[] = {64, 128, 512};
     int i;
@@ -1011,21 +1020,22 @@ TEST(peak_of_a_prompt) {
         size_t hot, page;
         cfg.limits.max_append = chunks[i];
         cfg.model.head_dim = cfg.model.v_head_dim = 16;
-        page = page_of(cfg);
-        cfg.host.allocator = open_book(0xab);
+        page = get_page_bytes(cfg);
+        cfg.host.allocator = start_tracking(0xab);
         kv = make(&cfg);
         CHECK_EQ(feed_all(kv, 0, 0, 4096, chunks[i]), TKV_OK);
         CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
-        CHECK_EQ(m.peak, book.peak);
-        /* above the end: one layer's exact chunk while it is recoded, a page per size, a table's old half */
-        hot = (size_t)(chunks[i] / BLOCK + 1) * block_bytes_of(kv, 0, TKV_TIER_HOT);
+        CHECK_EQ(m.peak, tracker.peak);
+        /* beyond the total: a layer's exact chunk while it is recoded, a page of each size, the old half
+         * of a table */
+        hot = (size_t)(chunks[i] / BLOCK + 1) * get_block_bytes(kv, 0, TKV_TIER_HOT);
         CHECK_LE(m.peak, m.total + hot + 4 * page + m.index);
         tkv_destroy(kv);
-        close_book();
+        check_all_released();
     }
 }
 
-/* What single lists hold adds up to what the cache holds. */
+/* The memory of single lists adds up to the memory of the cache. */
 TEST(memory_of_each_layer) {
     tkv_config cfg = config(3, 2);
     tkv_cache *kv;
@@ -1033,7 +1043,7 @@ TEST(memory_of_each_layer) {
     tkv_memory_info all, one;
     size_t codes[TKV_TIER_COUNT] = {0, 0, 0}, metadata[TKV_TIER_COUNT] = {0, 0, 0}, tokens = 0, fp16 = 0;
     int seq, layer, tier;
-    cfg.host.allocator = open_book(0xab);
+    cfg.host.allocator = start_tracking(0xab);
     kv = make(&cfg);
     CHECK_EQ(feed_all(kv, 0, 0, 900, 100), TKV_OK);
     CHECK_EQ(feed_all(kv, 1, 0, 70, 70), TKV_OK);
@@ -1068,13 +1078,13 @@ TEST(memory_of_each_layer) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(total_is_what_was_handed_out);
-    RUN(poison_does_not_show);
+    RUN(total_equals_allocated_bytes);
+    RUN(results_ignore_old_memory);
     RUN(each_allocation_fails_once);
-    RUN(each_allocation_fails_and_those_after_it);
+    RUN(each_allocation_fails_and_later_ones);
     RUN(failed_appends_keep_no_pages);
     RUN(attention_allocates_nothing);
-    RUN(pages_are_counted);
+    RUN(memory_after_appends_and_resets);
     RUN(in_place_holds_everything);
     RUN(in_place_steps_and_reservations);
     RUN(in_place_at_any_address);
