@@ -21,8 +21,8 @@ enum {
 static tkv_rng rng;
 static float q_in[CHUNK * HEADS * DIM], out_a[CHUNK * HEADS * DIM], out_b[CHUNK * HEADS * DIM];
 static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LONGEST * ROW];
-/* what the model would compute */
-static float k_of[SEQS][LAYERS][LONGEST * ROW], v_of[SEQS][LAYERS][LONGEST * ROW];
+/* keys and values that the model computes */
+static float k_model[SEQS][LAYERS][LONGEST * ROW], v_model[SEQS][LAYERS][LONGEST * ROW];
 
 static tkv_config small_config(void) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
@@ -30,7 +30,7 @@ static tkv_config small_config(void) {
     return cfg;
 }
 
-static int tokens_missing(const tkv_cache *kv, int seq, int layer) {
+static int count_discarded(const tkv_cache *kv, int seq, int layer) {
     tkv_layer_info t;
     memset(&t, 0, sizeof t);
     CHECK_EQ(tkv_get_layer(kv, seq, layer, &t), TKV_OK);
@@ -39,18 +39,18 @@ static int tokens_missing(const tkv_cache *kv, int seq, int layer) {
     return t.discarded;
 }
 
-static int first_missing(const tkv_cache *kv, int seq, int *start) {
+static int find_discarded(const tkv_cache *kv, int seq, int *start) {
     int n = -1;
     CHECK_EQ(tkv_seq_find_discarded(kv, seq, start, &n), TKV_OK);
     return n;
 }
 
-/* The same tokens to all layers of one cache, or of two; the model remembers them. */
-static tkv_status append_both(tkv_cache *a, tkv_cache *b, int seq, int n) {
+/* Appends the same random tokens to all layers of one cache or two. k_model and v_model keep them. */
+static tkv_status append_to_both(tkv_cache *a, tkv_cache *b, int seq, int n) {
     tkv_status st = TKV_OK;
     int l, len = tkv_get_length(a, seq, TKV_ALL_LAYERS);
     for (l = 0; l < LAYERS && !st; l++) {
-        float *k = k_of[seq][l] + len * ROW, *v = v_of[seq][l] + len * ROW;
+        float *k = k_model[seq][l] + len * ROW, *v = v_model[seq][l] + len * ROW;
         tkv_rng_fill(&rng, k, (size_t)(n * ROW), 1.0);
         tkv_rng_fill(&rng, v, (size_t)(n * ROW), 1.0);
         st = tkv_append(a, seq, l, k, v, n);
@@ -59,31 +59,31 @@ static tkv_status append_both(tkv_cache *a, tkv_cache *b, int seq, int n) {
     return st;
 }
 
-static tkv_status give(tkv_cache *kv, int seq, int layer, int start, int n) {
-    return tkv_restore(kv, seq, layer, start, k_of[seq][layer] + start * ROW, v_of[seq][layer] + start * ROW,
-                       n);
+static tkv_status restore_tokens(tkv_cache *kv, int seq, int layer, int start, int n) {
+    return tkv_restore(kv, seq, layer, start, k_model[seq][layer] + start * ROW,
+                       v_model[seq][layer] + start * ROW, n);
 }
 
-/* All that is missing comes back. */
-static void give_all(tkv_cache *kv, int seq) {
+/* Restores all discarded tokens. */
+static void restore_all(tkv_cache *kv, int seq) {
     int start, n, l;
-    while ((n = first_missing(kv, seq, &start)) > 0)
+    while ((n = find_discarded(kv, seq, &start)) > 0)
         for (l = 0; l < LAYERS; l++) {
-            const tkv_status st = give(kv, seq, l, start, n);
+            const tkv_status st = restore_tokens(kv, seq, l, start, n);
             CHECK_MSG(st == TKV_OK, "%d: %s", (int)st, tkv_get_last_error(kv));
             if (st) return;
         }
     sound(kv);
 }
 
-static int drop(tkv_cache *kv, int seq, int n) {
-    int dropped = -1;
-    CHECK_EQ(tkv_seq_discard(kv, seq, n, &dropped), TKV_OK);
+static int discard_tokens(tkv_cache *kv, int seq, int n) {
+    int n_discarded = -1;
+    CHECK_EQ(tkv_seq_discard(kv, seq, n, &n_discarded), TKV_OK);
     sound(kv);
-    return dropped;
+    return n_discarded;
 }
 
-static void same(tkv_cache *a, tkv_cache *b, int seq, int n) {
+static void check_same(tkv_cache *a, tkv_cache *b, int seq, int n) {
     int l, len = tkv_get_length(a, seq, TKV_ALL_LAYERS);
     CHECK_EQ(tkv_get_length(b, seq, TKV_ALL_LAYERS), len);
     for (l = 0; l < LAYERS; l++) {
@@ -98,8 +98,8 @@ static void same(tkv_cache *a, tkv_cache *b, int seq, int n) {
     }
 }
 
-/* Nothing of a sequence can be attended to. */
-static void refused(tkv_cache *kv, int seq) {
+/* Checks that calls that need discarded tokens fail and write nothing. */
+static void check_attention_refused(tkv_cache *kv, int seq) {
     const float mark = 123.0f;
     int l;
     for (l = 0; l < LAYERS; l++) {
@@ -125,8 +125,8 @@ static const tkv_format_pair archive_of[] = {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEF
                                              {TKV_FP4, TKV_INT4},
                                              {TKV_F32, TKV_F16}};
 
-/* >>the same bits */
-TEST(what_comes_back_is_the_same) {
+/* >>restored blocks */
+TEST(restored_blocks_are_the_same) {
     int i, n, seq, start;
     for (i = 0; i <= COUNT(warm_of); i++) {
         tkv_config cfg = small_config();
@@ -136,45 +136,45 @@ TEST(what_comes_back_is_the_same) {
         a = make(&cfg);
         b = make(&cfg);
         for (n = 0; n < 12; n++)
-            for (seq = 0; seq < 2; seq++) CHECK_EQ(append_both(a, b, seq, 70), TKV_OK);
-        n = drop(b, 0, 300);
+            for (seq = 0; seq < 2; seq++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
+        n = discard_tokens(b, 0, 300);
         CHECK_EQ(n, 256);
-        CHECK_EQ(first_missing(b, 0, &start), 256);
+        CHECK_EQ(find_discarded(b, 0, &start), 256);
         CHECK_EQ(start, 4);
-        CHECK_EQ(tokens_missing(b, 0, 1), 256);
-        CHECK_EQ(tokens_missing(b, 1, 1), 0);
-        refused(b, 0);
-        same(a, b, 1, 3);
-        n = drop(b, 0, LONGEST); /* the rest that may: behind it */
+        CHECK_EQ(count_discarded(b, 0, 1), 256);
+        CHECK_EQ(count_discarded(b, 1, 1), 0);
+        check_attention_refused(b, 0);
+        check_same(a, b, 1, 3);
+        n = discard_tokens(b, 0, LONGEST); /* all other blocks that may be discarded */
         CHECK(n > 256);
-        CHECK_EQ(first_missing(b, 0, &start), 256 + n);
-        CHECK_EQ(drop(b, 0, LONGEST), 0);
-        CHECK_EQ(give(b, 0, 0, 4, 128), TKV_OK); /* in parts, and not as many in each layer */
+        CHECK_EQ(find_discarded(b, 0, &start), 256 + n);
+        CHECK_EQ(discard_tokens(b, 0, LONGEST), 0);
+        CHECK_EQ(restore_tokens(b, 0, 0, 4, 128), TKV_OK); /* in parts, and fewer in layer 1 */
         sound(b);
-        refused(b, 0);
-        CHECK_EQ(give(b, 0, 1, 4, 64), TKV_OK);
+        check_attention_refused(b, 0);
+        CHECK_EQ(restore_tokens(b, 0, 1, 4, 64), TKV_OK);
         sound(b);
-        CHECK_EQ(first_missing(b, 0, &start), 256 + n - 64);
+        CHECK_EQ(find_discarded(b, 0, &start), 256 + n - 64);
         CHECK_EQ(start, 68);
-        give_all(b, 0);
-        CHECK_EQ(first_missing(b, 0, &start), 0);
+        restore_all(b, 0);
+        CHECK_EQ(find_discarded(b, 0, &start), 0);
         for (n = 1; n <= CHUNK; n += 95)
-            for (seq = 0; seq < 2; seq++) same(a, b, seq, n);
+            for (seq = 0; seq < 2; seq++) check_same(a, b, seq, n);
         CHECK_EQ((int)budget_of(b).discarded, (int)budget_of(b).recomputed);
-        for (n = 0; n < 6; n++) { /* it goes on while they are away, and tiers move on */
-            CHECK_EQ(drop(b, 0, 256 + 64 * n), 256 + 64 * n);
-            CHECK_EQ(append_both(a, b, 0, 50), TKV_OK);
+        for (n = 0; n < 6; n++) { /* tokens are appended, and age, while blocks are discarded */
+            CHECK_EQ(discard_tokens(b, 0, 256 + 64 * n), 256 + 64 * n);
+            CHECK_EQ(append_to_both(a, b, 0, 50), TKV_OK);
             sound(b);
-            refused(b, 0);
-            give_all(b, 0);
-            same(a, b, 0, 2);
+            check_attention_refused(b, 0);
+            restore_all(b, 0);
+            check_same(a, b, 0, 2);
         }
         tkv_destroy(a);
         tkv_destroy(b);
     }
 }
 
-TEST(tiers_move_on_meanwhile) {
+TEST(tiers_change_while_blocks_are_discarded) {
     tkv_config cfg = small_config();
     tkv_cache *a, *b;
     int n, seq = 0;
@@ -182,32 +182,32 @@ TEST(tiers_move_on_meanwhile) {
     cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     a = make(&cfg);
     b = make(&cfg);
-    for (n = 0; n < 5; n++) CHECK_EQ(append_both(a, b, seq, 70), TKV_OK);
-    CHECK(drop(b, seq, LONGEST) >= 192); /* hot, warm and archived ones */
-    for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, seq, 70), TKV_OK);
+    for (n = 0; n < 5; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
+    CHECK(discard_tokens(b, seq, LONGEST) >= 192); /* blocks of all three tiers */
+    for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
     sound(b);
-    give_all(b, seq);
-    same(a, b, seq, 5);
+    restore_all(b, seq);
+    check_same(a, b, seq, 5);
     tkv_destroy(a);
     tkv_destroy(b);
 }
 
-/* >>what a caller does wrong */
-TEST(wrong_gives_change_nothing) {
+/* >>wrong calls */
+TEST(wrong_restores_change_nothing) {
     tkv_config cfg = small_config();
     tkv_cache *a = make(&cfg), *b = make(&cfg);
-    float keep;
-    int n, start, last;
-    for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
-    CHECK_EQ(drop(b, 0, 320), 320);
-    last = tkv_get_length(b, 0, TKV_ALL_LAYERS);
-    CHECK_EQ(give(b, 0, 0, 68, 64), TKV_ERR_STATE); /* not the first one */
+    float saved;
+    int n, start, len;
+    for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
+    CHECK_EQ(discard_tokens(b, 0, 320), 320);
+    len = tkv_get_length(b, 0, TKV_ALL_LAYERS);
+    CHECK_EQ(restore_tokens(b, 0, 0, 68, 64), TKV_ERR_STATE); /* not the first discarded block */
     CHECK(strstr(tkv_get_last_error(b), "front to back") != NULL);
-    CHECK_EQ(give(b, 0, 0, 4, 63), TKV_ERR_RANGE);
-    CHECK_EQ(give(b, 0, 0, 4, 65), TKV_ERR_RANGE);
-    CHECK_EQ(give(b, 0, 0, 5, 63), TKV_ERR_RANGE);
-    CHECK_EQ(give(b, 0, 0, last - 1, 2), TKV_ERR_RANGE);
-    CHECK_EQ(give(b, 0, 0, 4, -1), TKV_ERR_ARG);
+    CHECK_EQ(restore_tokens(b, 0, 0, 4, 63), TKV_ERR_RANGE);
+    CHECK_EQ(restore_tokens(b, 0, 0, 4, 65), TKV_ERR_RANGE);
+    CHECK_EQ(restore_tokens(b, 0, 0, 5, 63), TKV_ERR_RANGE);
+    CHECK_EQ(restore_tokens(b, 0, 0, len - 1, 2), TKV_ERR_RANGE);
+    CHECK_EQ(restore_tokens(b, 0, 0, 4, -1), TKV_ERR_ARG);
     CHECK_EQ(tkv_restore(b, 0, 0, -4, k_a, v_a, 64), TKV_ERR_ARG);
     CHECK_EQ(tkv_restore(b, 0, 0, 4, NULL, v_a, 64), TKV_ERR_ARG);
     CHECK_EQ(tkv_restore(b, 0, 0, 4, k_a, NULL, 64), TKV_ERR_ARG);
@@ -219,64 +219,64 @@ TEST(wrong_gives_change_nothing) {
     CHECK_EQ(tkv_seq_discard(b, -1, 64, &n), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_find_discarded(b, -1, &start, &n), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_find_discarded(b, 0, NULL, &n), TKV_ERR_ARG);
-    keep = v_of[0][1][70 * ROW + 3];
-    v_of[0][1][70 * ROW + 3] = tkv_test_float(0x7fc00000u);
-    CHECK_EQ(give(b, 0, 1, 4, 128), TKV_ERR_NONFINITE);
-    v_of[0][1][70 * ROW + 3] = keep;
+    saved = v_model[0][1][70 * ROW + 3];
+    v_model[0][1][70 * ROW + 3] = tkv_test_float(0x7fc00000u);
+    CHECK_EQ(restore_tokens(b, 0, 1, 4, 128), TKV_ERR_NONFINITE);
+    v_model[0][1][70 * ROW + 3] = saved;
     CHECK_EQ(tkv_seq_begin(b, 0), TKV_OK);
-    CHECK_EQ(give(b, 0, 0, 4, 64), TKV_ERR_STATE);
+    CHECK_EQ(restore_tokens(b, 0, 0, 4, 64), TKV_ERR_STATE);
     CHECK_EQ(tkv_seq_discard(b, 0, 64, &n), TKV_ERR_STATE);
     CHECK_EQ(tkv_seq_abort(b, 0), TKV_OK);
-    CHECK_EQ(tkv_seq_flush(a, 0, TKV_FLUSH_DUE), TKV_OK); /* as tkv_seq_begin did */
-    CHECK_EQ(first_missing(b, 0, &start), 320);
+    CHECK_EQ(tkv_seq_flush(a, 0, TKV_FLUSH_DUE), TKV_OK); /* tkv_seq_begin did the same to b */
+    CHECK_EQ(find_discarded(b, 0, &start), 320);
     CHECK_EQ(start, 4);
-    CHECK_EQ(give(b, 0, 0, 0, 4), TKV_OK); /* nothing of it is missing */
-    CHECK_EQ(first_missing(b, 0, &start), 320);
-    CHECK_EQ(give(b, 0, 0, 0, 68), TKV_OK); /* with what is there */
-    CHECK_EQ(tokens_missing(b, 0, 0), 256);
-    give_all(b, 0);
-    same(a, b, 0, 7);
+    CHECK_EQ(restore_tokens(b, 0, 0, 0, 4), TKV_OK); /* none of these tokens is discarded */
+    CHECK_EQ(find_discarded(b, 0, &start), 320);
+    CHECK_EQ(restore_tokens(b, 0, 0, 0, 68), TKV_OK); /* includes tokens that are not discarded */
+    CHECK_EQ(count_discarded(b, 0, 0), 256);
+    restore_all(b, 0);
+    check_same(a, b, 0, 7);
     tkv_destroy(a);
     tkv_destroy(b);
 }
 
-TEST(allocations_that_fail) {
-    tkv_config cfg = small_config(), with;
+TEST(failed_allocations_change_nothing) {
+    tkv_config cfg = small_config(), counted;
     tkv_cache *a, *b;
     counting_allocator p;
-    int n, start, fails = 0, l = 0;
+    int n, start, n_failed = 0, l = 0;
     cfg.tiers.warm = pair_of(TKV_A40, TKV_R40);
     cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
-    with = cfg;
-    with.host.allocator = counting_allocator_of(&p);
+    counted = cfg;
+    counted.host.allocator = counting_allocator_of(&p);
     a = make(&cfg);
-    b = make(&with);
-    for (n = 0; n < 10; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
-    CHECK_EQ(drop(b, 0, 640), 640);
+    b = make(&counted);
+    for (n = 0; n < 10; n++) CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
+    CHECK_EQ(discard_tokens(b, 0, 640), 640);
     for (n = 1; l < LAYERS; n++) {
         tkv_status st;
         p.closed = n;
-        st = give(b, 0, l, 4, 640);
+        st = restore_tokens(b, 0, l, 4, 640);
         p.closed = 0;
         sound(b);
         if (st == TKV_OK) {
-            CHECK_EQ(tokens_missing(b, 0, l), 0);
+            CHECK_EQ(count_discarded(b, 0, l), 0);
             l++, n = 0;
             continue;
         }
-        fails++;
+        n_failed++;
         CHECK_EQ(st, TKV_ERR_NOMEM);
-        CHECK_EQ(tokens_missing(b, 0, l), 640);
+        CHECK_EQ(count_discarded(b, 0, l), 640);
     }
-    CHECK(fails > 4);
-    CHECK_EQ(first_missing(b, 0, &start), 0);
-    same(a, b, 0, 5);
+    CHECK(n_failed > 4);
+    CHECK_EQ(find_discarded(b, 0, &start), 0);
+    check_same(a, b, 0, 5);
     tkv_destroy(a);
     tkv_destroy(b);
     CHECK_EQ(p.held, 0);
 }
 
-/* >>with everything else */
+/* >>windows, truncation, flushes, eviction, anchors */
 TEST(windows) {
     tkv_config cfg = small_config();
     tkv_layer_config layers[LAYERS];
@@ -288,34 +288,34 @@ TEST(windows) {
     cfg.layers = layers;
     a = make(&cfg);
     b = make(&cfg);
-    for (n = 0; n < 10; n++) CHECK_EQ(append_both(a, b, 0, 60), TKV_OK);
-    CHECK_EQ(drop(b, 0, 256), 256);
+    for (n = 0; n < 10; n++) CHECK_EQ(append_to_both(a, b, 0, 60), TKV_OK);
+    CHECK_EQ(discard_tokens(b, 0, 256), 256);
     tkv_rng_fill(&rng, q_in, (size_t)(2 * HEADS * DIM), 1.0);
     CHECK_EQ(tkv_attend(b, 0, 0, q_in, 2, out_b), TKV_ERR_NO_SOURCE);
-    CHECK_EQ(tkv_attend(b, 0, 1, q_in, 2, out_b), TKV_OK); /* its window is behind them */
+    CHECK_EQ(tkv_attend(b, 0, 1, q_in, 2, out_b), TKV_OK); /* its window has no discarded token */
     CHECK_EQ(tkv_attend(a, 0, 1, q_in, 2, out_a), TKV_OK);
     CHECK_MEM(out_a, out_b, 2 * HEADS * DIM * sizeof(float));
     memset(&p, 0, sizeof p);
     p.n = 2;
     p.q = q_in;
     for (p.window = 400; p.window > 100; p.window -= 100) {
-        const int sees = 600 - 1 - p.window + 1 < 260;
+        const int is_discarded_seen = 600 - 1 - p.window + 1 < 260;
         p.out = out_b;
-        CHECK_EQ(tkv_attend_ex(b, &p), sees ? TKV_ERR_NO_SOURCE : TKV_OK);
-        CHECK_EQ(tkv_attend_reference(b, &p), sees ? TKV_ERR_NO_SOURCE : TKV_OK);
-        CHECK_EQ(tkv_attend_ex(b, &p), sees ? TKV_ERR_NO_SOURCE : TKV_OK);
-        if (sees) continue;
+        CHECK_EQ(tkv_attend_ex(b, &p), is_discarded_seen ? TKV_ERR_NO_SOURCE : TKV_OK);
+        CHECK_EQ(tkv_attend_reference(b, &p), is_discarded_seen ? TKV_ERR_NO_SOURCE : TKV_OK);
+        CHECK_EQ(tkv_attend_ex(b, &p), is_discarded_seen ? TKV_ERR_NO_SOURCE : TKV_OK);
+        if (is_discarded_seen) continue;
         p.out = out_a;
         CHECK_EQ(tkv_attend_ex(a, &p), TKV_OK);
         CHECK_MEM(out_a, out_b, 2 * HEADS * DIM * sizeof(float));
     }
-    for (n = 0; n < 8; n++) { /* blocks leave the window while they are away */
-        CHECK_EQ(append_both(a, b, 0, 60), TKV_OK);
+    for (n = 0; n < 8; n++) { /* discarded blocks leave the window */
+        CHECK_EQ(append_to_both(a, b, 0, 60), TKV_OK);
         sound(b);
     }
-    CHECK_EQ(tokens_missing(b, 0, 1), 0);
-    give_all(b, 0);
-    CHECK_EQ(first_missing(b, 0, &start), 0);
+    CHECK_EQ(count_discarded(b, 0, 1), 0);
+    restore_all(b, 0);
+    CHECK_EQ(find_discarded(b, 0, &start), 0);
     CHECK_EQ(tkv_attend(b, 0, 0, q_in, 2, out_b), TKV_OK);
     CHECK_EQ(tkv_attend(a, 0, 0, q_in, 2, out_a), TKV_OK);
     CHECK_MEM(out_a, out_b, 2 * HEADS * DIM * sizeof(float));
@@ -323,7 +323,7 @@ TEST(windows) {
     tkv_destroy(b);
 }
 
-TEST(cuts_flushes_resets) {
+TEST(truncations_flushes_resets) {
     tkv_config cfg = small_config();
     tkv_cache *a, *b;
     int n, start, mode;
@@ -331,31 +331,31 @@ TEST(cuts_flushes_resets) {
     for (mode = TKV_FLUSH_DUE; mode <= TKV_FLUSH_ALL; mode++) {
         a = make(&cfg);
         b = make(&cfg);
-        for (n = 0; n < 8; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
-        n = drop(b, 0, LONGEST);
+        for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
+        n = discard_tokens(b, 0, LONGEST);
         CHECK_EQ(n, 448);
         CHECK_EQ(tkv_seq_truncate(b, 0, 300), TKV_ERR_INEXACT);
-        CHECK_EQ(tkv_seq_truncate(b, 0, 4 + 448), TKV_OK); /* all that is behind them */
+        CHECK_EQ(tkv_seq_truncate(b, 0, 4 + 448), TKV_OK); /* keeps the discarded blocks and no later token */
         CHECK_EQ(tkv_seq_truncate(a, 0, 4 + 448), TKV_OK);
         sound(b);
-        refused(b, 0);
+        check_attention_refused(b, 0);
         CHECK_EQ(tkv_read(b, 0, 0, 452, 0, k_b, v_b), TKV_OK);
-        CHECK_EQ(append_both(a, b, 0, 80), TKV_OK);
-        CHECK_EQ(append_both(a, b, 0, 80), TKV_OK);
+        CHECK_EQ(append_to_both(a, b, 0, 80), TKV_OK);
+        CHECK_EQ(append_to_both(a, b, 0, 80), TKV_OK);
         CHECK_EQ(tkv_seq_flush(b, 0, (tkv_flush_mode)mode), TKV_OK);
         if (mode == TKV_FLUSH_DUE) CHECK_EQ(tkv_seq_flush(a, 0, TKV_FLUSH_DUE), TKV_OK);
         sound(b);
-        refused(b, 0);
-        give_all(b, 0);
-        if (mode == TKV_FLUSH_DUE) same(a, b, 0, 4);
-        n = drop(b, 0, LONGEST);
+        check_attention_refused(b, 0);
+        restore_all(b, 0);
+        if (mode == TKV_FLUSH_DUE) check_same(a, b, 0, 4);
+        n = discard_tokens(b, 0, LONGEST);
         CHECK(n > 0);
         CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
         sound(b);
-        CHECK_EQ(first_missing(b, 0, &start), 0);
+        CHECK_EQ(find_discarded(b, 0, &start), 0);
         CHECK_EQ(tkv_seq_reset(a, 0), TKV_OK);
-        CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
-        same(a, b, 0, 4);
+        CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
+        check_same(a, b, 0, 4);
         tkv_destroy(a);
         tkv_destroy(b);
     }
@@ -365,54 +365,55 @@ TEST(evicted_tokens) {
     tkv_config cfg = small_config();
     uint64_t victims[LONGEST / 64];
     tkv_cache *a, *b;
-    int n, i, start, all = 0;
-    uint64_t alive[LONGEST / 64];
+    int n, i, start, n_live = 0;
+    uint64_t live_mask[LONGEST / 64];
     cfg.evict.policy = TKV_EVICT_H2O;
-    cfg.tiers.hot_tokens = TKV_UNLIMITED; /* exact: packed blocks come back with the same bits, too */
+    /* exact tokens: packed blocks, too, are restored with the same bits */
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
     a = make(&cfg);
     b = make(&cfg);
-    for (n = 0; n < 9; n++) CHECK_EQ(append_both(a, b, 0, 90), TKV_OK);
+    for (n = 0; n < 9; n++) CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
     memset(victims, 0, sizeof victims);
     for (i = 10; i < 600; i++)
         if (tkv_rng_below(&rng, 5) < 2) victims[i / 64] |= (uint64_t)1 << i % 64;
-    CHECK_EQ(evict_named(a, 0, 0, victims, 600), TKV_OK); /* each layer others */
+    CHECK_EQ(evict_named(a, 0, 0, victims, 600), TKV_OK); /* each layer evicts other tokens */
     CHECK_EQ(evict_named(b, 0, 0, victims, 600), TKV_OK);
     for (i = 0; i < COUNT(victims); i++) victims[i] &= (uint64_t)0x0fffffffffffffffu >> i % 8;
     CHECK_EQ(evict_named(a, 0, 1, victims, 400), TKV_OK);
     CHECK_EQ(evict_named(b, 0, 1, victims, 400), TKV_OK);
-    n = drop(b, 0, LONGEST);
+    n = discard_tokens(b, 0, LONGEST);
     CHECK(n > 300);
-    CHECK(tokens_missing(b, 0, 0) < tokens_missing(b, 0, 1));
+    CHECK(count_discarded(b, 0, 0) < count_discarded(b, 0, 1));
     CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_a), TKV_ERR_NO_SOURCE);
-    memset(victims, 0, sizeof victims); /* more go while they are away, and some for good */
+    memset(victims, 0, sizeof victims); /* evicts more tokens, also of discarded blocks */
     for (i = 70; i < 240; i++) victims[i / 64] |= (uint64_t)1 << i % 64;
     CHECK_EQ(evict_named(a, 0, TKV_ALL_LAYERS, victims, 240), TKV_OK);
     CHECK_EQ(evict_named(b, 0, TKV_ALL_LAYERS, victims, 240), TKV_OK);
     sound(b);
-    give_all(b, 0);
-    CHECK_EQ(first_missing(b, 0, &start), 0);
+    restore_all(b, 0);
+    CHECK_EQ(find_discarded(b, 0, &start), 0);
     for (n = 0; n < LAYERS; n++) {
-        CHECK_EQ(live_mask_of(b, 0, n, 0, tkv_get_length(b, 0, TKV_ALL_LAYERS), alive), TKV_OK);
+        CHECK_EQ(live_mask_of(b, 0, n, 0, tkv_get_length(b, 0, TKV_ALL_LAYERS), live_mask), TKV_OK);
         for (i = 0; i < tkv_get_length(b, 0, TKV_ALL_LAYERS); i++) {
-            if (!(alive[i / 64] >> i % 64 & 1)) continue;
-            all++;
+            if (!(live_mask[i / 64] >> i % 64 & 1)) continue;
+            n_live++;
             CHECK_EQ(tkv_read(a, 0, n, i, 1, k_a, v_a), TKV_OK);
             CHECK_EQ(tkv_read(b, 0, n, i, 1, k_b, v_b), TKV_OK);
             CHECK_MEM(k_a, k_b, ROW * sizeof(float));
             CHECK_MEM(v_a, v_b, ROW * sizeof(float));
         }
     }
-    CHECK(all > 600);
+    CHECK(n_live > 600);
     tkv_destroy(a);
     tkv_destroy(b);
 }
 
-/* Anchors are in the sinks' block: their own may go, and comes back with room for them. */
+/* The block of the sinks keeps the anchors. The blocks that they came from can be discarded and restored. */
 TEST(anchors) {
     tkv_config cfg = small_config();
     tkv_cache *a, *b;
     tkv_tier tier;
-    int n, i, l, n_anchors = 0, away = 0;
+    int n, i, l, n_anchors = 0, n_discarded = 0;
     cfg.tiers.n_anchors = 12;
     cfg.importance.sample_every = 1;
     cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
@@ -420,65 +421,66 @@ TEST(anchors) {
     a = make(&cfg);
     b = make(&cfg);
     for (n = 0; n < 12; n++) {
-        CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
+        CHECK_EQ(append_to_both(a, b, 0, 70), TKV_OK);
         for (l = 0; l < LAYERS; l++) {
             tkv_rng_fill(&rng, q_in, (size_t)(70 * HEADS * DIM), 3.0);
             CHECK_EQ(tkv_attend(a, 0, l, q_in, 70, out_a), TKV_OK);
             CHECK_EQ(tkv_attend(b, 0, l, q_in, 70, out_b), TKV_OK);
         }
     }
-    CHECK_EQ(drop(b, 0, 448), 448);
+    CHECK_EQ(discard_tokens(b, 0, 448), 448);
     for (i = 4; i < 452; i++) {
         const tkv_status st = tier_of(b, 0, 0, i, &tier);
         n_anchors += st == TKV_OK && tier == TKV_TIER_HOT;
-        away += st == TKV_ERR_NO_SOURCE;
+        n_discarded += st == TKV_ERR_NO_SOURCE;
     }
-    CHECK_MSG(n_anchors > 0 && n_anchors <= 12 && n_anchors + away == 448, "%d anchors, %d away", n_anchors,
-              away);
-    refused(b, 0);
-    give_all(b, 0);
-    same(a, b, 0, 3);
+    CHECK_MSG(n_anchors > 0 && n_anchors <= 12 && n_anchors + n_discarded == 448, "%d anchors, %d discarded",
+              n_anchors, n_discarded);
+    check_attention_refused(b, 0);
+    restore_all(b, 0);
+    check_same(a, b, 0, 3);
     tkv_destroy(a);
     tkv_destroy(b);
 }
 
-/* >>with blocks outside RAM */
-TEST(outside_and_copies) {
-    tkv_config cfg = small_config(), with;
+/* >>offloaded blocks */
+TEST(offloaded_blocks_and_copies) {
+    tkv_config cfg = small_config(), offloading;
     tkv_cache *a, *b;
-    int n, start, done;
+    int n, start, n_offloaded;
     test_store d;
-    with = cfg;
-    test_store_for(&d, &with);
-    with.offload.keep_exact = 1;
+    offloading = cfg;
+    test_store_for(&d, &offloading);
+    offloading.offload.keep_exact = 1;
     a = make(&cfg);
-    b = make(&with);
-    for (n = 0; n < 12; n++) CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
-    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 2, &done), TKV_OK);
-    CHECK_EQ(done, 2 * LAYERS);
-    n = drop(b, 0, 256);
+    b = make(&offloading);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(a, b, 0, 70), TKV_OK);
+    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 2, &n_offloaded), TKV_OK);
+    CHECK_EQ(n_offloaded, 2 * LAYERS);
+    n = discard_tokens(b, 0, 256);
     CHECK_EQ(n, 256);
-    CHECK_EQ(first_missing(b, 0, &start), 256);
-    CHECK_EQ(start, 132);                                          /* behind those outside */
-    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 2, &done), TKV_OK); /* what is missing cannot go there */
+    CHECK_EQ(find_discarded(b, 0, &start), 256);
+    CHECK_EQ(start, 132); /* after the offloaded blocks */
+    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 2, &n_offloaded),
+             TKV_OK); /* discarded blocks cannot be offloaded */
     sound(b);
-    refused(b, 0);
-    give_all(b, 0);
-    same(a, b, 0, 6);
-    CHECK_EQ(drop(b, 0, 128), 128);
-    CHECK_EQ(tkv_promote(b, 0, 0, 140), TKV_OK); /* of the exact copy */
+    check_attention_refused(b, 0);
+    restore_all(b, 0);
+    check_same(a, b, 0, 6);
+    CHECK_EQ(discard_tokens(b, 0, 128), 128);
+    CHECK_EQ(tkv_promote(b, 0, 0, 140), TKV_OK); /* from the exact copy */
     sound(b);
-    CHECK_EQ(tokens_missing(b, 0, 0), 64);
-    CHECK_EQ(tokens_missing(b, 0, 1), 128);
-    CHECK_EQ(first_missing(b, 0, &start), 128);
+    CHECK_EQ(count_discarded(b, 0, 0), 64);
+    CHECK_EQ(count_discarded(b, 0, 1), 128);
+    CHECK_EQ(find_discarded(b, 0, &start), 128);
     CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
     sound(b);
     CHECK_EQ(alive_in(&d), 0);
-    with.offload.keep_exact = 0;
+    offloading.offload.keep_exact = 0;
     tkv_destroy(b);
-    b = make(&with);
-    for (n = 0; n < 12; n++) CHECK_EQ(append_both(b, NULL, 0, 70), TKV_OK);
-    CHECK_EQ(drop(b, 0, 128), 128);
+    b = make(&offloading);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(b, NULL, 0, 70), TKV_OK);
+    CHECK_EQ(discard_tokens(b, 0, 128), 128);
     CHECK_EQ(tkv_promote(b, 0, 0, 10), TKV_ERR_NO_SOURCE);
     sound(b);
     tkv_destroy(a);
@@ -486,32 +488,33 @@ TEST(outside_and_copies) {
     test_store_end(&d);
 }
 
-/* >>a model that is asked */
+/* >>recomputation by a model */
 typedef struct model {
-    int calls, tokens; /* what it was asked for */
-    int fails, lazy;   /* the call that fails; gives one layer only */
+    int calls, tokens;        /* number of calls, and of tokens requested */
+    int fail_in, skips_layer; /* n: the n-th call from now on fails; 1: restores all layers but the last */
 } model;
 
-static tkv_status compute(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers, int start,
-                          int n) {
+static tkv_status recompute_tokens(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
+                                   int start, int n) {
     model *m = (model *)user;
     tkv_status st = TKV_OK;
     int l;
     m->calls++;
     m->tokens += n;
-    if (m->fails && --m->fails == 0) return TKV_ERR_NOMEM;
-    for (l = first_layer; l < first_layer + n_layers - m->lazy && !st; l++) st = give(kv, seq, l, start, n);
+    if (m->fail_in && --m->fail_in == 0) return TKV_ERR_NOMEM;
+    for (l = first_layer; l < first_layer + n_layers - m->skips_layer && !st; l++)
+        st = restore_tokens(kv, seq, l, start, n);
     return st;
 }
 
-static tkv_remat remat_of(double step_blocks) {
+static tkv_remat make_remat(double step_blocks) {
     tkv_remat_config cfg;
     tkv_remat r;
     memset(&cfg, 0, sizeof cfg);
     cfg.n_layers = LAYERS;
     cfg.n_heads = HEADS;
     cfg.head_dim = DIM;
-    cfg.layer_params = 1e8; /* attention is nothing beside */
+    cfg.layer_params = 1e8; /* makes the FLOPs of attention negligible */
     cfg.min_materialized = 128;
     CHECK_EQ(tkv_init_remat(&r, &cfg, NULL, 0), TKV_OK);
     cfg.step_flops = step_blocks * flops_of(&r, BLOCK) * 1.01;
@@ -522,56 +525,57 @@ static tkv_remat remat_of(double step_blocks) {
 TEST(recomputing_in_steps) {
     tkv_config cfg = small_config();
     tkv_cache *a = make(&cfg), *b = make(&cfg);
-    tkv_remat r = remat_of(2);
+    tkv_remat r = make_remat(2);
     model m;
     int n, left;
     memset(&m, 0, sizeof m);
-    for (n = 0; n < 12; n++) CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
-    CHECK_EQ(drop(b, 0, 320), 320);
-    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 7, compute, &m, &left), TKV_OK);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(a, b, 0, 70), TKV_OK);
+    CHECK_EQ(discard_tokens(b, 0, 320), 320);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 7, recompute_tokens, &m, &left), TKV_OK);
     CHECK_EQ(left, 192);
-    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 7, compute, &m, &left), TKV_OK); /* not in the same step */
+    /* the FLOPs of step 7 are used up */
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 7, recompute_tokens, &m, &left), TKV_OK);
     CHECK_EQ(left, 192);
     CHECK_EQ(m.calls, 1);
-    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 6, compute, &m, &left), TKV_ERR_ARG);
-    m.fails = 1;
-    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 8, compute, &m, &left), TKV_ERR_NOMEM);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 6, recompute_tokens, &m, &left), TKV_ERR_ARG);
+    m.fail_in = 1;
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 8, recompute_tokens, &m, &left), TKV_ERR_NOMEM);
     CHECK_EQ(left, 192);
-    m.lazy = 1;
-    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 9, compute, &m, &left), TKV_ERR_STATE);
+    m.skips_layer = 1;
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 9, recompute_tokens, &m, &left), TKV_ERR_STATE);
     sound(b);
-    m.lazy = 0;
-    refused(b, 0);
-    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 10, compute, &m, &left), TKV_OK);
+    m.skips_layer = 0;
+    check_attention_refused(b, 0);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 10, recompute_tokens, &m, &left), TKV_OK);
     CHECK_EQ(left, 64);
-    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 11, compute, &m, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 11, recompute_tokens, &m, NULL), TKV_OK);
     sound(b);
-    same(a, b, 0, 3);
-    CHECK_EQ((int)r.info.restored, 9); /* two of them twice, two that the model did not give */
+    check_same(a, b, 0, 3);
+    CHECK_EQ((int)r.info.restored, 9); /* 5 blocks, and 2 more in each of the two calls that failed */
     CHECK(r.info.waited >= 4 && r.info.flops > 0.0);
-    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 12, compute, &m, &left), TKV_OK); /* nothing is to be done */
+    CHECK_EQ(tkv_seq_recompute(b, 0, &r, 12, recompute_tokens, &m, &left), TKV_OK); /* nothing to recompute */
     CHECK_EQ(left, 0);
     CHECK_EQ(m.calls, 5);
-    CHECK_EQ(tkv_seq_recompute(b, 0, NULL, 12, compute, &m, &left), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_recompute(b, 0, NULL, 12, recompute_tokens, &m, &left), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_recompute(b, 0, &r, 12, NULL, &m, &left), TKV_ERR_ARG);
     tkv_destroy(a);
     tkv_destroy(b);
 }
 
-TEST(decisions_are_done) {
+TEST(free_bytes_discards_blocks) {
     tkv_remat_block blocks[32];
     tkv_remat_action actions[32];
-    tkv_remat r = remat_of(100);
+    tkv_remat r = make_remat(100);
     tkv_config cfg = small_config();
     tkv_cache *a, *b;
     tkv_layer_info layer_info;
     tkv_memory_info m;
-    size_t freed, want, had;
+    size_t freed, want, bytes_before;
     int n, i, start;
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
     a = make(&cfg);
     b = make(&cfg);
-    for (n = 0; n < 12; n++) CHECK_EQ(append_both(a, b, 0, 70), TKV_OK);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(a, b, 0, 70), TKV_OK);
     CHECK_EQ(tkv_seq_list_blocks(b, 0, NULL, 0, &n), TKV_OK);
     CHECK_EQ(n, 15);
     CHECK_EQ(tkv_seq_list_blocks(b, 0, blocks, 32, &n), TKV_OK);
@@ -579,133 +583,134 @@ TEST(decisions_are_done) {
     for (i = 1; i < n; i++) CHECK_EQ(blocks[i].start, blocks[i - 1].end);
     CHECK_EQ(blocks[n - 1].end, 840);
     CHECK_EQ((int)blocks[3].bytes, LAYERS * BLOCK * ROW * 2 * 2);
-    CHECK_EQ((int)blocks[3].quantized_bytes, (int)blocks[3].bytes); /* there is no ladder */
+    /* without a ladder no block can be quantized */
+    CHECK_EQ((int)blocks[3].quantized_bytes, (int)blocks[3].bytes);
     want = 3 * blocks[3].bytes - 5;
     CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.5f, want, blocks, actions, 32, &freed), TKV_OK);
-    CHECK_EQ((int)freed, 0); /* below the threshold */
+    CHECK_EQ((int)freed, 0); /* the pressure is below the threshold */
     CHECK_EQ(tkv_get_layer(b, 0, 0, &layer_info), TKV_OK);
     m = layer_info.memory;
-    had = m.total;
+    bytes_before = m.total;
     CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, want, blocks, actions, n - 1, &freed), TKV_ERR_ARG);
     CHECK_STR(tkv_get_last_error(b),
               "blocks is missing or too short: the sequence has 15 blocks (tkv_seq_list_blocks)");
     CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, want, blocks, actions, -1, &freed), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_free_bytes(b, 0, NULL, 0.95f, want, blocks, actions, 32, &freed), TKV_ERR_ARG);
-    CHECK_STR(tkv_get_last_error(b), "r is missing"); /* without a number that nobody has set */
+    CHECK_STR(tkv_get_last_error(b), "r is missing"); /* the message gives no number of blocks */
     CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, want, blocks, actions, 32, &freed), TKV_OK);
     CHECK_EQ((int)freed, 3 * BLOCK * ROW * 2 * 2 * LAYERS);
     CHECK_EQ(tkv_get_layer(b, 0, 0, &layer_info), TKV_OK);
     m = layer_info.memory;
-    CHECK_EQ((int)(had - m.total), (int)freed / LAYERS);
-    CHECK_EQ(first_missing(b, 0, &start), 192);
+    CHECK_EQ((int)(bytes_before - m.total), (int)freed / LAYERS);
+    CHECK_EQ(find_discarded(b, 0, &start), 192);
     CHECK_EQ((int)r.info.discarded, 3);
     CHECK_EQ(tkv_seq_list_blocks(b, 0, blocks, 32, &n), TKV_OK);
     CHECK_EQ(n, 15);
     for (i = 0; i < n; i++) CHECK_EQ(blocks[i].discarded, i >= 1 && i <= 3);
     CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, 100u << 20, blocks, actions, 32, &freed), TKV_OK);
     sound(b);
-    CHECK_LE(128, 840 - tokens_missing(b, 0, 0)); /* min_materialized, and what must stay */
-    CHECK(tokens_missing(b, 0, 0) >= 640);
-    give_all(b, 0);
-    same(a, b, 0, 3);
+    CHECK_LE(128, 840 - count_discarded(b, 0, 0)); /* at least min_materialized tokens stay */
+    CHECK(count_discarded(b, 0, 0) >= 640);
+    restore_all(b, 0);
+    check_same(a, b, 0, 3);
     tkv_destroy(a);
     tkv_destroy(b);
 }
 
-/* Where to compute is dear, blocks are coded: the ladder does it. */
-TEST(decisions_to_quantize) {
+/* With a ladder, tkv_seq_free_bytes quantizes blocks. It discards them when the ladder frees too little. */
+TEST(free_bytes_quantizes_blocks) {
     tkv_remat_block blocks[64];
     tkv_remat_action actions[64];
-    tkv_remat r = remat_of(100);
+    tkv_remat r = make_remat(100);
     tkv_config cfg = small_config();
     tkv_cache *kv;
     size_t freed, used;
-    int n, i, start, tighter = 0;
+    int n, i, start, n_smaller = 0;
     cfg.budget.bytes = 4 * 1000 * 1000;
     kv = make(&cfg);
-    for (n = 0; n < 12; n++) CHECK_EQ(append_both(kv, NULL, 0, 90), TKV_OK);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(kv, NULL, 0, 90), TKV_OK);
     CHECK_EQ(tkv_seq_list_blocks(kv, 0, blocks, 64, &n), TKV_OK);
-    for (i = 0; i < n; i++) tighter += blocks[i].quantized_bytes < blocks[i].bytes;
-    CHECK(tighter > 8);
+    for (i = 0; i < n; i++) n_smaller += blocks[i].quantized_bytes < blocks[i].bytes;
+    CHECK(n_smaller > 8);
     used = budget_of(kv).used;
     CHECK_EQ(tkv_seq_free_bytes(kv, 0, &r, 0.95f, 20000, blocks, actions, 64, &freed), TKV_OK);
     sound(kv);
-    CHECK_EQ(first_missing(kv, 0, &start), 0);
+    CHECK_EQ(find_discarded(kv, 0, &start), 0);
     CHECK_EQ(budget_of(kv).level, 1);
     CHECK_LE(20000, freed);
     CHECK(budget_of(kv).used < used);
     CHECK((int)r.info.quantized > 1 && r.info.discarded == 0);
-    for (i = 0; i < 8; i++) /* more than the ladder can give: then they go */
+    for (i = 0; i < 8; i++) /* more than the ladder can free: blocks are discarded */
         CHECK_EQ(tkv_seq_free_bytes(kv, 0, &r, 0.95f, 10000000, blocks, actions, 64, &freed), TKV_OK);
     sound(kv);
-    CHECK(first_missing(kv, 0, &start) > 640);
-    give_all(kv, 0);
+    CHECK(find_discarded(kv, 0, &start) > 640);
+    restore_all(kv, 0);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 3, out_a), TKV_OK);
     tkv_destroy(kv);
 }
 
 /* >>under a budget */
-TEST(idle_sequences_give_way) {
-    tkv_config cfg = small_config(), with;
+TEST(idle_sequences_are_discarded) {
+    tkv_config cfg = small_config(), budgeted;
     tkv_cache *a, *b;
-    tkv_remat r = remat_of(1000);
+    tkv_remat r = make_remat(1000);
     model m;
     counting_allocator p;
-    int n, seq, turn, left, start, gone = 0;
+    int n, seq, round, left, start, n_with_discards = 0;
     memset(&m, 0, sizeof m);
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
-    with = small_config();
-    with.budget.pressure.max_level = TKV_OFF; /* exact for ever */
-    with.budget.bytes = 700 * 1000;
-    with.budget.discard = 1;
-    with.host.allocator = counting_allocator_of(&p);
+    budgeted = small_config();
+    budgeted.budget.pressure.max_level = TKV_OFF; /* tokens stay exact */
+    budgeted.budget.bytes = 700 * 1000;
+    budgeted.budget.discard = 1;
+    budgeted.host.allocator = counting_allocator_of(&p);
     a = make(&cfg);
-    b = make(&with);
-    for (turn = 0; turn < 7; turn++)
+    b = make(&budgeted);
+    for (round = 0; round < 7; round++)
         for (seq = 0; seq < SEQS; seq++) {
-            CHECK_EQ(tkv_seq_recompute(b, seq, &r, turn, compute, &m, &left), TKV_OK);
+            CHECK_EQ(tkv_seq_recompute(b, seq, &r, round, recompute_tokens, &m, &left), TKV_OK);
             CHECK_EQ(left, 0);
             for (n = 0; n < 4; n++) {
-                CHECK_EQ(append_both(b, NULL, seq, 23), TKV_OK);
-                CHECK_EQ(first_missing(b, seq, &start), 0);
+                CHECK_EQ(append_to_both(b, NULL, seq, 23), TKV_OK);
+                CHECK_EQ(find_discarded(b, seq, &start), 0);
                 sound(b);
             }
             for (n = tkv_get_length(b, seq, TKV_ALL_LAYERS) - 92; n < tkv_get_length(b, seq, TKV_ALL_LAYERS);
                  n += 23) {
                 int l;
                 for (l = 0; l < LAYERS; l++)
-                    CHECK_EQ(tkv_append(a, seq, l, k_of[seq][l] + n * ROW, v_of[seq][l] + n * ROW, 23),
+                    CHECK_EQ(tkv_append(a, seq, l, k_model[seq][l] + n * ROW, v_model[seq][l] + n * ROW, 23),
                              TKV_OK);
             }
-            same(a, b, seq, 2);
-            CHECK_LE(p.most, with.budget.bytes);
-            /* who was used longest ago went first */
-            gone += first_missing(b, (seq + 1) % SEQS, &start) > 0;
-            if (first_missing(b, (seq + 2) % SEQS, &start) > 0)
-                CHECK(tokens_missing(b, (seq + 1) % SEQS, 0) > 0);
+            check_same(a, b, seq, 2);
+            CHECK_LE(p.most, budgeted.budget.bytes);
+            /* the sequence used longest ago loses blocks first */
+            n_with_discards += find_discarded(b, (seq + 1) % SEQS, &start) > 0;
+            if (find_discarded(b, (seq + 2) % SEQS, &start) > 0)
+                CHECK(count_discarded(b, (seq + 1) % SEQS, 0) > 0);
         }
-    CHECK(gone > 6);
+    CHECK(n_with_discards > 6);
     CHECK(m.tokens > 1000);
     CHECK_EQ((int)budget_of(b).refused, 0);
     CHECK_EQ(budget_of(b).level, 0);
-    with.budget.discard = 0; /* without it there is no room */
+    budgeted.budget.discard = 0; /* without discards, the budget is too small */
     tkv_destroy(b);
     CHECK_EQ(p.held, 0);
-    b = make(&with);
+    b = make(&budgeted);
     for (n = 0, left = 0; n < 28 && !left; n++)
-        for (seq = 0; seq < SEQS; seq++) left |= append_both(b, NULL, seq, 23);
+        for (seq = 0; seq < SEQS; seq++) left |= append_to_both(b, NULL, seq, 23);
     CHECK_EQ(left, TKV_ERR_BUDGET);
     sound(b);
     tkv_destroy(a);
     tkv_destroy(b);
 }
 
-TEST(tiers_come_first) {
+TEST(levels_come_before_discards) {
     tkv_config cfg = small_config();
     tkv_budget_info info;
     tkv_cache *kv;
     counting_allocator p;
-    int n, seq, before = 0, st = 0;
+    int n, seq, len_before_discards = 0, st = 0;
     cfg.budget.bytes = 500 * 1000;
     cfg.budget.discard = 1;
     cfg.host.allocator = counting_allocator_of(&p);
@@ -713,45 +718,45 @@ TEST(tiers_come_first) {
     for (n = 0; n < 40 && !st; n++)
         for (seq = 0; seq < SEQS && !st; seq++) {
             if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) + 45 > LONGEST) continue;
-            st = append_both(kv, NULL, seq, 45);
+            st = append_to_both(kv, NULL, seq, 45);
             sound(kv);
             info = budget_of(kv);
-            if (info.discarded == 0) before = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
+            if (info.discarded == 0) len_before_discards = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
             else CHECK_EQ(info.level, info.n_levels - 1);
         }
     CHECK_EQ(st, TKV_OK);
     CHECK_LE(p.most, cfg.budget.bytes);
-    CHECK(before > 400 && budget_of(kv).discarded > 6);
-    st = 0; /* what comes back may not fit beside the others: they give way in turn */
-    give_all(kv, 0);
-    CHECK(tokens_missing(kv, 1, 0) + tokens_missing(kv, 2, 0) > 0);
+    CHECK(len_before_discards > 400 && budget_of(kv).discarded > 6);
+    st = 0; /* restored blocks need memory: blocks of other sequences are discarded */
+    restore_all(kv, 0);
+    CHECK(count_discarded(kv, 1, 0) + count_discarded(kv, 2, 0) > 0);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 3, out_a), TKV_OK);
     CHECK_LE(p.most, cfg.budget.bytes);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
 }
 
-TEST(no_room_to_come_back) {
+TEST(no_memory_to_restore) {
     tkv_config cfg = small_config();
     tkv_cache *kv;
     counting_allocator p;
-    int n, start, had, st = TKV_OK;
+    int n, start, n_discarded, st = TKV_OK;
     cfg.budget.bytes = 400 * 1000;
     cfg.budget.pressure.max_level = TKV_OFF;
     cfg.host.allocator = counting_allocator_of(&p);
     kv = make(&cfg);
-    for (n = 0; n < 5; n++) CHECK_EQ(append_both(kv, NULL, 0, 90), TKV_OK);
-    CHECK_EQ(drop(kv, 0, 256), 256);
-    while (!st) st = append_both(kv, NULL, 1, 10);
+    for (n = 0; n < 5; n++) CHECK_EQ(append_to_both(kv, NULL, 0, 90), TKV_OK);
+    CHECK_EQ(discard_tokens(kv, 0, 256), 256);
+    while (!st) st = append_to_both(kv, NULL, 1, 10);
     CHECK_EQ(st, TKV_ERR_BUDGET);
-    had = first_missing(kv, 0, &start);
-    CHECK_EQ(give(kv, 0, 0, start, had), TKV_ERR_BUDGET);
+    n_discarded = find_discarded(kv, 0, &start);
+    CHECK_EQ(restore_tokens(kv, 0, 0, start, n_discarded), TKV_ERR_BUDGET);
     sound(kv);
-    CHECK_EQ(first_missing(kv, 0, &start), had);
+    CHECK_EQ(find_discarded(kv, 0, &start), n_discarded);
     CHECK_LE(p.most, cfg.budget.bytes);
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
-    give_all(kv, 0);
-    CHECK_EQ(first_missing(kv, 0, &start), 0);
+    restore_all(kv, 0);
+    CHECK_EQ(find_discarded(kv, 0, &start), 0);
     CHECK_LE(p.most, cfg.budget.bytes);
     tkv_destroy(kv);
 }
@@ -772,16 +777,17 @@ TEST(in_place) {
         REQUIRE(mem);
         CHECK_EQ(tkv_create_in_place(&cfg, mem, bytes, &kv), TKV_OK);
         for (n = 0; n < 8; n++)
-            for (seq = 0; seq < SEQS; seq++) CHECK_EQ(append_both(kv, NULL, seq, 60), TKV_OK);
-        CHECK(drop(kv, 0, 256) <= 256);
-        CHECK(first_missing(kv, 0, &start) >= 256);
-        for (n = 0; n < 8; n++) CHECK_EQ(append_both(kv, NULL, 1, 60), TKV_OK);
+            for (seq = 0; seq < SEQS; seq++) CHECK_EQ(append_to_both(kv, NULL, seq, 60), TKV_OK);
+        CHECK(discard_tokens(kv, 0, 256) <= 256);
+        CHECK(find_discarded(kv, 0, &start) >= 256);
+        for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(kv, NULL, 1, 60), TKV_OK);
         sound(kv);
-        give_all(kv, 0);
+        restore_all(kv, 0);
         for (n = 0; n < 480; n += 60)
             for (seq = 0; seq < LAYERS; seq++)
-                CHECK_EQ(tkv_append(a, 0, seq, k_of[0][seq] + n * ROW, v_of[0][seq] + n * ROW, 60), TKV_OK);
-        if (!pass) same(a, kv, 0, 2);
+                CHECK_EQ(tkv_append(a, 0, seq, k_model[0][seq] + n * ROW, v_model[0][seq] + n * ROW, 60),
+                         TKV_OK);
+        if (!pass) check_same(a, kv, 0, 2);
         tkv_destroy(kv);
         tkv_destroy(a);
         free(mem);
@@ -791,21 +797,21 @@ TEST(in_place) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(20);
-    RUN(what_comes_back_is_the_same);
-    RUN(tiers_move_on_meanwhile);
-    RUN(wrong_gives_change_nothing);
-    RUN(allocations_that_fail);
+    RUN(restored_blocks_are_the_same);
+    RUN(tiers_change_while_blocks_are_discarded);
+    RUN(wrong_restores_change_nothing);
+    RUN(failed_allocations_change_nothing);
     RUN(windows);
-    RUN(cuts_flushes_resets);
+    RUN(truncations_flushes_resets);
     RUN(evicted_tokens);
     RUN(anchors);
-    RUN(outside_and_copies);
+    RUN(offloaded_blocks_and_copies);
     RUN(recomputing_in_steps);
-    RUN(decisions_are_done);
-    RUN(decisions_to_quantize);
-    RUN(idle_sequences_give_way);
-    RUN(tiers_come_first);
-    RUN(no_room_to_come_back);
+    RUN(free_bytes_discards_blocks);
+    RUN(free_bytes_quantizes_blocks);
+    RUN(idle_sequences_are_discarded);
+    RUN(levels_come_before_discards);
+    RUN(no_memory_to_restore);
     RUN(in_place);
     return tkv_test_end();
 }
