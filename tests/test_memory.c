@@ -803,7 +803,7 @@ TEST(in_place_at_any_address) {
 /* Sizes beyond any machine are refused. They do not wrap. */
 TEST(sizes_do_not_wrap) {
     tkv_config cfg = tkv_default_config();
-    size_t bytes = 0, small = 0;
+    size_t bytes = 0, one_token_bytes = 0;
     tkv_status st;
     tkv_memory_info m;
     tkv_cache *kv = NULL;
@@ -844,8 +844,8 @@ TEST(sizes_do_not_wrap) {
     CHECK_EQ(st, sizeof(size_t) > 4 ? TKV_OK : TKV_ERR_CONFIG); /* 52 GB */
     if (st == TKV_OK) CHECK((double)bytes > 5.2e10 && (double)bytes < 5.4e10);
     cfg.limits.max_tokens = 1;
-    CHECK_EQ(tkv_get_required_bytes(&cfg, &small, NULL), TKV_OK);
-    CHECK(small > 2 * 256 * 256 * 4);
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &one_token_bytes, NULL), TKV_OK);
+    CHECK(one_token_bytes > 2 * 256 * 256 * 4);
 }
 
 /* >>the estimate */
