@@ -41,14 +41,9 @@ test: build/tieredkv.o $(TESTS) $(GPU_TESTS)
 
 # Programs that use only the public interface link one object of the library. The others contain the library.
 LINK_LIBRARY = $(filter-out examples/tieredkv.c, \
-                    $(shell grep -L 'define TIEREDKV_IMPLEMENTATION' tests/test_*.c examples/*.c bench/*.c))
+                    $(shell grep -L 'define TIEREDKV_IMPLEMENTATION' tests/*.c examples/*.c bench/*.c))
 $(patsubst tests/%.c,build/tests/%,$(patsubst examples/%.c,build/%, \
   $(patsubst bench/%.c,build/bench/%,$(LINK_LIBRARY)))): build/tieredkv.o
-
-# These contain the library, and compile longer than they run. white_kernels and white_formats compare bytes and sums, so
-# they are optimised as the library is.
-COMPILED_AT_O1 = white_attention white_cache white_core white_learn white_reclaim white_report white_rules white_step
-$(COMPILED_AT_O1:%=build/tests/%): private CFLAGS := $(CFLAGS:-O2=-O1)
 
 build/tieredkv.o: examples/tieredkv.c tieredkv.h
 	@mkdir -p $(@D)

@@ -18,7 +18,7 @@
  * project
  *
  * Tests use the public interface and link the library, which is compiled once. White-box tests (tests/white_x.c, one
- * for a folder of src) define TIEREDKV_IMPLEMENTATION and TKV_STATIC before the include, and link nothing.
+ * for a folder of src) include white.h in the place of tieredkv.h, and call internal functions as well.
  *
  * The filter (or TKV_TEST_FILTER) selects tests whose name contains it. The last line is `N passed, N failed` and
  * counts tests. `, N skipped` follows if tests were skipped. A test without any check fails. Only the thread that

@@ -3,12 +3,9 @@
  * computation from the original K and V. It must not change bits, memory of the cache, or failures. Also: the
  * sequences that it measures, and its coverage of sequences longer than its copies.
  *
- * test_threads.c tests it with threads. This file compiles the library itself, because it reads the fields of the
- * meter; with all kernels, because attention measures.
+ * test_threads.c tests it with threads. It reads the fields of the meter (white.h).
  */
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* what is not used here is not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "kit.h"
 
 #include <math.h>

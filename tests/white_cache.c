@@ -2,14 +2,9 @@
  * white_cache.c - white-box test of src/cache: damage to the fields of a cache, which tkv_check must find, blocks
  * with several holders, pages.
  *
- * This file compiles the library itself, scalar kernels only, because it reads and changes the fields of a cache.
+ * It reads and changes the fields of a cache (white.h).
  */
-#ifndef TKV_NO_SIMD
-#define TKV_NO_SIMD /* src/cache has no vectors, and vectors compile slowly */
-#endif
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* functions that the test does not call are not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "sequences.h"
 
 /* >>the self-check sees damage */

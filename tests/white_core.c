@@ -2,14 +2,9 @@
  * white_core.c - white-box test of src/core: floats and fp16 by their bits, rounding, checked sizes, memory, text,
  * code books, RoPE, k-means against the optimum.
  *
- * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_).
+ * It calls internal functions (white.h).
  */
-#ifndef TKV_NO_SIMD
-#define TKV_NO_SIMD /* src/core has no vectors, and vectors compile slowly */
-#endif
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* what is not used here is not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "levels.h"
 
 /* >>references: exact in double, and by ldexp, so that flags which flush subnormals do not matter */

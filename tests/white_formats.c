@@ -3,14 +3,9 @@
  * widths, scales, rotations, how heads share the bits of a layer, A and R formats as codecs,
  * SQuat, golden hashes of the other formats.
  *
- * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_).
+ * It calls internal functions (white.h).
  */
-#ifndef TKV_NO_SIMD
-#define TKV_NO_SIMD /* src/formats has no vectors, and vectors compile slowly */
-#endif
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* functions that the test does not call are not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "blocks.h"
 #include "levels.h"
 

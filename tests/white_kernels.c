@@ -1,16 +1,12 @@
 /*
  * white_kernels.c - white-box test of src/kernels: the kernels of every instruction set of this machine, against the
  * scalar kernels and against double precision, on sides filled at random. Inaccessible pages around the memory
- * catch reads and writes beyond it. This file compiles the library itself.
- *
- * cc -O2 tests/white_kernels.c -o white_kernels -lm && ./white_kernels
+ * catch reads and writes beyond it. It calls internal functions (white.h).
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #endif
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* what is not used here is not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 
 #include "tkv_test.h"
 

@@ -3,13 +3,10 @@
  * contents, and blocks that wait for it. Also calibrations of the caller (saved, loaded, frozen, learned anew,
  * damaged) and the queries that SQuat collects.
  *
- * This file compiles the library itself, with all kernels, because it reads the tables of a cache on every
- * instruction set. Other files test these formats too: test_attend.c compares attention with the oracle,
- * test_memory.c memory with the allocator, white_step.c random calls with a model.
+ * It reads the tables of a cache (white.h) on every instruction set. Other files test these formats too: test_attend.c
+ * compares attention with the oracle, test_memory.c memory with the allocator, white_step.c random calls with a model.
  */
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* what is not used here is not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "levels.h"
 #include "stream.h"
 

@@ -2,14 +2,9 @@
  * white_reclaim.c - white-box test of src/reclaim: the order of blocks under a budget, tokens that an eviction must
  * leave, records of the store that are older than the counter of writes, memory for attention scores.
  *
- * This file compiles the library itself, scalar kernels only, because it reads and changes the fields of a cache.
+ * It reads and changes the fields of a cache (white.h).
  */
-#ifndef TKV_NO_SIMD
-#define TKV_NO_SIMD /* src/reclaim has no vectors, and vectors compile slowly */
-#endif
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* functions that the test does not call are not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "kit.h"
 
 enum {

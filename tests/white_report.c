@@ -2,14 +2,9 @@
  * white_report.c - white-box test of src/report: floats as text, the tables of fields and of figures, and tables made
  * here, with kinds of fields that the library has none of.
  *
- * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_).
+ * It calls internal functions (white.h).
  */
-#ifndef TKV_NO_SIMD
-#define TKV_NO_SIMD /* src/report has no vectors, and vectors compile slowly */
-#endif
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* functions that the test does not call are not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "kit.h"
 
 enum { REASON = 200 };

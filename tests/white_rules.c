@@ -3,15 +3,9 @@
  * rematerialization. Each policy is checked by hand against the definition in its paper, the rules at their limits,
  * and both selections against a plain sort.
  *
- * This file compiles the library itself, scalar kernels only, because it calls internal functions (tkvi_). It also
- * checks that the public functions give the same results.
+ * It calls internal functions (white.h), and checks that the public functions give the same results.
  */
-#ifndef TKV_NO_SIMD
-#define TKV_NO_SIMD /* the rules have no vectors, and vectors compile slowly */
-#endif
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* functions that the test does not call are not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "kit.h"
 
 #include <math.h>

@@ -12,9 +12,7 @@
  *
  *     TKV_RANDOM_OPS=100000 TKV_RANDOM_SEED=7 ./white_step     calls per config, first seed
  */
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC /* what is not used here is not compiled */
-#include "../tieredkv.h"
+#include "white.h"
 #include "kit.h"
 
 enum { /* one enum: C++20 has doubts about sums of two */
