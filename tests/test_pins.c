@@ -1,6 +1,6 @@
 /*
  * test_pins.c - pins that end (tkv_seq_pin). Pinned tokens stay until the end of the pin, also when their blocks
- * are joined. After that they can be evicted like others.
+ * are merged. After that they can be evicted like others.
  */
 #include "../tieredkv.h"
 #include "kit.h"
@@ -9,7 +9,7 @@ enum { LAYERS = 2, DIM = 32, CHUNK = 128 };
 
 static tkv_rng rng;
 
-static tkv_config config(int keep) {
+static tkv_config make_config(int keep) {
     tkv_config cfg = tkv_default_config();
     cfg.model.n_layers = LAYERS;
     cfg.model.n_heads = cfg.model.n_kv_heads = 1;
@@ -23,7 +23,7 @@ static tkv_config config(int keep) {
     return cfg;
 }
 
-static void append(tkv_cache *kv, int n) {
+static void append_tokens(tkv_cache *kv, int n) {
     static float x[CHUNK * DIM];
     int l;
     for (l = 0; l < LAYERS; l++) {
@@ -32,134 +32,134 @@ static void append(tkv_cache *kv, int n) {
     }
 }
 
-static void append_to(tkv_cache *kv, int len) {
-    while (tkv_get_length(kv, 0, TKV_ALL_LAYERS) < len) append(kv, 1);
+static void append_up_to(tkv_cache *kv, int len) {
+    while (tkv_get_length(kv, 0, TKV_ALL_LAYERS) < len) append_tokens(kv, 1);
 }
 
-static int there(const tkv_cache *kv, int layer, int position) {
+static int is_live(const tkv_cache *kv, int layer, int position) {
     uint64_t bit = 0;
     CHECK_EQ(live_mask_of(kv, 0, layer, position, 1, &bit), TKV_OK);
     return bit == 1;
 }
 
-static int how_many(const tkv_cache *kv, int layer, int from, int to) {
+static int n_live(const tkv_cache *kv, int layer, int from, int to) {
     int n = 0;
-    for (; from < to; from++) n += there(kv, layer, from);
+    for (; from < to; from++) n += is_live(kv, layer, from);
     return n;
 }
 
-/* The append that finds the layer at that length is the first that may drop them. */
+/* A pin ends at length 400: the append to a layer of that length is the first that may evict its tokens. */
 TEST(a_pin_ends) {
-    tkv_config cfg = config(100);
+    tkv_config cfg = make_config(100);
     tkv_cache *kv = make(&cfg);
     int l;
-    append_to(kv, 90);
+    append_up_to(kv, 90);
     CHECK_EQ(tkv_seq_pin(kv, 0, 20, 10, 400), TKV_OK);
-    append_to(kv, 400);
+    append_up_to(kv, 400);
     for (l = 0; l < LAYERS; l++) {
-        CHECK_EQ(how_many(kv, l, 20, 30), 10);
-        CHECK_EQ(how_many(kv, l, 4, 300), 10);
+        CHECK_EQ(n_live(kv, l, 20, 30), 10);
+        CHECK_EQ(n_live(kv, l, 4, 300), 10);
     }
-    append_to(kv, 410);
+    append_up_to(kv, 410);
     for (l = 0; l < LAYERS; l++) {
-        CHECK_EQ(how_many(kv, l, 20, 30), 0);
-        CHECK_EQ(how_many(kv, l, 0, 410), 100);
+        CHECK_EQ(n_live(kv, l, 20, 30), 0);
+        CHECK_EQ(n_live(kv, l, 0, 410), 100);
     }
     sound(kv);
     tkv_destroy(kv);
 }
 
-TEST(the_longest_of_a_block_lasts) {
-    tkv_config cfg = config(1000);
+TEST(a_block_keeps_its_longest_pin) {
+    tkv_config cfg = make_config(1000);
     tkv_evict_params p;
     tkv_cache *kv = make(&cfg);
     memset(&p, 0, sizeof p);
     p.layer = TKV_ALL_LAYERS;
     p.keep = 50;
-    append_to(kv, 190);
+    append_up_to(kv, 190);
     CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, 200), TKV_OK);
-    CHECK_EQ(tkv_seq_pin(kv, 0, 30, 2, 300), TKV_OK); /* the same block: both until 300 */
-    CHECK_EQ(tkv_seq_pin(kv, 0, 70, 2, 200), TKV_OK); /* another one */
-    append_to(kv, 210);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 30, 2, 300), TKV_OK); /* the same block: both pins last until 300 */
+    CHECK_EQ(tkv_seq_pin(kv, 0, 70, 2, 200), TKV_OK); /* another block */
+    append_up_to(kv, 210);
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
-    CHECK_EQ(how_many(kv, 0, 10, 32), 4);
-    CHECK_EQ(how_many(kv, 1, 70, 72), 0);
-    append_to(kv, 310);
+    CHECK_EQ(n_live(kv, 0, 10, 32), 4);
+    CHECK_EQ(n_live(kv, 1, 70, 72), 0);
+    append_up_to(kv, 310);
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
-    CHECK_EQ(how_many(kv, 0, 4, 80), 0);
+    CHECK_EQ(n_live(kv, 0, 4, 80), 0);
     sound(kv);
     tkv_destroy(kv);
 }
 
-TEST(for_good_and_no_longer) {
-    tkv_config cfg = config(100);
+TEST(unlimited_pins_and_unpinning) {
+    tkv_config cfg = make_config(100);
     tkv_cache *kv = make(&cfg);
-    append_to(kv, 90);
+    append_up_to(kv, 90);
     CHECK_EQ(tkv_seq_pin(kv, 0, 10, 4, TKV_UNLIMITED), TKV_OK);
     CHECK_EQ(tkv_seq_pin(kv, 0, 70, 4, 1000), TKV_OK);
     CHECK_EQ(tkv_seq_pin(kv, 0, 71, 2, TKV_OFF), TKV_OK);
-    append_to(kv, 700);
-    CHECK_EQ(how_many(kv, 0, 4, 500), 6);
-    CHECK(there(kv, 0, 70) && there(kv, 1, 73) && !there(kv, 0, 71));
-    append_to(kv, 1100);
-    CHECK_EQ(how_many(kv, 0, 4, 900), 4);
-    CHECK_EQ(how_many(kv, 0, 10, 14), 4);
+    append_up_to(kv, 700);
+    CHECK_EQ(n_live(kv, 0, 4, 500), 6);
+    CHECK(is_live(kv, 0, 70) && is_live(kv, 1, 73) && !is_live(kv, 0, 71));
+    append_up_to(kv, 1100);
+    CHECK_EQ(n_live(kv, 0, 4, 900), 4);
+    CHECK_EQ(n_live(kv, 0, 10, 14), 4);
     sound(kv);
     tkv_destroy(kv);
 }
 
-/* What has ended does not begin again with a new pin in its block; nothing was dropped in between. */
-TEST(ends_stay_ends) {
-    tkv_config cfg = config(1000);
+/* A new pin in a block does not renew a pin that has ended there, even if no token was evicted in between. */
+TEST(an_ended_pin_does_not_come_back) {
+    tkv_config cfg = make_config(1000);
     tkv_evict_params p;
     tkv_cache *kv = make(&cfg);
-    append_to(kv, 150);
+    append_up_to(kv, 150);
     CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, 160), TKV_OK);
-    append_to(kv, 200);
+    append_up_to(kv, 200);
     CHECK_EQ(tkv_seq_pin(kv, 0, 20, 2, TKV_UNLIMITED), TKV_OK);
     memset(&p, 0, sizeof p);
     p.layer = TKV_ALL_LAYERS;
     p.keep = 50;
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
-    CHECK_EQ(how_many(kv, 0, 10, 12), 0);
-    CHECK_EQ(how_many(kv, 0, 20, 22), 2);
+    CHECK_EQ(n_live(kv, 0, 10, 12), 0);
+    CHECK_EQ(n_live(kv, 0, 20, 22), 2);
     sound(kv);
     tkv_destroy(kv);
 }
 
-/* Blocks with holes become one; each token's pin goes with it, and what had ended does not come alive. */
-TEST(blocks_join) {
-    tkv_config cfg = config(4000);
+/* Eviction leaves holes, and blocks are merged. Tokens keep their pins. Pins that have ended do not come back. */
+TEST(merged_blocks_keep_pins) {
+    tkv_config cfg = make_config(4000);
     tkv_cache *kv = make(&cfg);
     uint64_t victims[10];
     tkv_evict_params p;
     int i;
-    for (i = 0; i < 5; i++) append(kv, CHUNK);
-    CHECK_EQ(tkv_seq_pin(kv, 0, 80, 2, 650), TKV_OK); /* ends before they join */
+    for (i = 0; i < 5; i++) append_tokens(kv, CHUNK);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 80, 2, 650), TKV_OK); /* ends before the blocks are merged */
     CHECK_EQ(tkv_seq_pin(kv, 0, 140, 2, 900), TKV_OK);
-    append_to(kv, 660);
+    append_up_to(kv, 660);
     memset(victims, 0xff, sizeof victims);
     for (i = 4; i < 400; i++)
         if (i % 20 == 0 || i % 20 == 1) victims[i / 64] &= ~((uint64_t)1 << i % 64);
     CHECK_EQ(evict_named(kv, 0, TKV_ALL_LAYERS, victims, 400), TKV_OK);
-    CHECK_EQ(how_many(kv, 0, 4, 400), 38);
+    CHECK_EQ(n_live(kv, 0, 4, 400), 38);
     memset(&p, 0, sizeof p);
     p.layer = TKV_ALL_LAYERS;
     p.keep = 100;
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
-    CHECK_EQ(how_many(kv, 0, 4, 400), 2);
-    CHECK_EQ(how_many(kv, 1, 140, 142), 2);
-    append_to(kv, 910);
+    CHECK_EQ(n_live(kv, 0, 4, 400), 2);
+    CHECK_EQ(n_live(kv, 1, 140, 142), 2);
+    append_up_to(kv, 910);
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
-    CHECK_EQ(how_many(kv, 0, 4, 400), 0);
+    CHECK_EQ(n_live(kv, 0, 4, 400), 0);
     sound(kv);
     tkv_destroy(kv);
 }
 
 TEST(wrong_arguments) {
-    tkv_config cfg = config(100);
+    tkv_config cfg = make_config(100);
     tkv_cache *kv = make(&cfg);
-    append_to(kv, 90);
+    append_up_to(kv, 90);
     CHECK_EQ(tkv_seq_pin(NULL, 0, 0, 1, 10), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_pin(kv, 0, 0, 1, 0), TKV_ERR_ARG);
     CHECK_MSG(strstr(tkv_get_last_error(kv), "length") != NULL, "%s", tkv_get_last_error(kv));
@@ -168,9 +168,9 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkv_seq_pin(kv, 0, -1, 1, 10), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_pin(kv, 0, 5, -1, 10), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_pin(kv, 1, 0, 1, 10), TKV_ERR_ARG);
-    CHECK_EQ(tkv_seq_pin(kv, 0, 10, 5, 20), TKV_OK); /* has ended: as if it had not been said */
-    append_to(kv, 300);
-    CHECK_EQ(how_many(kv, 0, 4, 100), 0);
+    CHECK_EQ(tkv_seq_pin(kv, 0, 10, 5, 20), TKV_OK); /* has ended already: no effect */
+    append_up_to(kv, 300);
+    CHECK_EQ(n_live(kv, 0, 4, 100), 0);
     memset(&cfg.evict, 0, sizeof cfg.evict);
     tkv_destroy(kv);
     kv = make(&cfg);
@@ -182,10 +182,10 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(1);
     RUN(a_pin_ends);
-    RUN(the_longest_of_a_block_lasts);
-    RUN(for_good_and_no_longer);
-    RUN(ends_stay_ends);
-    RUN(blocks_join);
+    RUN(a_block_keeps_its_longest_pin);
+    RUN(unlimited_pins_and_unpinning);
+    RUN(an_ended_pin_does_not_come_back);
+    RUN(merged_blocks_keep_pins);
     RUN(wrong_arguments);
     return tkv_test_end();
 }
