@@ -14,94 +14,95 @@ enum {
     DIM = 32,
     ROW = KV_HEADS * DIM,
     CHUNK = 64,
-    LONGEST = 2048
+    MAX_LEN = 2048
 };
 
 static tkv_rng rng;
-static float k_of[LAYERS][LONGEST * ROW], v_of[LAYERS][LONGEST * ROW]; /* what the model would compute */
-static float k_in[LONGEST * ROW], v_in[LONGEST * ROW], was[LONGEST * ROW];
+static float model_k[LAYERS][MAX_LEN * ROW],
+    model_v[LAYERS][MAX_LEN * ROW]; /* K and V as a model would compute them */
+static float k_in[MAX_LEN * ROW], v_in[MAX_LEN * ROW], read_before[MAX_LEN * ROW];
 
-static tkv_config config(test_store *d, int keep_exact) {
+static tkv_config make_config(test_store *store, int keep_exact) {
     tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, 0, CHUNK);
     cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
     cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-    cfg.importance.sample_every = 1 << 20; /* what matters is what the test says */
+    cfg.importance.sample_every = 1 << 20; /* only tkv_add_scores changes scores */
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
-    test_store_for(d, &cfg);
+    test_store_for(store, &cfg);
     cfg.offload.keep_exact = keep_exact;
     return cfg;
 }
 
-static void append(tkv_cache *kv, int n) {
+static void append_tokens(tkv_cache *kv, int n) {
     int l;
     for (l = 0; l < LAYERS; l++) {
         const int at = tkv_get_length(kv, 0, l) * ROW;
-        tkv_rng_fill(&rng, k_of[l] + at, (size_t)(n * ROW), 1.0);
-        tkv_rng_fill(&rng, v_of[l] + at, (size_t)(n * ROW), 1.0);
-        CHECK_EQ(tkv_append(kv, 0, l, k_of[l] + at, v_of[l] + at, n), TKV_OK);
+        tkv_rng_fill(&rng, model_k[l] + at, (size_t)(n * ROW), 1.0);
+        tkv_rng_fill(&rng, model_v[l] + at, (size_t)(n * ROW), 1.0);
+        CHECK_EQ(tkv_append(kv, 0, l, model_k[l] + at, model_v[l] + at, n), TKV_OK);
     }
 }
 
-static tkv_cache *filled(const tkv_config *cfg, int n) {
+static tkv_cache *make_filled_cache(const tkv_config *cfg, int n) {
     tkv_cache *kv = make(cfg);
-    for (; n > 0; n -= CHUNK) append(kv, n < CHUNK ? n : CHUNK);
+    for (; n > 0; n -= CHUNK) append_tokens(kv, n < CHUNK ? n : CHUNK);
     return kv;
 }
 
-/* Blocks begin behind the 4 sinks. */
-static int start_of(int block) { return 4 + block * BLOCK; }
+/* First token of a block of layer 0. Blocks begin after the 4 sinks. */
+static int block_start(int block) { return 4 + block * BLOCK; }
 
-/* A token of this block of layer 0 gets so much; others of it less. */
-static void matters(tkv_cache *kv, int block, float mass) {
-    float x[BLOCK];
+/* Adds `score` to one token of a block of layer 0 and 1% of it to the other tokens of that block. */
+static void add_block_score(tkv_cache *kv, int block, float score) {
+    float scores[BLOCK];
     int i;
-    for (i = 0; i < BLOCK; i++) x[i] = i == (block * 7 + 3) % BLOCK ? mass : mass * .01f;
-    CHECK_EQ(tkv_add_scores(kv, 0, 0, start_of(block), BLOCK, x), TKV_OK);
+    for (i = 0; i < BLOCK; i++) scores[i] = i == (block * 7 + 3) % BLOCK ? score : score * .01f;
+    CHECK_EQ(tkv_add_scores(kv, 0, 0, block_start(block), BLOCK, scores), TKV_OK);
 }
 
-static int is_exact(tkv_cache *kv, int block) { /* by its bits */
-    const int at = start_of(block);
+static int is_exact(tkv_cache *kv, int block) { /* compares bits */
+    const int at = block_start(block);
     CHECK_EQ(tkv_read(kv, 0, 0, at, BLOCK, k_in, v_in), TKV_OK);
-    return memcmp(k_in, k_of[0] + at * ROW, BLOCK * ROW * sizeof(float)) == 0 &&
-           memcmp(v_in, v_of[0] + at * ROW, BLOCK * ROW * sizeof(float)) == 0;
+    return memcmp(k_in, model_k[0] + at * ROW, BLOCK * ROW * sizeof(float)) == 0 &&
+           memcmp(v_in, model_v[0] + at * ROW, BLOCK * ROW * sizeof(float)) == 0;
 }
 
-static tkv_promotion none_yet(void) {
+static tkv_promotion default_promotion(void) {
     tkv_promotion p;
     memset(&p, 0, sizeof p);
     return p;
 }
 
-static void end(tkv_cache *kv, test_store *d) {
+static void destroy_cache_and_store(tkv_cache *kv, test_store *store) {
     sound(kv);
     tkv_destroy(kv);
-    test_store_end(d);
+    test_store_end(store);
 }
 
-/* >>from copies: the eight best at a step, never below the threshold */
-TEST(the_best_come_first) {
-    test_store d;
-    tkv_config cfg = config(&d, 1);
-    tkv_cache *kv = filled(&cfg, 24 * BLOCK);
-    tkv_promotion p = none_yet();
+/* >>exact copies: at most eight blocks per step, best first, none below the threshold */
+TEST(best_blocks_first) {
+    test_store store;
+    tkv_config cfg = make_config(&store, 1);
+    tkv_cache *kv = make_filled_cache(&cfg, 24 * BLOCK);
+    tkv_promotion p = default_promotion();
     float score[20];
     int i, step;
     for (i = 0; i < 20; i++) {
         score[i] = i == 5 ? .04f : .06f + (float)(i * 7 % 20) * .01f;
-        matters(kv, i, score[i]);
+        add_block_score(kv, i, score[i]);
         CHECK(!is_exact(kv, i));
     }
-    for (i = 0; i < 4; i++) append(kv, 1); /* since they were coded */
+    for (i = 0; i < 4; i++) append_tokens(kv, 1); /* the cool-down after demotion */
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
     CHECK_EQ(p.promoted, 8);
     CHECK_EQ(p.waiting, 11);
     CHECK_EQ(p.no_source, 0);
     for (i = 0; i < 20; i++) CHECK_EQ(is_exact(kv, i), score[i] > .165f);
-    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK); /* the step's are used up */
+    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK); /* the limit of this step is reached */
     CHECK_EQ(p.promoted, 0);
     CHECK_EQ(p.waiting, 11);
     for (step = 0; step < 3; step++) {
-        append(kv, 1);
+        append_tokens(kv, 1);
         CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
         CHECK_EQ(p.promoted, step == 0 ? 8 : step == 1 ? 3 : 0);
     }
@@ -110,109 +111,109 @@ TEST(the_best_come_first) {
     CHECK_EQ((int)p.by.no_source, 0);
     p.by.cfg.threshold = .03f;
     p.by.cfg.per_step = 1;
-    append(kv, 1);
+    append_tokens(kv, 1);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
     CHECK_EQ(p.promoted, 1);
     CHECK(is_exact(kv, 5));
-    CHECK_EQ(tkv_promote_important(kv, 0, 1, &p), TKV_OK); /* nothing matters there */
+    CHECK_EQ(tkv_promote_important(kv, 0, 1, &p), TKV_OK); /* layer 1 has no scores */
     CHECK_EQ(p.promoted + p.waiting + p.no_source, 0);
-    end(kv, &d);
+    destroy_cache_and_store(kv, &store);
 }
 
-/* >>what has just moved stays where it is for a while */
-TEST(cooling_down) {
-    test_store d;
-    tkv_config cfg = config(&d, 1);
-    tkv_cache *kv = filled(&cfg, 10 * BLOCK);
-    tkv_promotion p = none_yet();
+/* >>cool-down: a block that has just moved is not promoted for some steps */
+TEST(cooldown) {
+    test_store store;
+    tkv_config cfg = make_config(&store, 1);
+    tkv_cache *kv = make_filled_cache(&cfg, 10 * BLOCK);
+    tkv_promotion p = default_promotion();
     int step, done = 0, len;
-    for (step = 0; step < 5; step++) append(kv, 1);
-    matters(kv, 0, 1.0f);
+    for (step = 0; step < 5; step++) append_tokens(kv, 1);
+    add_block_score(kv, 0, 1.0f);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
     CHECK_EQ(p.promoted, 1);
-    CHECK_EQ(tkv_offload(kv, 0, 0, 1, &done), TKV_OK); /* outside, exact as it is */
+    CHECK_EQ(tkv_offload(kv, 0, 0, 1, &done), TKV_OK); /* offloads the exact block */
     CHECK_EQ(done, 1);
     for (step = 0; step < 6; step++) {
-        append(kv, 1);
+        append_tokens(kv, 1);
         CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
         CHECK_EQ(p.promoted, step == 3);
         CHECK_EQ(p.waiting, step < 3);
     }
-    /* after a cut time goes on from there */
+    /* A move recorded beyond the truncated end counts as just made. */
     CHECK_EQ(tkv_offload(kv, 0, 0, 1, &done), TKV_OK);
     len = tkv_get_length(kv, 0, TKV_ALL_LAYERS) - 3;
     CHECK_EQ(tkv_seq_truncate(kv, 0, len), TKV_OK);
     for (step = 0; step < 4; step++) {
         CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
         CHECK_EQ(p.promoted, 0);
-        append(kv, 1);
+        append_tokens(kv, 1);
     }
     p.by.cfg.cooldown = TKV_OFF;
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
     CHECK_EQ(p.promoted, 1);
-    end(kv, &d);
+    destroy_cache_and_store(kv, &store);
 }
 
-/* >>from outside, as they went; one that cannot be fetched stays there */
-TEST(from_outside) {
-    test_store d;
-    tkv_config cfg = config(&d, 0);
-    tkv_cache *kv = filled(&cfg, 16 * BLOCK);
-    tkv_promotion p = none_yet();
+/* >>offloaded blocks: they return as they were written; one that cannot be read stays offloaded */
+TEST(offloaded_blocks) {
+    test_store store;
+    tkv_config cfg = make_config(&store, 0);
+    tkv_cache *kv = make_filled_cache(&cfg, 16 * BLOCK);
+    tkv_promotion p = default_promotion();
     int i, done = 0;
-    CHECK_EQ(tkv_read(kv, 0, 0, 0, 12 * BLOCK, was, NULL), TKV_OK);
-    matters(kv, 1, .3f);
-    matters(kv, 2, .4f);
-    matters(kv, 3, .2f);
-    matters(kv, 9, .9f); /* coded, in RAM */
-    for (i = 0; i < 4; i++) append(kv, 1);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 12 * BLOCK, read_before, NULL), TKV_OK);
+    add_block_score(kv, 1, .3f);
+    add_block_score(kv, 2, .4f);
+    add_block_score(kv, 3, .2f);
+    add_block_score(kv, 9, .9f); /* compressed, in RAM */
+    for (i = 0; i < 4; i++) append_tokens(kv, 1);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_NO_SOURCE);
     CHECK_MSG(strstr(tkv_get_last_error(kv), "keep_exact") != NULL, "%s", tkv_get_last_error(kv));
     CHECK_EQ(p.no_source, 4);
     CHECK_EQ(tkv_offload(kv, 0, 0, 6, &done), TKV_OK);
     CHECK_EQ(done, 6);
-    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK); /* just moved: they wait */
+    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK); /* they have just moved: cool-down */
     CHECK_EQ(p.waiting, 3);
     CHECK_EQ(p.no_source, 1);
-    for (i = 0; i < 4; i++) append(kv, 1);
-    d.fetch_fails = 5; /* the fourth fetch brought the last piece of the first */
-    d.fetches = 0;
+    for (i = 0; i < 4; i++) append_tokens(kv, 1);
+    store.fetch_fails = 5; /* the first block takes four reads */
+    store.fetches = 0;
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_IO);
     CHECK(p.promoted >= 1 && p.promoted < 3);
     CHECK_EQ(p.promoted + p.waiting, 3);
     CHECK_EQ(p.by.used, p.promoted);
     sound(kv);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 12 * BLOCK, k_in, NULL), TKV_OK);
-    CHECK_MEM(k_in, was, sizeof(float) * 12 * BLOCK * ROW);
+    CHECK_MEM(k_in, read_before, sizeof(float) * 12 * BLOCK * ROW);
     i = p.promoted;
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
     CHECK_EQ(p.promoted, 3 - i);
-    CHECK_EQ(p.no_source, 1 + i); /* those that came are coded, and nothing better is kept of them */
+    CHECK_EQ(p.no_source, 1 + i); /* promoted blocks are compressed, and no better copy exists */
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 12 * BLOCK, k_in, NULL), TKV_OK);
-    CHECK_MEM(k_in, was, sizeof(float) * 12 * BLOCK * ROW);
+    CHECK_MEM(k_in, read_before, sizeof(float) * 12 * BLOCK * ROW);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_NO_SOURCE);
-    end(kv, &d);
+    destroy_cache_and_store(kv, &store);
 }
 
-/* >>from a model */
+/* >>recomputation by a model */
 typedef struct model {
     int calls, tokens, fails;
 } model;
 
-static tkv_status compute(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers, int start,
-                          int n) {
+static tkv_status recompute_tokens(void *user, tkv_cache *kv, int seq, int first_layer, int n_layers,
+                                   int start, int n) {
     model *m = (model *)user;
     tkv_status st = TKV_OK;
     int l;
     m->calls++;
     if (m->fails && --m->fails == 0) return TKV_ERR_NOMEM;
     for (l = first_layer; l < first_layer + n_layers && !st; l++)
-        st = tkv_restore(kv, seq, l, start, k_of[l] + start * ROW, v_of[l] + start * ROW, n);
+        st = tkv_restore(kv, seq, l, start, model_k[l] + start * ROW, model_v[l] + start * ROW, n);
     m->tokens += n;
     return st;
 }
 
-static tkv_remat remat_of(double step_blocks) {
+static tkv_remat make_remat(double step_blocks) {
     tkv_remat_config cfg;
     tkv_remat r;
     memset(&cfg, 0, sizeof cfg);
@@ -226,122 +227,122 @@ static tkv_remat remat_of(double step_blocks) {
     return r;
 }
 
-TEST(from_a_model) {
-    test_store d;
-    tkv_config cfg = config(&d, 0);
+TEST(recomputed_blocks) {
+    test_store store;
+    tkv_config cfg = make_config(&store, 0);
     tkv_cache *kv;
-    tkv_promotion p = none_yet();
-    tkv_remat r = remat_of(2);
+    tkv_promotion p = default_promotion();
+    tkv_remat r = make_remat(2);
     model m;
-    int i, start = 0, n = 0, dropped = 0;
+    int i, start = 0, n = 0, n_discarded = 0;
     memset(&m, 0, sizeof m);
     memset(&cfg.offload, 0, sizeof cfg.offload);
-    kv = filled(&cfg, 16 * BLOCK);
-    CHECK_EQ(tkv_read(kv, 0, 0, 0, 12 * BLOCK, was, NULL), TKV_OK);
-    matters(kv, 0, .1f);
-    matters(kv, 3, .5f);
-    CHECK_EQ(tkv_seq_discard(kv, 0, 5 * BLOCK, &dropped), TKV_OK);
-    CHECK_EQ(dropped, 5 * BLOCK);
-    for (i = 0; i < 4; i++) append(kv, 1);
+    kv = make_filled_cache(&cfg, 16 * BLOCK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 12 * BLOCK, read_before, NULL), TKV_OK);
+    add_block_score(kv, 0, .1f);
+    add_block_score(kv, 3, .5f);
+    CHECK_EQ(tkv_seq_discard(kv, 0, 5 * BLOCK, &n_discarded), TKV_OK);
+    CHECK_EQ(n_discarded, 5 * BLOCK);
+    for (i = 0; i < 4; i++) append_tokens(kv, 1);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_NO_SOURCE);
     CHECK_EQ(p.no_source, 2);
-    p.compute = compute;
+    p.compute = recompute_tokens;
     p.user = &m;
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_ARG);
     p.remat = &r;
-    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK); /* front to back, two blocks a step */
+    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK); /* in order of positions, two blocks per step */
     CHECK_EQ(p.promoted, 1);
     CHECK_EQ(p.waiting, 1);
     CHECK_EQ(m.tokens, 2 * BLOCK);
     CHECK_EQ(tkv_seq_find_discarded(kv, 0, &start, &n), TKV_OK);
-    CHECK_EQ(start, start_of(2));
-    append(kv, 1);
+    CHECK_EQ(start, block_start(2));
+    append_tokens(kv, 1);
     m.fails = 1;
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_NOMEM);
     CHECK_EQ(p.promoted, 0);
-    append(kv, 1);
+    append_tokens(kv, 1);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
     CHECK_EQ(p.promoted, 1);
-    CHECK_EQ(p.no_source, 1); /* block 0 is there, coded */
+    CHECK_EQ(p.no_source, 1); /* block 0 is in RAM, compressed */
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 4 * BLOCK, k_in, NULL), TKV_OK);
-    CHECK_MEM(k_in, was, sizeof(float) * 4 * BLOCK * ROW);
+    CHECK_MEM(k_in, read_before, sizeof(float) * 4 * BLOCK * ROW);
     CHECK_EQ(m.tokens, 4 * BLOCK);
-    append(kv, 1); /* the last one matters to nobody */
+    append_tokens(kv, 1); /* block 4 is still discarded and has no score */
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_NO_SOURCE);
     CHECK_EQ(m.tokens, 4 * BLOCK);
     CHECK_EQ(tkv_seq_find_discarded(kv, 0, &start, &n), TKV_OK);
-    CHECK_EQ(start, start_of(4));
-    end(kv, &d);
+    CHECK_EQ(start, block_start(4));
+    destroy_cache_and_store(kv, &store);
 }
 
-/* >>under a budget: no byte above it, and a promoted block that is compressed again waits */
+/* >>budget: memory never exceeds it, also when promoted blocks are compressed again */
 TEST(within_the_budget) {
-    test_store d;
-    tkv_config cfg = config(&d, 1);
+    test_store store;
+    tkv_config cfg = make_config(&store, 1);
     tkv_cache *kv;
-    tkv_promotion p = none_yet();
+    tkv_promotion p = default_promotion();
     tkv_memory_info info;
-    counting_allocator money;
-    int n, came = 0, refused = 0;
-    cfg.host.allocator = counting_allocator_of(&money);
+    counting_allocator allocator;
+    int n, n_promoted = 0, n_refused = 0;
+    cfg.host.allocator = counting_allocator_of(&allocator);
     cfg.budget.bytes = 400000;
     kv = make(&cfg);
     for (n = 0; n < 1200; n++) {
         tkv_status st;
-        append(kv, 1);
-        if (n >= 300 && n % 64 == 0) matters(kv, n / 64 - 4, .5f);
+        append_tokens(kv, 1);
+        if (n >= 300 && n % 64 == 0) add_block_score(kv, n / 64 - 4, .5f);
         st = tkv_promote_important(kv, 0, 0, &p);
         CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_NO_SOURCE);
-        refused += st == TKV_ERR_BUDGET;
-        came += p.promoted;
-        CHECK_LE(money.held, cfg.budget.bytes);
+        n_refused += st == TKV_ERR_BUDGET;
+        n_promoted += p.promoted;
+        CHECK_LE(allocator.held, cfg.budget.bytes);
         if (n % 97 == 0) sound(kv);
     }
     CHECK_EQ(tkv_get_memory(kv, &info), TKV_OK);
-    CHECK_EQ(info.total, money.held);
-    CHECK(came > 0);
-    CHECK(refused > 0);
-    end(kv, &d);
-    CHECK_EQ(money.held, 0);
+    CHECK_EQ(info.total, allocator.held);
+    CHECK(n_promoted > 0);
+    CHECK(n_refused > 0);
+    destroy_cache_and_store(kv, &store);
+    CHECK_EQ(allocator.held, 0);
 }
 
 TEST(wrong_arguments) {
-    test_store d;
-    tkv_config cfg = config(&d, 1);
+    test_store store;
+    tkv_config cfg = make_config(&store, 1);
     tkv_cache *kv = make(&cfg);
-    tkv_promotion p = none_yet();
+    tkv_promotion p = default_promotion();
     CHECK_EQ(tkv_promote_important(NULL, 0, 0, &p), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote_important(kv, 1, 0, &p), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote_important(kv, -1, 0, &p), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote_important(kv, 0, LAYERS, &p), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK); /* empty */
-    append(kv, 3 * BLOCK / 4);
+    append_tokens(kv, 3 * BLOCK / 4);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
     p.by.cfg.per_step = TKV_MAX_PROMOTIONS + 1;
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_CONFIG);
-    p = none_yet();
+    p = default_promotion();
     p.by.used = -1;
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_ARG);
-    p = none_yet();
+    p = default_promotion();
     p.by.cfg.threshold = tkv_test_float(0x7fc00000u);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_CONFIG);
     tkv_destroy(kv);
     cfg.importance.sample_every = 0;
     kv = make(&cfg);
-    p = none_yet();
+    p = default_promotion();
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(tkv_get_last_error(kv), "sample_every") != NULL, "%s", tkv_get_last_error(kv));
-    end(kv, &d);
+    destroy_cache_and_store(kv, &store);
 }
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(1);
-    RUN(the_best_come_first);
-    RUN(cooling_down);
-    RUN(from_outside);
-    RUN(from_a_model);
+    RUN(best_blocks_first);
+    RUN(cooldown);
+    RUN(offloaded_blocks);
+    RUN(recomputed_blocks);
     RUN(within_the_budget);
     RUN(wrong_arguments);
     return tkv_test_end();
