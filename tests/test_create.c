@@ -7,35 +7,36 @@
 
 enum { LAYERS = 4 };
 
-static tkv_config config(void) {
+static tkv_config make_config(void) {
     tkv_config cfg = shape_of(LAYERS, 4, 2, 32, 2, 64);
     cfg.limits.max_tokens = 4096;
     return cfg;
 }
 
-/* A cache that was refused: the status, a word of its sentence, a pointer that stayed as it was. */
-static void refused(const tkv_config *cfg, tkv_status want, const char *word) {
-    char reason[200] = "#", short_buf[12], mark;
-    tkv_cache *kv = (tkv_cache *)(void *)&mark;
+/* Checks that creation returns `expected`, gives a reason with `word` in it and does not change *out. */
+static void check_refused(const tkv_config *cfg, tkv_status expected, const char *word) {
+    char reason[200] = "#", short_buf[12], not_a_cache;
+    tkv_cache *kv = (tkv_cache *)(void *)&not_a_cache;
     size_t size;
     const tkv_status st = tkv_create_ex(cfg, NULL, 0, &kv, reason, sizeof reason);
-    CHECK_MSG(st == want, "%s instead of %s", tkv_get_status_text(st), tkv_get_status_text(want));
+    CHECK_MSG(st == expected, "%s instead of %s", tkv_get_status_text(st), tkv_get_status_text(expected));
     CHECK_MSG(strstr(reason, word) != NULL, "\"%s\" does not say \"%s\"", reason, word);
-    CHECK((void *)kv == (void *)&mark);
-    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, NULL, 0), want);
-    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, NULL, 99), want);
-    CHECK_EQ(tkv_create(cfg, &kv), want);
-    for (size = 0; size < sizeof short_buf; size++) { /* cut, and not a byte further */
+    CHECK((void *)kv == (void *)&not_a_cache);
+    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, NULL, 0), expected);
+    CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, NULL, 99), expected);
+    CHECK_EQ(tkv_create(cfg, &kv), expected);
+    for (size = 0; size < sizeof short_buf;
+         size++) { /* the reason is cut to the buffer, and nothing is written behind it */
         memset(short_buf, '#', sizeof short_buf);
-        CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, short_buf, size), want);
+        CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, short_buf, size), expected);
         CHECK(size == 0 || (strlen(short_buf) == size - 1 && strncmp(short_buf, reason, size - 1) == 0));
         CHECK(short_buf[size] == '#');
     }
-    CHECK((void *)kv == (void *)&mark);
+    CHECK((void *)kv == (void *)&not_a_cache);
 }
 
 TEST(every_error_has_a_sentence) {
-    tkv_config cfg = config();
+    tkv_config cfg = make_config();
     tkv_cache *kv = NULL;
     char reason[200] = "#";
     int isa;
@@ -45,24 +46,24 @@ TEST(every_error_has_a_sentence) {
     tkv_destroy(kv);
     CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, NULL, reason, sizeof reason), TKV_ERR_ARG);
     CHECK_STR(reason, "out is missing");
-    refused(NULL, TKV_ERR_ARG, "config is missing");
+    check_refused(NULL, TKV_ERR_ARG, "config is missing");
     cfg.model.n_heads = 3;
-    refused(&cfg, TKV_ERR_CONFIG, "model.n_heads is 3; it must be a multiple of model.n_kv_heads");
-    cfg = config();
+    check_refused(&cfg, TKV_ERR_CONFIG, "model.n_heads is 3; it must be a multiple of model.n_kv_heads");
+    cfg = make_config();
     for (isa = 1; isa < TKV_ISA_COUNT; isa++) {
         if (isa_available((tkv_isa)isa)) continue;
         cfg.host.isa = (tkv_isa)isa;
-        refused(&cfg, TKV_ERR_ISA, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
-        refused(&cfg, TKV_ERR_ISA, "host.isa is ");
+        check_refused(&cfg, TKV_ERR_ISA, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
+        check_refused(&cfg, TKV_ERR_ISA, "host.isa is ");
     }
-    cfg = config();
+    cfg = make_config();
     cfg.budget.bytes = 1000;
-    refused(&cfg, TKV_ERR_BUDGET, "budget.bytes is 1000; it must be at least ");
+    check_refused(&cfg, TKV_ERR_BUDGET, "budget.bytes is 1000; it must be at least ");
 }
 
-/* The number that the sentence about a budget names is the smallest that will do. */
-TEST(least_budget_is_named) {
-    tkv_config cfg = config();
+/* The reason for refusing a budget names the smallest budget that works. */
+TEST(smallest_budget_is_named) {
+    tkv_config cfg = make_config();
     tkv_cache *kv = NULL;
     char reason[200];
     const char *number;
@@ -78,33 +79,33 @@ TEST(least_budget_is_named) {
     CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason), TKV_ERR_BUDGET);
 }
 
-/* What creation asks the allocator for, one refusal after the other. */
-static void each_allocation_fails(const char *text, tkv_config cfg, int most) {
-    counting_allocator p;
-    int n, refusals = 0;
-    cfg.host.allocator = counting_allocator_of(&p);
-    for (n = 1; n < most; n++) {
-        char reason[200] = "#", mark;
-        tkv_cache *kv = (tkv_cache *)(void *)&mark;
+/* Creates a cache again and again; attempt n gets n - 1 allocations. One before `limit` must succeed. */
+static void fail_each_allocation(const char *text, tkv_config cfg, int limit) {
+    counting_allocator allocator;
+    int n, n_refusals = 0;
+    cfg.host.allocator = counting_allocator_of(&allocator);
+    for (n = 1; n < limit; n++) {
+        char reason[200] = "#", not_a_cache;
+        tkv_cache *kv = (tkv_cache *)(void *)&not_a_cache;
         tkv_status st;
-        p.closed = n;
+        allocator.closed = n;
         st = text ? tkv_create_ex(&cfg, text, strlen(text), &kv, reason, sizeof reason)
                   : tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason);
-        p.closed = 0;
+        allocator.closed = 0;
         if (st == TKV_OK) {
             CHECK_STR(reason, "");
             sound(kv);
             tkv_destroy(kv);
             break;
         }
-        refusals++;
+        n_refusals++;
         CHECK_EQ(st, TKV_ERR_NOMEM);
         CHECK_MSG(strncmp(reason, "the allocator gave no memory", 28) == 0, "\"%s\"", reason);
-        CHECK((void *)kv == (void *)&mark);
-        CHECK_EQ(p.held, 0);
+        CHECK((void *)kv == (void *)&not_a_cache);
+        CHECK_EQ(allocator.held, 0);
     }
-    CHECK(n < most && refusals > 0);
-    CHECK_EQ(p.held, 0);
+    CHECK(n < limit && n_refusals > 0);
+    CHECK_EQ(allocator.held, 0);
 }
 
 static const char many_layers[] = "model.n_layers = 60\n"
@@ -113,37 +114,37 @@ static const char many_layers[] = "model.n_layers = 60\n"
                                   "layers[0-29].window = 128\n"
                                   "layers[59].no_cache = true\n";
 
-TEST(no_memory) {
-    tkv_config cfg = config();
-    each_allocation_fails(NULL, cfg, 10);
+TEST(allocations_fail_one_by_one) {
+    tkv_config cfg = make_config();
+    fail_each_allocation(NULL, cfg, 10);
     cfg.meter.heads = 2;
-    each_allocation_fails(NULL, cfg, 10);
-    cfg = config();
+    fail_each_allocation(NULL, cfg, 10);
+    cfg = make_config();
     cfg.budget.bytes = 4 << 20;
-    each_allocation_fails(NULL, cfg, 10);
-    each_allocation_fails("model.n_layers = 5", config(), 10);
-    each_allocation_fails(many_layers, config(), 10);
+    fail_each_allocation(NULL, cfg, 10);
+    fail_each_allocation("model.n_layers = 5", make_config(), 10);
+    fail_each_allocation(many_layers, make_config(), 10);
 }
 
 /* >>from a text */
-/* States of two caches, which name every field of their configs, are the same text. */
-static void same_state(const tkv_cache *a, const tkv_cache *b) {
-    char *x, *y;
-    size_t n = 0, m = 0;
-    CHECK_EQ(tkv_print_report(a, TKV_REPORT_JSON, NULL, NULL, 0, &n), TKV_OK);
-    CHECK_EQ(tkv_print_report(b, TKV_REPORT_JSON, NULL, NULL, 0, &m), TKV_OK);
-    x = (char *)malloc(n);
-    y = (char *)malloc(m);
-    if (!x || !y) exit(2);
-    CHECK_EQ(tkv_print_report(a, TKV_REPORT_JSON, NULL, x, n, NULL), TKV_OK);
-    CHECK_EQ(tkv_print_report(b, TKV_REPORT_JSON, NULL, y, m, NULL), TKV_OK);
-    CHECK_STR(x, y);
-    free(x);
-    free(y);
+/* Checks that the JSON reports of two caches, which include every field of the config, are equal. */
+static void check_same_report(const tkv_cache *a, const tkv_cache *b) {
+    char *text_a, *text_b;
+    size_t size_a = 0, size_b = 0;
+    CHECK_EQ(tkv_print_report(a, TKV_REPORT_JSON, NULL, NULL, 0, &size_a), TKV_OK);
+    CHECK_EQ(tkv_print_report(b, TKV_REPORT_JSON, NULL, NULL, 0, &size_b), TKV_OK);
+    text_a = (char *)malloc(size_a);
+    text_b = (char *)malloc(size_b);
+    if (!text_a || !text_b) exit(2);
+    CHECK_EQ(tkv_print_report(a, TKV_REPORT_JSON, NULL, text_a, size_a, NULL), TKV_OK);
+    CHECK_EQ(tkv_print_report(b, TKV_REPORT_JSON, NULL, text_b, size_b, NULL), TKV_OK);
+    CHECK_STR(text_a, text_b);
+    free(text_a);
+    free(text_b);
 }
 
-/* So many tokens that every plan shows in what each layer holds. */
-static void fill(tkv_cache *kv) {
+/* Appends 768 tokens to the first three layers, so that reports show their tiers. */
+static void append_many_tokens(tkv_cache *kv) {
     static float x[64 * 64];
     tkv_rng rng = tkv_rng_seed(7);
     int i, l;
@@ -154,7 +155,7 @@ static void fill(tkv_cache *kv) {
         }
 }
 
-static tkv_cache *from(const char *text, const tkv_config *host) {
+static tkv_cache *create_from_text(const char *text, const tkv_config *host) {
     tkv_cache *kv = NULL;
     char reason[200] = "#";
     const tkv_status st = tkv_create_ex(host, text, strlen(text), &kv, reason, sizeof reason);
@@ -184,8 +185,8 @@ TEST(text_equals_config) {
     static const float frequencies[2] = {1.0f, 0.5f};
     tkv_layer_config layers[LAYERS];
     tkv_level ladder[2];
-    tkv_config cfg = config(), host = tkv_default_config();
-    tkv_cache *a = from(text, NULL), *b, *c;
+    tkv_config cfg = make_config(), host = tkv_default_config();
+    tkv_cache *a = create_from_text(text, NULL), *b, *c;
     memset(layers, 0, sizeof layers);
     memset(ladder, 0, sizeof ladder);
     cfg.host.isa = TKV_ISA_AUTO;
@@ -200,129 +201,133 @@ TEST(text_equals_config) {
     layers[1].hot_tokens = layers[2].hot_tokens = 256;
     layers[3].share_kv = 1;
     b = make(&cfg);
-    same_state(a, b);
-    fill(a);
-    fill(b);
-    same_state(a, b);
-    c = from(text, &host);
-    fill(c);
-    same_state(a, c);
+    check_same_report(a, b);
+    append_many_tokens(a);
+    append_many_tokens(b);
+    check_same_report(a, b);
+    c = create_from_text(text, &host);
+    append_many_tokens(c);
+    check_same_report(a, c);
     tkv_destroy(c);
-    c = from("{\"model.n_kv_heads\": 2}", &cfg); /* lists of the host stay where the text has none */
-    fill(c);
-    same_state(b, c);
+    c = create_from_text("{\"model.n_kv_heads\": 2}",
+                         &cfg); /* lists that the text does not set keep the values of `host` */
+    append_many_tokens(c);
+    check_same_report(b, c);
     tkv_destroy(a);
     tkv_destroy(b);
     tkv_destroy(c);
 }
 
-static int levels_told;
+static int n_level_events;
 
 static void on_event(void *user, const tkv_event *e) {
     (void)user;
-    levels_told += e->kind == TKV_EVENT_LEVEL;
+    n_level_events += e->kind == TKV_EVENT_LEVEL;
 }
 
-TEST(host_fields_hold) {
-    counting_allocator p;
+TEST(host_fields_of_the_config_apply) {
+    counting_allocator allocator;
     tkv_config host = tkv_default_config();
     tkv_cache *kv;
     test_store store;
     int done = 0, i;
     static float x[64 * 32];
-    host.host.allocator = counting_allocator_of(&p);
+    host.host.allocator = counting_allocator_of(&allocator);
     host.host.on_event = on_event;
     host.model.n_layers = 1;
     host.model.n_heads = 2;
     host.model.head_dim = 16;
     test_store_for(&store, &host);
     host.model.n_layers = 7;
-    kv = from("model.n_layers = 1\nbudget.n_levels = 2\nbudget.ladder[1].hot_tokens = 9\ntiers.warm = "
-              "kivi4\ntiers.archive = kivi2\n",
-              &host);
-    CHECK(p.asked > 0 && p.held > 0);
+    kv = create_from_text(
+        "model.n_layers = 1\nbudget.n_levels = 2\nbudget.ladder[1].hot_tokens = 9\ntiers.warm = "
+        "kivi4\ntiers.archive = kivi2\n",
+        &host);
+    CHECK(allocator.asked > 0 && allocator.held > 0);
     for (i = 0; i < 10; i++) CHECK_EQ(tkv_append(kv, 0, 0, x, x, 64), TKV_OK);
-    CHECK_EQ(tkv_append(kv, 0, 1, x, x, 1), TKV_ERR_ARG); /* the text's number of layers */
+    CHECK_EQ(tkv_append(kv, 0, 1, x, x, 1), TKV_ERR_ARG); /* the text sets one layer */
     CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
-    CHECK_EQ(levels_told, 1);
+    CHECK_EQ(n_level_events, 1);
     CHECK_EQ(tkv_offload(kv, 0, 0, 1, &done), TKV_OK);
     CHECK_EQ(done, 1);
     CHECK(store.stores > 0);
     tkv_destroy(kv);
     test_store_end(&store);
-    CHECK_EQ(p.held, 0);
+    CHECK_EQ(allocator.held, 0);
 }
 
-/* A text with an error: status, and how its sentence begins. */
-static void bad_text(const char *text, const tkv_config *host, tkv_status want, const char *begin) {
-    char reason[200] = "#", short_buf[8], mark;
-    tkv_cache *kv = (tkv_cache *)(void *)&mark;
+/* Checks that creation from `text` returns `expected` and a reason that begins with `begin`. */
+static void check_bad_text(const char *text, const tkv_config *host, tkv_status expected, const char *begin) {
+    char reason[200] = "#", short_buf[8], not_a_cache;
+    tkv_cache *kv = (tkv_cache *)(void *)&not_a_cache;
     const size_t n = strlen(text);
     tkv_status st = tkv_create_ex(host, text, n, &kv, reason, sizeof reason);
-    CHECK_MSG(st == want, "%s instead of %s: %s", tkv_get_status_text(st), tkv_get_status_text(want), reason);
+    CHECK_MSG(st == expected, "%s instead of %s: %s", tkv_get_status_text(st), tkv_get_status_text(expected),
+              reason);
     CHECK_MSG(strncmp(reason, begin, strlen(begin)) == 0, "\"%s\" does not begin with \"%s\"", reason, begin);
-    CHECK_MSG(strlen(reason) > strlen("line 3: ") + 20, "\"%s\" does not say what would be right", reason);
-    CHECK_EQ(tkv_create_ex(host, text, n, &kv, NULL, 0), want);
+    CHECK_MSG(strlen(reason) > strlen("line 3: ") + 20, "\"%s\" does not say what is allowed", reason);
+    CHECK_EQ(tkv_create_ex(host, text, n, &kv, NULL, 0), expected);
     memset(short_buf, '#', sizeof short_buf);
-    CHECK_EQ(tkv_create_ex(host, text, n, &kv, short_buf, 5), want);
+    CHECK_EQ(tkv_create_ex(host, text, n, &kv, short_buf, 5), expected);
     CHECK(strlen(short_buf) == 4 && strncmp(short_buf, reason, 4) == 0 && short_buf[5] == '#');
-    CHECK((void *)kv == (void *)&mark);
+    CHECK((void *)kv == (void *)&not_a_cache);
 }
 
 #define HEAD "model.n_layers = 3\nmodel.n_heads = 4\n"
 
-TEST(line_3_is_named) {
-    bad_text(HEAD "head_dims = 16\n", NULL, TKV_ERR_CONFIG,
-             "line 3: head_dims is no key; the nearest one is");
-    bad_text(HEAD "model.head_dim = much\n", NULL, TKV_ERR_CONFIG,
-             "line 3: model.head_dim is much; it must be");
-    bad_text(HEAD "head_dim\n", NULL, TKV_ERR_CONFIG, "line 3: there is no =");
-    bad_text(HEAD "model.n_heads = 4\n", NULL, TKV_ERR_CONFIG,
-             "line 3: model.n_heads is there for the second time");
-    bad_text(HEAD "layers[3].window = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
-             "line 3: model.n_layers is 3");
-    bad_text(HEAD "layers[4095].window = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
-             "line 3: model.n_layers is 3");
-    bad_text(HEAD "budget.ladder[1].hot_tokens = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
-             "line 3: budget.n_levels is 0");
-    /* what only the check of the whole finds */
-    bad_text(HEAD "model.head_dim = 300\n", NULL, TKV_ERR_CONFIG,
-             "line 3: model.head_dim is 300; it must be 1 to 256");
-    bad_text(HEAD "tiers.archive = r20/r20\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
-             "line 3: tiers.archive.k is");
-    bad_text(HEAD "layers[0-2].no_cache = 2\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
-             "line 3: layers[0].no_cache is 2; it must be 0 or 1");
-    bad_text("model.head_dim = 16\n" HEAD "layers[1-2].hot.k = f16\n", NULL, TKV_ERR_CONFIG, "line 4: ");
-    bad_text(HEAD "layers[1].share_kv = 3\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
-             "line 3: layers[1].share_kv is 3");
-    bad_text(HEAD "budget.bytes = 1K\nmodel.head_dim = 16\n", NULL, TKV_ERR_BUDGET,
-             "line 3: budget.bytes is 1024");
-    bad_text("{\n\"model.n_heads\": 4,\n\"model.head_dim\": 300, \"model.n_layers\": 1}", NULL,
-             TKV_ERR_CONFIG, "line 3: model.head_dim is 300");
-    bad_text("model.n_heads = 4\nmodel.head_dim = 16\nmodel.n_layers = 5000\nlayers[0].window = 9\n", NULL,
-             TKV_ERR_CONFIG, "line 3: model.n_layers is 5000; it must be 1 to 4096");
-    bad_text("model.n_heads = 4\nmodel.head_dim = 16\nlayers[0].window = 9\n", NULL, TKV_ERR_CONFIG,
-             "line 3: model.n_layers is 0");
+TEST(errors_name_their_line) {
+    check_bad_text(HEAD "head_dims = 16\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: head_dims is no key; the nearest one is");
+    check_bad_text(HEAD "model.head_dim = much\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: model.head_dim is much; it must be");
+    check_bad_text(HEAD "head_dim\n", NULL, TKV_ERR_CONFIG, "line 3: there is no =");
+    check_bad_text(HEAD "model.n_heads = 4\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: model.n_heads is there for the second time");
+    check_bad_text(HEAD "layers[3].window = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: model.n_layers is 3");
+    check_bad_text(HEAD "layers[4095].window = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: model.n_layers is 3");
+    check_bad_text(HEAD "budget.ladder[1].hot_tokens = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: budget.n_levels is 0");
+    /* errors that only the validation of the complete config finds */
+    check_bad_text(HEAD "model.head_dim = 300\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: model.head_dim is 300; it must be 1 to 256");
+    check_bad_text(HEAD "tiers.archive = r20/r20\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: tiers.archive.k is");
+    check_bad_text(HEAD "layers[0-2].no_cache = 2\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: layers[0].no_cache is 2; it must be 0 or 1");
+    check_bad_text("model.head_dim = 16\n" HEAD "layers[1-2].hot.k = f16\n", NULL, TKV_ERR_CONFIG,
+                   "line 4: ");
+    check_bad_text(HEAD "layers[1].share_kv = 3\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: layers[1].share_kv is 3");
+    check_bad_text(HEAD "budget.bytes = 1K\nmodel.head_dim = 16\n", NULL, TKV_ERR_BUDGET,
+                   "line 3: budget.bytes is 1024");
+    check_bad_text("{\n\"model.n_heads\": 4,\n\"model.head_dim\": 300, \"model.n_layers\": 1}", NULL,
+                   TKV_ERR_CONFIG, "line 3: model.head_dim is 300");
+    check_bad_text("model.n_heads = 4\nmodel.head_dim = 16\nmodel.n_layers = 5000\nlayers[0].window = 9\n",
+                   NULL, TKV_ERR_CONFIG, "line 3: model.n_layers is 5000; it must be 1 to 4096");
+    check_bad_text("model.n_heads = 4\nmodel.head_dim = 16\nlayers[0].window = 9\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: model.n_layers is 0");
 }
 
 TEST(errors_without_a_line) {
     tkv_config host = tkv_default_config();
     tkv_cache *kv = NULL;
     char reason[200];
-    counting_allocator p;
-    bad_text(HEAD, NULL, TKV_ERR_CONFIG, "model.head_dim is 0; it must be");
-    bad_text("", NULL, TKV_ERR_CONFIG, "model.n_layers is 0; it must be");
+    counting_allocator allocator;
+    check_bad_text(HEAD, NULL, TKV_ERR_CONFIG, "model.head_dim is 0; it must be");
+    check_bad_text("", NULL, TKV_ERR_CONFIG, "model.n_layers is 0; it must be");
     host.start_canary = 7;
-    bad_text("model.n_layers = 1", &host, TKV_ERR_CONFIG, "start_canary is 1; ");
+    check_bad_text("model.n_layers = 1", &host, TKV_ERR_CONFIG, "start_canary is 1; ");
     host = tkv_default_config();
-    host.host.allocator = counting_allocator_of(&p);
+    host.host.allocator = counting_allocator_of(&allocator);
     host.host.allocator.release = NULL;
-    bad_text(many_layers, &host, TKV_ERR_CONFIG, "host.allocator is 1; ");
-    CHECK_EQ(p.asked, 0);
+    check_bad_text(many_layers, &host, TKV_ERR_CONFIG, "host.allocator is 1; ");
+    CHECK_EQ(allocator.asked, 0);
     host = tkv_default_config();
     host.model.n_layers = 9;
     host.format.kvquant = 99;
-    bad_text("model.n_heads = 2\nmodel.head_dim = 16", &host, TKV_ERR_CONFIG, "format.kvquant is 99; ");
+    check_bad_text("model.n_heads = 2\nmodel.head_dim = 16", &host, TKV_ERR_CONFIG, "format.kvquant is 99; ");
     CHECK_EQ(tkv_create_ex(NULL, NULL, 0, &kv, reason, sizeof reason), TKV_ERR_ARG);
     CHECK_STR(reason, "the config is missing");
     CHECK_EQ(tkv_create_ex(NULL, "", 0, NULL, reason, sizeof reason), TKV_ERR_ARG);
@@ -330,34 +335,34 @@ TEST(errors_without_a_line) {
     CHECK(kv == NULL);
 }
 
-/* A bad text leaves nothing behind, whatever it had asked room for. */
-TEST(nothing_leaks) {
+/* Creation from a bad text releases all memory that it requested. */
+TEST(bad_texts_leak_no_memory) {
     static const char *const ends[] = {"",
                                        "x",
                                        "layers[61].window = 1",
                                        "model.head_dim = 2",
                                        "format.kvquant = 99\n",
                                        "model.rope.dim = 6\nmodel.rope.frequencies = [1, 2]\n"};
-    counting_allocator p;
+    counting_allocator allocator;
     int i;
     for (i = 0; i < COUNT(ends); i++) {
         char text[400], reason[200];
         tkv_cache *kv = NULL;
         tkv_config host = tkv_default_config();
         tkv_status st;
-        host.host.allocator = counting_allocator_of(&p);
+        host.host.allocator = counting_allocator_of(&allocator);
         snprintf(text, sizeof text, "%s%s", many_layers, ends[i]);
         st = tkv_create_ex(&host, text, strlen(text), &kv, reason, sizeof reason);
         CHECK_MSG((st == TKV_OK) == (i == 0), "%s: %s", ends[i], reason);
         if (!st) tkv_destroy(kv);
-        CHECK_EQ(p.held, 0);
+        CHECK_EQ(allocator.held, 0);
     }
 }
 
-/* Fields of eviction are named with their value, and no level exists without a ladder. */
-TEST(fields_are_named) {
+/* Reasons name fields of eviction with their values. Without a ladder there is only level 0. */
+TEST(errors_name_their_field) {
     static const struct {
-        const char *text, *says;
+        const char *text, *reason_start;
     } cases[] = {{"evict.policy = snapkv\nevict.pool = 4", "line 2: evict.pool is 4; it must be odd"},
                  {"evict.policy = h2o\nevict.batch = -1", "line 2: evict.batch is -1; it must be 1"},
                  {"evict.policy = user", "evict.scorer is 0; it must be set"},
@@ -369,7 +374,7 @@ TEST(fields_are_named) {
         snprintf(text, sizeof text, "%s\nmodel.n_layers = 1\nmodel.n_heads = 1\nmodel.head_dim = 32",
                  cases[i].text);
         CHECK_EQ(tkv_create_ex(NULL, text, strlen(text), &kv, reason, sizeof reason), TKV_ERR_CONFIG);
-        CHECK_MSG(strncmp(reason, cases[i].says, strlen(cases[i].says)) == 0, "%s", reason);
+        CHECK_MSG(strncmp(reason, cases[i].reason_start, strlen(cases[i].reason_start)) == 0, "%s", reason);
     }
     {
         char reason[200];
@@ -396,14 +401,14 @@ TEST(build_is_reported) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(every_error_has_a_sentence);
-    RUN(least_budget_is_named);
-    RUN(no_memory);
+    RUN(smallest_budget_is_named);
+    RUN(allocations_fail_one_by_one);
     RUN(text_equals_config);
-    RUN(host_fields_hold);
-    RUN(line_3_is_named);
+    RUN(host_fields_of_the_config_apply);
+    RUN(errors_name_their_line);
     RUN(errors_without_a_line);
-    RUN(nothing_leaks);
-    RUN(fields_are_named);
+    RUN(bad_texts_leak_no_memory);
+    RUN(errors_name_their_field);
     RUN(build_is_reported);
     return tkv_test_end();
 }
