@@ -1,6 +1,6 @@
 /*
- * test_spill_file.c - the file of examples/spill_file.h: places beyond 4 GiB, parallel reads by threads, the end of
- * the file, errors, and access by other programs. On POSIX and on Windows.
+ * test_spill_file.c - the file store of examples/spill_file.h: offsets beyond 4 GiB, parallel reads by threads, the
+ * end of the file, errors, and access by other programs. It runs on POSIX and on Windows.
  */
 #if defined(_WIN32) || defined(__unix__) || defined(__APPLE__)
 #include "../examples/spill_file.h" /* before system headers */
@@ -16,26 +16,27 @@
 #include <pthread.h>
 #endif
 
-enum { PLACE = 1 << 20, PIECE = 5000, THREADS = 4, KEYS = 8, ROUNDS = 200 };
+enum { SLOT_BYTES = 1 << 20, PIECE_BYTES = 5000, THREADS = 4, KEYS = 8, ROUNDS = 200 };
 
 /* >>helpers */
 static void fill_piece(unsigned char *piece, uint32_t key) {
     int i;
-    for (i = 0; i < PIECE; i++) piece[i] = (unsigned char)(key * 31u + (uint32_t)i * 7u + 1u);
+    for (i = 0; i < PIECE_BYTES; i++) piece[i] = (unsigned char)(key * 31u + (uint32_t)i * 7u + 1u);
 }
 
 static int write_piece(spill_file *f, uint32_t key, size_t offset) {
-    unsigned char piece[PIECE];
+    unsigned char piece[PIECE_BYTES];
     fill_piece(piece, key);
     return spill_file_store(f, key, offset, piece, sizeof piece);
 }
 
-/* 1: the piece of that key came back. */
+/* True if the file returns the piece of that key. */
 static int read_piece(spill_file *f, uint32_t key, size_t offset) {
-    unsigned char piece[PIECE], expected[PIECE];
+    unsigned char piece[PIECE_BYTES], expected[PIECE_BYTES];
     memset(piece, 0, sizeof piece);
     fill_piece(expected, key);
-    return spill_file_fetch(f, key, offset, piece, sizeof piece) == 0 && memcmp(piece, expected, PIECE) == 0;
+    return spill_file_fetch(f, key, offset, piece, sizeof piece) == 0 &&
+           memcmp(piece, expected, PIECE_BYTES) == 0;
 }
 
 static int is_inherited(const spill_file *f) {
@@ -47,7 +48,8 @@ static int is_inherited(const spill_file *f) {
 #endif
 }
 
-static int n_temporary_files(void) { /* names that others see */
+static int n_temporary_files(
+    void) { /* files that other programs can see; 0 on POSIX, where the file has no name */
     int n = 0;
 #ifdef _WIN32
     wchar_t pattern[MAX_PATH + 16];
@@ -64,7 +66,7 @@ static int n_temporary_files(void) { /* names that others see */
     return n;
 }
 
-/* A name in the directory of temporary files that this process alone uses. */
+/* Writes a path in the directory of temporary files. The name contains the process number. */
 static void name_file(char *name, size_t size, const char *suffix) {
 #ifdef _WIN32
     char dir[MAX_PATH + 1];
@@ -80,12 +82,13 @@ static void name_file(char *name, size_t size, const char *suffix) {
 typedef struct reader {
     spill_file *file;
     uint32_t first;
-    int wrong;
+    int n_wrong;
 } reader;
 
 static void read_pieces(reader *r) {
     int i;
-    for (i = 0; i < ROUNDS; i++) r->wrong += !read_piece(r->file, (r->first + (uint32_t)i * 3u) % KEYS, 100);
+    for (i = 0; i < ROUNDS; i++)
+        r->n_wrong += !read_piece(r->file, (r->first + (uint32_t)i * 3u) % KEYS, 100);
 }
 
 #ifdef _WIN32
@@ -119,11 +122,11 @@ static void join_thread(thread t) { (void)pthread_join(t, NULL); }
 #endif
 
 /* >>tests */
-TEST(places_beyond_4_gib) {
-    const uint32_t last = 5000; /* times 1 MiB */
+TEST(slots_beyond_4_gib) {
+    const uint32_t last = 5000; /* key; the offset is key * 1 MiB */
     spill_file f;
-    REQUIRE(spill_file_open(&f, NULL, PLACE - 1) == 0);
-    CHECK_EQ(f.bytes, PLACE); /* whole pages */
+    REQUIRE(spill_file_open(&f, NULL, SLOT_BYTES - 1) == 0);
+    CHECK_EQ(f.bytes, SLOT_BYTES); /* whole pages */
     CHECK_EQ(write_piece(&f, 0, 0), 0);
     CHECK_EQ(write_piece(&f, last - 4096, 0), 0); /* the same low 32 bits as the last one */
     CHECK_EQ(write_piece(&f, last, 0), 0);
@@ -132,25 +135,25 @@ TEST(places_beyond_4_gib) {
     CHECK(read_piece(&f, last - 4096, 0));
     CHECK(read_piece(&f, last, 0));
     CHECK(read_piece(&f, last, 77777));
-    spill_file_ahead(&f, last, 0, PIECE);
+    spill_file_ahead(&f, last, 0, PIECE_BYTES);
     CHECK_MSG(spill_file_size(&f) < 1e9, "%.0f bytes on the disk", spill_file_size(&f));
     CHECK(!read_piece(&f, last, 77778)); /* other bytes, and beyond the end */
     spill_file_close(&f);
 }
 
-TEST(ends_and_errors) {
+TEST(end_of_file_and_errors) {
     unsigned char last = 0;
     spill_file f;
     errno = 0;
-    CHECK_EQ(spill_file_open(&f, "/nowhere/at/all", PLACE), -1);
+    CHECK_EQ(spill_file_open(&f, "/nowhere/at/all", SLOT_BYTES), -1);
     CHECK_EQ(errno, ENOENT);
-    REQUIRE(spill_file_open(&f, NULL, PLACE) == 0);
-    CHECK_EQ(spill_file_fetch(&f, 0, 0, &last, 1), -1); /* it is empty */
+    REQUIRE(spill_file_open(&f, NULL, SLOT_BYTES) == 0);
+    CHECK_EQ(spill_file_fetch(&f, 0, 0, &last, 1), -1); /* the file is empty */
     CHECK_EQ(write_piece(&f, 0, 0), 0);
-    CHECK_EQ(spill_file_fetch(&f, 0, PIECE - 1, &last, 1), 0);
-    CHECK_EQ(spill_file_fetch(&f, 0, PIECE, &last, 1), -1);
+    CHECK_EQ(spill_file_fetch(&f, 0, PIECE_BYTES - 1, &last, 1), 0);
+    CHECK_EQ(spill_file_fetch(&f, 0, PIECE_BYTES, &last, 1), -1);
     CHECK_EQ(spill_file_fetch(&f, 3, 0, &last, 1), -1);
-    CHECK_EQ(spill_file_fetch(&f, 3, 0, &last, 0), 0); /* nothing was asked for */
+    CHECK_EQ(spill_file_fetch(&f, 3, 0, &last, 0), 0); /* reads of 0 bytes succeed */
     spill_file_close(&f);
 }
 
@@ -160,47 +163,47 @@ TEST(threads_read_side_by_side) {
     spill_file f;
     uint32_t key;
     int i, started = 0;
-    REQUIRE(spill_file_open(&f, NULL, PLACE) == 0);
+    REQUIRE(spill_file_open(&f, NULL, SLOT_BYTES) == 0);
     for (key = 0; key < KEYS; key++) CHECK_EQ(write_piece(&f, key, 100), 0);
     for (i = 0; i < THREADS; i++) {
         readers[i].file = &f;
         readers[i].first = (uint32_t)i;
-        readers[i].wrong = 0;
+        readers[i].n_wrong = 0;
         if (!start_thread(&threads[i], &readers[i])) break;
         started++;
     }
     CHECK_EQ(started, THREADS);
     for (i = 0; i < started; i++) {
         join_thread(threads[i]);
-        CHECK_EQ(readers[i].wrong, 0);
+        CHECK_EQ(readers[i].n_wrong, 0);
     }
     spill_file_close(&f);
 }
 
-TEST(other_programs_do_not_get_it) {
+TEST(other_programs_cannot_open_it) {
     const int before = n_temporary_files();
     char name[512];
     spill_file f;
-    REQUIRE(spill_file_open(&f, NULL, PLACE) == 0);
+    REQUIRE(spill_file_open(&f, NULL, SLOT_BYTES) == 0);
     CHECK(!is_inherited(&f));
     spill_file_close(&f);
-    CHECK_EQ(n_temporary_files(), before); /* it vanished */
+    CHECK_EQ(n_temporary_files(), before); /* closing removed the file */
     name_file(name, sizeof name, "");
-    REQUIRE(spill_file_open(&f, name, PLACE) == 0);
+    REQUIRE(spill_file_open(&f, name, SLOT_BYTES) == 0);
     CHECK(!is_inherited(&f));
     spill_file_close(&f);
-    CHECK_EQ(remove(name), 0); /* one with a name stays */
+    CHECK_EQ(remove(name), 0); /* a file opened by name stays after closing */
 }
 
-TEST(a_path_is_emptied_and_is_no_link) {
+TEST(open_empties_the_file_and_refuses_links) {
     unsigned char last = 0;
     char name[512];
     spill_file f;
     name_file(name, sizeof name, "");
-    REQUIRE(spill_file_open(&f, name, PLACE) == 0);
+    REQUIRE(spill_file_open(&f, name, SLOT_BYTES) == 0);
     CHECK_EQ(write_piece(&f, 1, 0), 0);
     spill_file_close(&f);
-    REQUIRE(spill_file_open(&f, name, PLACE) == 0);
+    REQUIRE(spill_file_open(&f, name, SLOT_BYTES) == 0);
     CHECK_EQ(spill_file_fetch(&f, 1, 0, &last, 1), -1);
     CHECK_EQ(write_piece(&f, 0, 0), 0);
     spill_file_close(&f);
@@ -211,9 +214,9 @@ TEST(a_path_is_emptied_and_is_no_link) {
         name_file(link, sizeof link, "_link");
         REQUIRE(symlink(name, link) == 0);
         errno = 0;
-        CHECK_EQ(spill_file_open(&f, link, PLACE), -1);
+        CHECK_EQ(spill_file_open(&f, link, SLOT_BYTES), -1);
         CHECK_EQ(errno, ELOOP);
-        CHECK(stat(name, &s) == 0 && s.st_size == PIECE); /* what it points to is as it was */
+        CHECK(stat(name, &s) == 0 && s.st_size == PIECE_BYTES); /* the target of the link is unchanged */
         CHECK_EQ(unlink(link), 0);
     }
 #endif
@@ -224,11 +227,11 @@ TEST(a_path_is_emptied_and_is_no_link) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
 #if HAVE_FILES
-    RUN(places_beyond_4_gib);
-    RUN(ends_and_errors);
+    RUN(slots_beyond_4_gib);
+    RUN(end_of_file_and_errors);
     RUN(threads_read_side_by_side);
-    RUN(other_programs_do_not_get_it);
-    RUN(a_path_is_emptied_and_is_no_link);
+    RUN(other_programs_cannot_open_it);
+    RUN(open_empties_the_file_and_refuses_links);
 #endif
     return tkv_test_end();
 }
