@@ -25,8 +25,7 @@ static void check_refused(const tkv_config *cfg, tkv_status expected, const char
     CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, NULL, 0), expected);
     CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, NULL, 99), expected);
     CHECK_EQ(tkv_create(cfg, &kv), expected);
-    for (size = 0; size < sizeof short_buf;
-         size++) { /* the reason is cut to the buffer, and nothing is written behind it */
+    for (size = 0; size < sizeof short_buf; size++) { /* cut, nothing written behind it */
         memset(short_buf, '#', sizeof short_buf);
         CHECK_EQ(tkv_create_ex(cfg, NULL, 0, &kv, short_buf, size), expected);
         CHECK(size == 0 || (strlen(short_buf) == size - 1 && strncmp(short_buf, reason, size - 1) == 0));
@@ -209,8 +208,7 @@ TEST(text_equals_config) {
     append_many_tokens(c);
     check_same_report(a, c);
     tkv_destroy(c);
-    c = create_from_text("{\"model.n_kv_heads\": 2}",
-                         &cfg); /* lists that the text does not set keep the values of `host` */
+    c = create_from_text("{\"model.n_kv_heads\": 2}", &cfg); /* lists not in the text come from cfg */
     append_many_tokens(c);
     check_same_report(b, c);
     tkv_destroy(a);
