@@ -4,9 +4,9 @@
  */
 #include "kit.h"
 
-static const uint32_t NOT_NUMBERS[] = {0x7fc00000u, 0x7f800000u, 0xff800000u};
+static const uint32_t NONFINITE[] = {0x7fc00000u, 0x7f800000u, 0xff800000u};
 
-static tkv_threshold entry(const char *model, int layer, int context, double score) {
+static tkv_threshold make_entry(const char *model, int layer, int context, double score) {
     tkv_threshold e;
     memset(&e, 0, sizeof e);
     memcpy(e.model, model, strlen(model));
@@ -20,13 +20,13 @@ static tkv_threshold entry(const char *model, int layer, int context, double sco
     return e;
 }
 
-static void put(tkv_thresholds *t, const char *model, int layer, int context, double score) {
-    const tkv_threshold e = entry(model, layer, context, score);
+static void put_entry(tkv_thresholds *t, const char *model, int layer, int context, double score) {
+    const tkv_threshold e = make_entry(model, layer, context, score);
     CHECK_EQ(tkv_put_threshold(t, &e), TKV_OK);
 }
 
-/* Context of what is found, or the status. */
-static int find(const tkv_thresholds *t, const char *model, int layer, int context) {
+/* Returns the context of the entry that is found, or the status. */
+static int find_context(const tkv_thresholds *t, const char *model, int layer, int context) {
     tkv_threshold e, same;
     tkv_status st;
     memset(&e, 0x5a, sizeof e);
@@ -36,25 +36,25 @@ static int find(const tkv_thresholds *t, const char *model, int layer, int conte
     return st ? (int)st : e.context;
 }
 
-/* The number of entries found, at most `most`. */
-static int find_some(const tkv_thresholds *t, const char *model, int layer, int context, tkv_threshold *out,
-                     int most) {
-    int found = -1;
-    const tkv_status st = tkv_find_thresholds(t, model, layer, context, out, most, &found);
-    CHECK_EQ(st, found > 0 ? TKV_OK : TKV_ERR_RANGE);
-    CHECK_LE(0, found);
-    return found;
+/* Returns the number of entries found, at most max_found. */
+static int find_entries(const tkv_thresholds *t, const char *model, int layer, int context,
+                        tkv_threshold *out, int max_found) {
+    int n_found = -1;
+    const tkv_status st = tkv_find_thresholds(t, model, layer, context, out, max_found, &n_found);
+    CHECK_EQ(st, n_found > 0 ? TKV_OK : TKV_ERR_RANGE);
+    CHECK_LE(0, n_found);
+    return n_found;
 }
 
-static const char *const some_names[] = {"a", "aa",          "b",        "a model with blanks",
-                                         "Z", "\303\274ber", "ab/c:q4_0"};
+static const char *const model_names[] = {"a", "aa",          "b",        "a model with blanks",
+                                          "Z", "\303\274ber", "ab/c:q4_0"};
 
-static tkv_threshold any_entry(tkv_rng *r) {
+static tkv_threshold random_entry(tkv_rng *r) {
     static const tkv_format k[] = {TKV_FORMAT_DEFAULT, TKV_A15, TKV_SQUAT2, TKV_KIVI2, TKV_F32};
     static const tkv_format v[] = {TKV_FORMAT_DEFAULT, TKV_R10, TKV_KVQUANT2, TKV_FP8_E4M3, TKV_Q8};
     static const int lengths[] = {0, TKV_OFF, TKV_UNLIMITED, 1, 64, 0x3fffffff};
-    tkv_threshold e = entry(some_names[tkv_rng_below(r, COUNT(some_names))], tkv_rng_below(r, 4),
-                            1 + tkv_rng_below(r, 20), tkv_rng_uniform(r));
+    tkv_threshold e = make_entry(model_names[tkv_rng_below(r, COUNT(model_names))], tkv_rng_below(r, 4),
+                                 1 + tkv_rng_below(r, 20), tkv_rng_uniform(r));
     if (e.layer == 3) e.layer = TKV_ALL_LAYERS;
     e.hot_tokens = lengths[tkv_rng_below(r, COUNT(lengths))];
     e.warm_tokens = lengths[tkv_rng_below(r, COUNT(lengths))];
@@ -63,9 +63,9 @@ static tkv_threshold any_entry(tkv_rng *r) {
     return e;
 }
 
-static void fill(tkv_thresholds *t, tkv_rng *r, int times) {
+static void put_random_entries(tkv_thresholds *t, tkv_rng *r, int times) {
     while (times--) {
-        const tkv_threshold e = any_entry(r);
+        const tkv_threshold e = random_entry(r);
         CHECK_EQ(tkv_put_threshold(t, &e), TKV_OK);
     }
 }
@@ -79,39 +79,39 @@ TEST(puts_in_order) {
     tkv_thresholds t = {memory, 0, 5};
     tkv_threshold e;
     int i;
-    put(&t, "b", 0, 200, .9);
-    put(&t, "a", TKV_ALL_LAYERS, 1024, .9);
-    put(&t, "b", 0, 100, .9);
-    put(&t, "a", 5, 512, .9);
-    put(&t, "a", TKV_ALL_LAYERS, 512, .9);
+    put_entry(&t, "b", 0, 200, .9);
+    put_entry(&t, "a", TKV_ALL_LAYERS, 1024, .9);
+    put_entry(&t, "b", 0, 100, .9);
+    put_entry(&t, "a", 5, 512, .9);
+    put_entry(&t, "a", TKV_ALL_LAYERS, 512, .9);
     CHECK_EQ(t.n, 5);
     for (i = 0; i < 5; i++) {
         CHECK_STR(memory[i].model, names[i]);
         CHECK_EQ(memory[i].layer, layers[i]);
         CHECK_EQ(memory[i].context, contexts[i]);
     }
-    put(&t, "a", 5, 512, .5); /* replaces, also when there is no room */
+    put_entry(&t, "a", 5, 512, .5); /* replaces an entry, even in a full store */
     CHECK_EQ(t.n, 5);
     CHECK_NEAR(memory[2].score, .5, 0);
-    e = entry("c", 0, 1, .9);
+    e = make_entry("c", 0, 1, .9);
     CHECK_EQ(tkv_put_threshold(&t, &e), TKV_ERR_CAPACITY);
     CHECK_EQ(t.n, 5);
-    CHECK_EQ(tkv_put_threshold(&t, &memory[3]), TKV_OK); /* one of its own */
+    CHECK_EQ(tkv_put_threshold(&t, &memory[3]), TKV_OK); /* an entry of the store itself */
 }
 
-TEST(keeps_millionths) {
+TEST(scores_are_kept_in_millionths) {
     tkv_threshold memory[1];
     tkv_thresholds t = {memory, 0, 1};
     tkv_rng r = tkv_rng_seed(1);
     int i;
     for (i = 0; i < 1000; i++) {
         const double score = tkv_rng_uniform(&r);
-        put(&t, "a", 0, 1, score);
+        put_entry(&t, "a", 0, 1, score);
         CHECK_NEAR(memory[0].score, score, 6e-7);
     }
-    put(&t, "a", 0, 1, 1);
+    put_entry(&t, "a", 0, 1, 1);
     CHECK_NEAR(memory[0].score, 1, 0);
-    put(&t, "a", 0, 1, 1e-9);
+    put_entry(&t, "a", 0, 1, 1e-9);
     CHECK_NEAR(memory[0].score, 0, 0);
 }
 
@@ -122,13 +122,13 @@ TEST(refuses_bad_entries) {
     tkv_threshold memory[4], e;
     tkv_thresholds t = {memory, 0, 4}, bad;
     size_t needed = 7;
-    int i, good = 0;
-    put(&t, "a", 0, 1, .9);
+    int i, n_not_refused = 0;
+    put_entry(&t, "a", 0, 1, .9);
 #define BAD(change)                                                                                          \
     do {                                                                                                     \
-        e = entry("m", 1, 2, .5);                                                                            \
+        e = make_entry("m", 1, 2, .5);                                                                       \
         change;                                                                                              \
-        good += tkv_put_threshold(&t, &e) != TKV_ERR_ARG;                                                    \
+        n_not_refused += tkv_put_threshold(&t, &e) != TKV_ERR_ARG;                                           \
     } while (0)
     for (i = 0; i < COUNT(layers); i++) BAD(e.layer = layers[i]);
     for (i = 0; i < COUNT(contexts); i++) BAD(e.context = contexts[i]);
@@ -137,18 +137,18 @@ TEST(refuses_bad_entries) {
         BAD(e.warm_tokens = lengths[i]);
     }
     for (i = 0; i < COUNT(names); i++) BAD(memcpy(e.model, names[i], strlen(names[i]) + 1));
-    for (i = 0; i < COUNT(NOT_NUMBERS); i++) BAD(e.score = tkv_test_float(NOT_NUMBERS[i]));
+    for (i = 0; i < COUNT(NONFINITE); i++) BAD(e.score = tkv_test_float(NONFINITE[i]));
     BAD(e.score = 1.01f);
     BAD(e.score = -.01f);
     BAD(e.samples = -1);
     BAD(e.archive.k = TKV_FORMAT_COUNT);
     BAD(e.archive.k = TKV_R30); /* stores V only */
     BAD(e.archive.v = TKV_A30);
-    BAD(memset(e.model, 'x', sizeof e.model)); /* no end */
+    BAD(memset(e.model, 'x', sizeof e.model)); /* no final zero */
 #undef BAD
-    CHECK_EQ(good, 0);
+    CHECK_EQ(n_not_refused, 0);
     CHECK_EQ(t.n, 1);
-    e = entry("m", 1, 2, .5);
+    e = make_entry("m", 1, 2, .5);
     CHECK_EQ(tkv_put_threshold(NULL, &e), TKV_ERR_ARG);
     CHECK_EQ(tkv_put_threshold(&t, NULL), TKV_ERR_ARG);
     bad = t;
@@ -159,9 +159,9 @@ TEST(refuses_bad_entries) {
     bad = t;
     bad.entry = NULL;
     CHECK_EQ(tkv_put_threshold(&bad, &e), TKV_ERR_ARG);
-    memset(&bad, 0, sizeof bad); /* a store without room */
+    memset(&bad, 0, sizeof bad); /* a store of capacity 0 */
     CHECK_EQ(tkv_put_threshold(&bad, &e), TKV_ERR_CAPACITY);
-    memory[1] = memory[0]; /* an array that somebody filled by hand: twice the same */
+    memory[1] = memory[0]; /* an array that the caller filled, with one entry twice */
     t.n = 2;
     CHECK_EQ(tkv_put_threshold(&t, &e), TKV_ERR_ARG);
     CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, &e, 1, NULL), TKV_ERR_ARG);
@@ -178,95 +178,95 @@ TEST(refuses_bad_entries) {
 TEST(finds_the_nearest) {
     tkv_threshold memory[16], e;
     tkv_thresholds t = {memory, 0, 16};
-    CHECK_EQ(find(&t, "m", 0, 100), TKV_ERR_RANGE);
-    put(&t, "m", TKV_ALL_LAYERS, 1000, .9);
-    put(&t, "m", TKV_ALL_LAYERS, 4000, .9);
-    put(&t, "m", 3, 8000, .9);
-    put(&t, "n", TKV_ALL_LAYERS, 2000, .9);
-    put(&t, "n", 7, 10, .9);
-    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 1), 1000);
-    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 2499), 1000);
-    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 2501), 4000);
-    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 0x3fffffff), 4000); /* never another layer's */
-    CHECK_EQ(find(&t, "m", 2, 9000), 4000);
-    CHECK_EQ(find(&t, "m", 3, 1000), 8000); /* its own before all layers' */
-    CHECK_EQ(find(&t, "n", 3, 10), 2000);
-    CHECK_EQ(find(&t, "M", 3, 10), TKV_ERR_RANGE);
-    CHECK_EQ(find(&t, "", 3, 10), TKV_ERR_RANGE);
-    CHECK_EQ(find(&t, "m", TKV_OFF, 10), TKV_ERR_RANGE);
-    CHECK_EQ(find(&t, "m", TKV_UNLIMITED, 10), TKV_ERR_RANGE); /* a length, not a layer */
-    CHECK_EQ(find(&t, "m", 4096, 10), TKV_ERR_RANGE);
-    CHECK_EQ(find(&t, "m", 3, 0), TKV_ERR_RANGE);
+    CHECK_EQ(find_context(&t, "m", 0, 100), TKV_ERR_RANGE);
+    put_entry(&t, "m", TKV_ALL_LAYERS, 1000, .9);
+    put_entry(&t, "m", TKV_ALL_LAYERS, 4000, .9);
+    put_entry(&t, "m", 3, 8000, .9);
+    put_entry(&t, "n", TKV_ALL_LAYERS, 2000, .9);
+    put_entry(&t, "n", 7, 10, .9);
+    CHECK_EQ(find_context(&t, "m", TKV_ALL_LAYERS, 1), 1000);
+    CHECK_EQ(find_context(&t, "m", TKV_ALL_LAYERS, 2499), 1000);
+    CHECK_EQ(find_context(&t, "m", TKV_ALL_LAYERS, 2501), 4000);
+    CHECK_EQ(find_context(&t, "m", TKV_ALL_LAYERS, 0x3fffffff), 4000); /* never an entry of another layer */
+    CHECK_EQ(find_context(&t, "m", 2, 9000), 4000);
+    CHECK_EQ(find_context(&t, "m", 3, 1000), 8000); /* its own entry before one for all layers */
+    CHECK_EQ(find_context(&t, "n", 3, 10), 2000);
+    CHECK_EQ(find_context(&t, "M", 3, 10), TKV_ERR_RANGE);
+    CHECK_EQ(find_context(&t, "", 3, 10), TKV_ERR_RANGE);
+    CHECK_EQ(find_context(&t, "m", TKV_OFF, 10), TKV_ERR_RANGE);
+    CHECK_EQ(find_context(&t, "m", TKV_UNLIMITED, 10), TKV_ERR_RANGE); /* a length, not a layer */
+    CHECK_EQ(find_context(&t, "m", 4096, 10), TKV_ERR_RANGE);
+    CHECK_EQ(find_context(&t, "m", 3, 0), TKV_ERR_RANGE);
     CHECK_EQ(tkv_find_thresholds(&t, NULL, 0, 1, &e, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_find_thresholds(&t, "m", 0, 1, NULL, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_find_thresholds(NULL, "m", 0, 1, &e, 1, NULL), TKV_ERR_ARG);
     t.n = 0;
-    put(&t, "m", 7, 10, .9); /* one of layer 7 says nothing of layer 3 */
-    CHECK_EQ(find(&t, "m", 3, 10), TKV_ERR_RANGE);
-    CHECK_EQ(find(&t, "m", TKV_ALL_LAYERS, 10), TKV_ERR_RANGE);
+    put_entry(&t, "m", 7, 10, .9); /* an entry of layer 7 is not used for layer 3 */
+    CHECK_EQ(find_context(&t, "m", 3, 10), TKV_ERR_RANGE);
+    CHECK_EQ(find_context(&t, "m", TKV_ALL_LAYERS, 10), TKV_ERR_RANGE);
 }
 
-/* Of two that are equally near: the better score, more samples, the longer context. */
-TEST(ties) {
+/* Of two equally near entries, the better score wins, then more samples, then the longer context. */
+TEST(ties_of_distance) {
     tkv_threshold memory[2], e;
     tkv_thresholds t = {memory, 0, 2};
-    put(&t, "m", 0, 100, .91);
-    put(&t, "m", 0, 200, .9);
-    CHECK_EQ(find(&t, "m", 0, 150), 100);
-    CHECK_EQ(find(&t, "m", 0, 151), 200);
-    put(&t, "m", 0, 200, .92);
-    CHECK_EQ(find(&t, "m", 0, 150), 200);
-    put(&t, "m", 0, 200, .91);
-    CHECK_EQ(find(&t, "m", 0, 150), 200);
-    e = entry("m", 0, 100, .91);
+    put_entry(&t, "m", 0, 100, .91);
+    put_entry(&t, "m", 0, 200, .9);
+    CHECK_EQ(find_context(&t, "m", 0, 150), 100);
+    CHECK_EQ(find_context(&t, "m", 0, 151), 200);
+    put_entry(&t, "m", 0, 200, .92);
+    CHECK_EQ(find_context(&t, "m", 0, 150), 200);
+    put_entry(&t, "m", 0, 200, .91);
+    CHECK_EQ(find_context(&t, "m", 0, 150), 200);
+    e = make_entry("m", 0, 100, .91);
     e.samples = 101;
     CHECK_EQ(tkv_put_threshold(&t, &e), TKV_OK);
-    CHECK_EQ(find(&t, "m", 0, 150), 100);
+    CHECK_EQ(find_context(&t, "m", 0, 150), 100);
 }
 
-/* Ten candidates and others, against sorting by hand. */
+/* Up to ten candidates, by hand and against a search through all entries. */
 TEST(candidates) {
     tkv_threshold memory[400], got[TKV_THRESHOLD_CANDIDATES + 1], mark;
     tkv_thresholds t = {memory, 0, 400};
     tkv_rng r = tkv_rng_seed(7);
-    int most, i, k, round;
-    put(&t, "m", 0, 100, .5);
-    for (i = 1; i <= 30; i++) put(&t, "m", TKV_ALL_LAYERS, 10 * i, .5);
-    CHECK_EQ(find_some(&t, "m", 0, 155, got, TKV_THRESHOLD_CANDIDATES), 10);
+    int max_found, i, k, round;
+    put_entry(&t, "m", 0, 100, .5);
+    for (i = 1; i <= 30; i++) put_entry(&t, "m", TKV_ALL_LAYERS, 10 * i, .5);
+    CHECK_EQ(find_entries(&t, "m", 0, 155, got, TKV_THRESHOLD_CANDIDATES), 10);
     CHECK_EQ(got[0].layer, 0);
-    for (i = 1; i < 10; i++) { /* 160, 150, 170, 140, ...: 155 lies between, the longer one first */
+    for (i = 1; i < 10; i++) { /* 160, 150, 170, 140, ...: of equally near contexts the longer one is first */
         CHECK_EQ(got[i].layer, TKV_ALL_LAYERS);
         CHECK_EQ(got[i].context, 155 + (i % 2 ? 5 * i : -5 * (i - 1)));
     }
     t.n = 0;
-    fill(&t, &r, 400);
+    put_random_entries(&t, &r, 400);
     memset(&mark, 0x5a, sizeof mark);
     for (round = 0; round < 300; round++) {
-        const char *model = some_names[round % COUNT(some_names)];
+        const char *model = model_names[round % COUNT(model_names)];
         const int layer = round % 4 == 3 ? TKV_ALL_LAYERS : round % 4, context = 1 + tkv_rng_below(&r, 22);
         int n, want = 0;
-        most = 1 + tkv_rng_below(&r, TKV_THRESHOLD_CANDIDATES);
+        max_found = 1 + tkv_rng_below(&r, TKV_THRESHOLD_CANDIDATES);
         for (i = 0; i <= TKV_THRESHOLD_CANDIDATES; i++) got[i] = mark;
-        n = find_some(&t, model, layer, context, got, most);
-        CHECK_MEM(&got[most], &mark, sizeof mark);
-        for (i = 0; i < t.n; i++) { /* everyone who may be there is, or the last is better */
+        n = find_entries(&t, model, layer, context, got, max_found);
+        CHECK_MEM(&got[max_found], &mark, sizeof mark);
+        for (i = 0; i < t.n; i++) { /* a fitting entry is found, or the last one is as good */
             const tkv_threshold *e = &t.entry[i], *last = &got[n > 0 ? n - 1 : 0];
-            int in = 0, d = abs(e->context - context);
+            int n_copies = 0, d = abs(e->context - context);
             if (strcmp(e->model, model) != 0 || (e->layer != layer && e->layer != TKV_ALL_LAYERS)) continue;
             want++;
-            for (k = 0; k < n; k++) in += memcmp(e, &got[k], sizeof *e) == 0;
-            CHECK(in == 1 ||
-                  (n == most && (e->layer != layer || last->layer == layer) &&
+            for (k = 0; k < n; k++) n_copies += memcmp(e, &got[k], sizeof *e) == 0;
+            CHECK(n_copies == 1 ||
+                  (n == max_found && (e->layer != layer || last->layer == layer) &&
                    (last->layer == layer && e->layer != layer ? 1 : d >= abs(last->context - context))));
         }
-        CHECK_EQ(n, want < most ? want : most);
+        CHECK_EQ(n, want < max_found ? want : max_found);
         for (k = 1; k < n; k++) /* in order */
             CHECK(got[k - 1].layer == got[k].layer
                       ? abs(got[k - 1].context - context) <= abs(got[k].context - context)
                       : got[k - 1].layer == layer);
     }
     got[0] = mark;
-    CHECK_EQ(find_some(&t, "nobody", 0, 1, got, TKV_THRESHOLD_CANDIDATES), 0);
+    CHECK_EQ(find_entries(&t, "nobody", 0, 1, got, TKV_THRESHOLD_CANDIDATES), 0);
     CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, got, 0, &i), TKV_ERR_ARG);
     CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, got, -1, &i), TKV_ERR_ARG);
     CHECK_EQ(tkv_find_thresholds(&t, "a", 0, 1, NULL, 1, &i), TKV_ERR_ARG);
@@ -276,14 +276,14 @@ TEST(candidates) {
 }
 
 /* >>another model */
-TEST(transfers) {
+TEST(copies_to_another_model) {
     tkv_threshold memory[8], before[8], e;
     tkv_thresholds t = {memory, 0, 8};
-    put(&t, "base", 0, 100, .9);
-    put(&t, "base", TKV_ALL_LAYERS, 100, .8);
-    put(&t, "base", TKV_ALL_LAYERS, 200, 1);
-    put(&t, "other", TKV_ALL_LAYERS, 5, 1);
-    put(&t, "tuned", TKV_ALL_LAYERS, 200, .7);
+    put_entry(&t, "base", 0, 100, .9);
+    put_entry(&t, "base", TKV_ALL_LAYERS, 100, .8);
+    put_entry(&t, "base", TKV_ALL_LAYERS, 200, 1);
+    put_entry(&t, "other", TKV_ALL_LAYERS, 5, 1);
+    put_entry(&t, "tuned", TKV_ALL_LAYERS, 200, .7);
     CHECK_EQ(tkv_copy_thresholds(&t, "base", "tuned", 0), TKV_OK);
     CHECK_EQ(t.n, 7);
     CHECK_EQ(tkv_find_thresholds(&t, "tuned", 0, 100, &e, 1, NULL), TKV_OK);
@@ -293,12 +293,12 @@ TEST(transfers) {
     CHECK_EQ(e.hot_tokens, 64);
     CHECK_EQ(tkv_find_thresholds(&t, "tuned", 1, 100, &e, 1, NULL), TKV_OK);
     CHECK_NEAR(e.score, .72, 1e-6);
-    CHECK_EQ(tkv_find_thresholds(&t, "tuned", 1, 200, &e, 1, NULL), TKV_OK); /* was measured: stays */
+    CHECK_EQ(tkv_find_thresholds(&t, "tuned", 1, 200, &e, 1, NULL), TKV_OK); /* measured, so not replaced */
     CHECK_NEAR(e.score, .7, 1e-6);
     CHECK_EQ(e.samples, 100);
     CHECK_EQ(tkv_find_thresholds(&t, "base", 1, 200, &e, 1, NULL), TKV_OK);
     CHECK_NEAR(e.score, 1, 0);
-    CHECK_EQ(tkv_copy_thresholds(&t, "base", "tuned", .5f), TKV_OK); /* nothing is left to do */
+    CHECK_EQ(tkv_copy_thresholds(&t, "base", "tuned", .5f), TKV_OK); /* all entries have copies */
     CHECK_EQ(t.n, 7);
     memcpy(before, memory, 7 * sizeof *memory);
     CHECK_EQ(tkv_copy_thresholds(&t, "base", "a new one", .5f), TKV_ERR_CAPACITY);
@@ -314,19 +314,19 @@ TEST(transfers) {
     CHECK_EQ(t.n, 7);
     CHECK_MEM(memory, before, 7 * sizeof *memory);
     t.n = 0;
-    put(&t, "m", 0, 1, .9);
-    put(&t, "m", 0, 2, .9);
-    put(&t, "m", 0, 3, .9);
-    CHECK_EQ(tkv_copy_thresholds(&t, "m", "a", 1), TKV_OK); /* goes before what it is copied from */
+    put_entry(&t, "m", 0, 1, .9);
+    put_entry(&t, "m", 0, 2, .9);
+    put_entry(&t, "m", 0, 3, .9);
+    CHECK_EQ(tkv_copy_thresholds(&t, "m", "a", 1), TKV_OK); /* the copies sort before their sources */
     CHECK_EQ(t.n, 6);
-    CHECK_EQ(find(&t, "a", 0, 3), 3);
-    CHECK_EQ(find(&t, "m", 0, 1), 1);
+    CHECK_EQ(find_context(&t, "a", 0, 3), 3);
+    CHECK_EQ(find_context(&t, "m", 0, 1), 1);
     CHECK_STR(memory[2].model, "a");
     CHECK_STR(memory[3].model, "m");
     t.n = 0;
-    put(&t, "m", 0, 1, .9);
-    put(&t, "m", 0, 2, .9);
-    CHECK_EQ(tkv_copy_thresholds(&t, memory[0].model, "a", 1), TKV_OK); /* a name that moves */
+    put_entry(&t, "m", 0, 1, .9);
+    put_entry(&t, "m", 0, 2, .9);
+    CHECK_EQ(tkv_copy_thresholds(&t, memory[0].model, "a", 1), TKV_OK); /* a name in an entry that moves */
     CHECK_EQ(t.n, 4);
     CHECK_STR(memory[1].model, "a");
     CHECK_STR(memory[2].model, "m");
@@ -338,16 +338,16 @@ static const char example[] = "tieredkv-thresholds 1\n"
                               "all 8192 none all 0 default default 1.000000 SmolLM2-135M\n"
                               "3 512 0 1 2147483647 kivi2 kvquant2 0.000001 a model with blanks\n";
 
-/* The text with its checksum, as others would make it. */
-static size_t with_sum(char *to, const char *text) {
+/* Writes a text and its checksum line, without the library. Returns the number of bytes. */
+static size_t add_checksum(char *to, const char *text) {
     const size_t n = strlen(text);
     memcpy(to, text, n);
     return n + (size_t)snprintf(to + n, 32, "sum %016llx\n",
                                 (unsigned long long)hash_of(HASH_START, (const uint8_t *)text, n));
 }
 
-static tkv_status parse(tkv_thresholds *t, const char *text, size_t size, char *reason, size_t room) {
-    char *copy = (char *)malloc(size ? size : 1); /* exact, for ASan */
+static tkv_status parse_copy(tkv_thresholds *t, const char *text, size_t size, char *reason, size_t room) {
+    char *copy = (char *)malloc(size ? size : 1); /* of exactly this size, for ASan */
     tkv_status st;
     if (!copy) exit(2);
     memcpy(copy, text, size);
@@ -361,21 +361,21 @@ TEST(text_by_hand) {
     tkv_thresholds t = {memory, 0, 4}, u = {back, 0, 4};
     char text[512], want[512], reason[100] = "x";
     size_t n, need = 0;
-    put(&t, "SmolLM2-135M", TKV_ALL_LAYERS, 4096, .9812);
+    put_entry(&t, "SmolLM2-135M", TKV_ALL_LAYERS, 4096, .9812);
     memory[0].samples = 128;
-    e = entry("SmolLM2-135M", TKV_ALL_LAYERS, 8192, 1);
+    e = make_entry("SmolLM2-135M", TKV_ALL_LAYERS, 8192, 1);
     e.hot_tokens = TKV_OFF;
     e.warm_tokens = TKV_UNLIMITED;
     e.archive = pair_of(TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT);
     e.samples = 0;
     CHECK_EQ(tkv_put_threshold(&t, &e), TKV_OK);
-    e = entry("a model with blanks", 3, 512, .000001);
+    e = make_entry("a model with blanks", 3, 512, .000001);
     e.hot_tokens = 0;
     e.warm_tokens = 1;
     e.archive = pair_of(TKV_KIVI2, TKV_KVQUANT2);
     e.samples = 0x7fffffff;
     CHECK_EQ(tkv_put_threshold(&t, &e), TKV_OK);
-    n = with_sum(want, example);
+    n = add_checksum(want, example);
     CHECK_EQ(tkv_print_thresholds(&t, NULL, 0, &need), TKV_OK);
     CHECK_EQ(need, n + 1); /* the final zero counts */
     memset(text, '#', sizeof text);
@@ -392,19 +392,19 @@ TEST(text_by_hand) {
     CHECK_EQ(tkv_print_thresholds(&t, NULL, sizeof text, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_print_thresholds(NULL, text, sizeof text, &need), TKV_ERR_ARG);
     CHECK_EQ(need, n + 1);
-    CHECK_EQ(parse(&u, want, n, reason, sizeof reason), TKV_OK);
+    CHECK_EQ(parse_copy(&u, want, n, reason, sizeof reason), TKV_OK);
     CHECK_STR(reason, "");
     CHECK_EQ(u.n, 3);
     CHECK_MEM(back, memory, 3 * sizeof *memory);
-    n = with_sum(want, "tieredkv-thresholds 1\n"); /* empty */
-    CHECK_EQ(parse(&u, want, n, NULL, 0), TKV_OK);
+    n = add_checksum(want, "tieredkv-thresholds 1\n"); /* empty */
+    CHECK_EQ(parse_copy(&u, want, n, NULL, 0), TKV_OK);
     CHECK_EQ(u.n, 0);
     memset(&u, 0, sizeof u);
-    CHECK_EQ(parse(&u, want, n, NULL, 0), TKV_OK); /* needs no room */
+    CHECK_EQ(parse_copy(&u, want, n, NULL, 0), TKV_OK); /* no entries need no capacity */
 }
 
-/* Printed, read and printed again: the same, whatever it was put in with and in which order. */
-TEST(text_and_back) {
+/* Printing, parsing and printing again gives the same text. The order in which entries were put does not matter. */
+TEST(print_and_parse_again) {
     static tkv_threshold memory[400], back[400];
     static char text[40000], again[40000];
     tkv_rng r = tkv_rng_seed(21);
@@ -412,10 +412,10 @@ TEST(text_and_back) {
     for (round = 0; round < 50; round++) {
         tkv_thresholds t = {memory, 0, 400}, u = {back, 0, 400};
         size_t n = 0, m = 0;
-        fill(&t, &r, tkv_rng_below(&r, 400));
+        put_random_entries(&t, &r, tkv_rng_below(&r, 400));
         CHECK_EQ(tkv_print_thresholds(&t, text, sizeof text, &n), TKV_OK);
         CHECK_EQ(n, strlen(text) + 1);
-        CHECK_EQ(parse(&u, text, n - 1, NULL, 0), TKV_OK);
+        CHECK_EQ(parse_copy(&u, text, n - 1, NULL, 0), TKV_OK);
         CHECK_EQ(u.n, t.n);
         CHECK_MEM(back, memory, (size_t)t.n * sizeof *memory);
         CHECK_EQ(tkv_print_thresholds(&u, again, sizeof again, &m), TKV_OK);
@@ -426,62 +426,62 @@ TEST(text_and_back) {
     }
 }
 
-/* >>damage: nothing of it may change the store */
-typedef struct victim {
+/* >>damaged texts: they are refused, and leave the store unchanged */
+typedef struct guarded_store {
     tkv_threshold memory[8], before[8];
     tkv_thresholds t;
-    int passed; /* texts that were taken */
-} victim;
+    int n_accepted; /* number of texts that were accepted */
+} guarded_store;
 
-static void victim_init(victim *v) {
+static void init_guarded_store(guarded_store *v) {
     memset(v, 0, sizeof *v);
     v->t.entry = v->memory;
     v->t.capacity = 8;
-    put(&v->t, "kept", 1, 2, .5);
+    put_entry(&v->t, "kept", 1, 2, .5);
     memcpy(v->before, v->memory, sizeof v->before);
 }
 
-static void damaged(victim *v, const char *text, size_t size) {
+static void check_refused(guarded_store *v, const char *text, size_t size) {
     char reason[160] = "";
-    const tkv_status st = parse(&v->t, text, size, reason, sizeof reason);
-    v->passed += st == TKV_OK;
+    const tkv_status st = parse_copy(&v->t, text, size, reason, sizeof reason);
+    v->n_accepted += st == TKV_OK;
     CHECK_EQ(st, TKV_ERR_DATA);
     CHECK(strncmp(reason, "line ", 5) == 0 && strlen(reason) > 10);
     CHECK(v->t.n == 1 && v->t.capacity == 8 && memcmp(v->memory, v->before, sizeof v->before) == 0);
 }
 
-TEST(truncated) {
-    victim v;
+TEST(truncated_texts) {
+    guarded_store v;
     char text[512];
-    size_t n = with_sum(text, example), i;
-    victim_init(&v);
-    for (i = 0; i < n; i++) damaged(&v, text, i);
+    size_t n = add_checksum(text, example), i;
+    init_guarded_store(&v);
+    for (i = 0; i < n; i++) check_refused(&v, text, i);
     CHECK_EQ(tkv_parse_thresholds(&v.t, NULL, 0, NULL, 0), TKV_ERR_DATA);
     CHECK_EQ(tkv_parse_thresholds(&v.t, NULL, 1, NULL, 0), TKV_ERR_ARG);
     CHECK_EQ(tkv_parse_thresholds(NULL, text, n, NULL, 0), TKV_ERR_ARG);
-    for (i = 0; i < 256; i++) { /* too long */
+    for (i = 0; i < 256; i++) { /* one byte too many */
         text[n] = (char)i;
-        damaged(&v, text, n + 1);
+        check_refused(&v, text, n + 1);
     }
-    CHECK_EQ(parse(&v.t, text, n, NULL, 0), TKV_OK);
+    CHECK_EQ(parse_copy(&v.t, text, n, NULL, 0), TKV_OK);
     CHECK_EQ(v.t.n, 3);
 }
 
-/* Every byte in every other value; then with a checksum that fits, so that the fields themselves are judged: what
- * is taken must print as it was read. */
-TEST(flipped) {
-    victim v;
+/* Every byte takes every other value, and the checksum must detect it. Then the checksum is made to fit: a text
+ * that is accepted must print as it was read. */
+TEST(changed_bytes) {
+    guarded_store v;
     static tkv_threshold memory[8];
     tkv_thresholds t = {memory, 0, 8};
     char text[512], again[512];
-    const size_t n = with_sum(text, example);
+    const size_t n = add_checksum(text, example);
     size_t i;
-    int x, taken = 0;
-    victim_init(&v);
+    int x, n_accepted = 0;
+    init_guarded_store(&v);
     for (i = 0; i < n; i++)
         for (x = 1; x < 256; x++) {
             text[i] = (char)(text[i] ^ x);
-            damaged(&v, text, n);
+            check_refused(&v, text, n);
             text[i] = (char)(text[i] ^ x);
         }
     for (i = 0; i < strlen(example); i++)
@@ -490,16 +490,16 @@ TEST(flipped) {
             size_t m = 0;
             memcpy(changed, example, sizeof example);
             changed[i] = (char)(changed[i] ^ x);
-            if (changed[i] == 0) continue; /* ends strlen */
-            (void)with_sum(text, changed);
-            if (parse(&t, text, n, NULL, 0)) continue;
-            taken++;
+            if (changed[i] == 0) continue; /* it would end the text */
+            (void)add_checksum(text, changed);
+            if (parse_copy(&t, text, n, NULL, 0)) continue;
+            n_accepted++;
             CHECK_EQ(tkv_print_thresholds(&t, again, sizeof again, &m), TKV_OK);
             CHECK_EQ(m, n + 1);
             CHECK_MEM(again, text, n);
             CHECK_EQ(again[n], 0);
         }
-    CHECK(taken > 1000); /* other digits, other names */
+    CHECK(n_accepted > 1000); /* other digits, other names */
 }
 
 TEST(hostile_lines) {
@@ -549,23 +549,23 @@ TEST(hostile_lines) {
         {"tieredkv-thresholds 1\n1 2 1 1 1 a30 r30 0.500000 m\n1 1 1 1 1 a30 r30 0.600000 m\n",
          "line 3: the entry is there twice or out of order"},
     };
-    victim v;
+    guarded_store v;
     char text[600], reason[160];
     int i;
-    victim_init(&v);
+    init_guarded_store(&v);
     for (i = 0; i < COUNT(cases); i++) {
-        const size_t n = with_sum(text, cases[i].text);
-        damaged(&v, text, n);
+        const size_t n = add_checksum(text, cases[i].text);
+        check_refused(&v, text, n);
         reason[0] = 0;
-        (void)parse(&v.t, text, n, reason, sizeof reason);
+        (void)parse_copy(&v.t, text, n, reason, sizeof reason);
         CHECK_MSG(strncmp(reason, cases[i].says, strlen(cases[i].says)) == 0, "case %d: %s", i, reason);
-        CHECK_EQ(tkv_parse_thresholds(&v.t, text, n, reason, 6), TKV_ERR_DATA); /* cut to the room there is */
+        CHECK_EQ(tkv_parse_thresholds(&v.t, text, n, reason, 6), TKV_ERR_DATA); /* cuts the reason */
         CHECK_EQ(strlen(reason), 5);
     }
-    CHECK_EQ(v.passed, 0);
+    CHECK_EQ(v.n_accepted, 0);
 }
 
-/* Random bytes, and random pieces of real texts put together, with checksums that fit. */
+/* Random bytes, and random sequences of pieces of real texts with a checksum that fits. */
 TEST(random_bytes) {
     static const char *const pieces[] = {"tieredkv-thresholds 1\n",
                                          "sum ",
@@ -585,44 +585,44 @@ TEST(random_bytes) {
                                          "1 1 1 1 1 a30 r30 0.500000 m\n"};
     const int rounds = tkv_test_quick() ? 2000 : 40000;
     tkv_rng r = tkv_rng_seed(31);
-    victim v;
+    guarded_store v;
     static tkv_threshold memory[8];
     char text[1200], again[1200];
-    int round, i, taken = 0;
-    victim_init(&v);
+    int round, i, n_accepted = 0;
+    init_guarded_store(&v);
     for (round = 0; round < rounds; round++) {
         char body[1000];
         size_t n = 0, m = 0;
         tkv_thresholds t = {memory, 0, 8};
         if (round % 2) {
             for (i = tkv_rng_below(&r, 200); i > 0; i--) text[n++] = (char)tkv_rng_below(&r, 256);
-            damaged(&v, text, n);
+            check_refused(&v, text, n);
             continue;
         }
         strcpy(body, round % 8 ? pieces[0] : "");
         for (i = tkv_rng_below(&r, 20); i > 0; i--)
             strcat(body, pieces[round % 16 == 2 ? COUNT(pieces) - 1 : tkv_rng_below(&r, COUNT(pieces))]);
-        n = with_sum(text, body);
-        if (parse(&t, text, n, NULL, 0)) continue;
-        taken++;
+        n = add_checksum(text, body);
+        if (parse_copy(&t, text, n, NULL, 0)) continue;
+        n_accepted++;
         CHECK_EQ(tkv_print_thresholds(&t, again, sizeof again, &m), TKV_OK);
         CHECK_EQ(m, n + 1);
         CHECK_MEM(again, text, n);
         CHECK_EQ(again[n], 0);
     }
-    CHECK(taken > 0);
-    CHECK_EQ(v.passed, 0);
+    CHECK(n_accepted > 0);
+    CHECK_EQ(v.n_accepted, 0);
 }
 
-TEST(no_room) {
+TEST(store_too_small) {
     tkv_threshold memory[2], before[2];
     tkv_thresholds t = {memory, 0, 2};
     char text[512], reason[100];
-    const size_t n = with_sum(text, example);
-    put(&t, "kept", 1, 2, .5);
+    const size_t n = add_checksum(text, example);
+    put_entry(&t, "kept", 1, 2, .5);
     memory[1] = memory[0];
     memcpy(before, memory, sizeof before);
-    CHECK_EQ(parse(&t, text, n, reason, sizeof reason), TKV_ERR_CAPACITY);
+    CHECK_EQ(parse_copy(&t, text, n, reason, sizeof reason), TKV_ERR_CAPACITY);
     CHECK_STR(reason, "the text has 3 entries, the store has room for 2");
     CHECK_EQ(t.n, 1);
     CHECK_MEM(memory, before, sizeof before);
@@ -631,18 +631,18 @@ TEST(no_room) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(puts_in_order);
-    RUN(keeps_millionths);
+    RUN(scores_are_kept_in_millionths);
     RUN(refuses_bad_entries);
     RUN(finds_the_nearest);
-    RUN(ties);
+    RUN(ties_of_distance);
     RUN(candidates);
-    RUN(transfers);
+    RUN(copies_to_another_model);
     RUN(text_by_hand);
-    RUN(text_and_back);
-    RUN(truncated);
-    RUN(flipped);
+    RUN(print_and_parse_again);
+    RUN(truncated_texts);
+    RUN(changed_bytes);
     RUN(hostile_lines);
     RUN(random_bytes);
-    RUN(no_room);
+    RUN(store_too_small);
     return tkv_test_end();
 }
