@@ -1,6 +1,6 @@
 /*
- * test_quality.c - the parts of bench/quality: the rivals' codecs on known values and their attention, plans in
- * words, tables from a text.
+ * test_quality.c - the parts of bench/quality: codecs of the rivals on known values, attention of the rivals,
+ * plans from command lines, calibration tables from a text.
  *
  * cc -O2 tests/test_quality.c examples/tieredkv.c -o test_quality -lm && ./test_quality [filter | --list]
  */
@@ -13,7 +13,7 @@
 #include "tkv_test.h"
 
 /* >>codecs */
-static void fill_known(float *x) { /* two blocks of 32 */
+static void fill_known_values(float *x) { /* two blocks of 32 */
     int i;
     for (i = 0; i < 64; i++) {
         const uint32_t u = (uint32_t)i * 2654435761u;
@@ -21,13 +21,14 @@ static void fill_known(float *x) { /* two blocks of 32 */
     }
 }
 
-typedef struct known { /* what the gguf package for Python makes of those values: scale * code + zero */
+typedef struct
+    known_codes { /* codes of those values by the gguf package for Python; a value is scale * code + zero */
     void (*row)(float *x, int n);
     float scale[2], zero[2];
     signed char code[64];
-} known;
+} known_codes;
 
-static const known knowns[] = {
+static const known_codes codes_of_gguf[] = {
     {rival_q8_0,
      {504.0f / 16384, 503.0f / 16777216},
      {0, 0},
@@ -59,53 +60,54 @@ TEST(ggml_blocks) {
     float x[64];
     size_t k;
     int i;
-    for (k = 0; k < sizeof knowns / sizeof *knowns; k++) {
-        const known *w = &knowns[k];
-        fill_known(x);
-        w->row(x, 64);
+    for (k = 0; k < sizeof codes_of_gguf / sizeof *codes_of_gguf; k++) {
+        const known_codes *expected = &codes_of_gguf[k];
+        fill_known_values(x);
+        expected->row(x, 64);
         for (i = 0; i < 64; i++)
-            CHECK_NEAR(x[i], w->scale[i / 32] * (float)w->code[i] + w->zero[i / 32], 1e-7);
+            CHECK_NEAR(x[i], expected->scale[i / 32] * (float)expected->code[i] + expected->zero[i / 32],
+                       1e-7);
     }
     memset(x, 0, sizeof x);
-    for (k = 0; k < sizeof knowns / sizeof *knowns; k++) knowns[k].row(x, 64);
+    for (k = 0; k < sizeof codes_of_gguf / sizeof *codes_of_gguf; k++) codes_of_gguf[k].row(x, 64);
     for (i = 0; i < 64; i++) CHECK(x[i] >= 0 && x[i] <= 0);
 }
 
-TEST(min_max) {
+TEST(min_max_codec) {
     float x[6] = {-1, 9, 0.4f, 9, 2, 9}, same[3] = {0.3f, 0.3f, 0.3f};
     rival_min_max(x, 2, 3, 2); /* levels -1, 0, 1, 2 */
     CHECK_NEAR(x[0], -1, 0);
     CHECK_NEAR(x[2], 0, 0);
     CHECK_NEAR(x[4], 2, 0);
-    CHECK_NEAR(x[1], 9, 0); /* between the strides */
+    CHECK_NEAR(x[1], 9, 0); /* between the strided values: unchanged */
     rival_min_max(same, 1, 3, 2);
-    CHECK_NEAR(same[1], 0.3, 2e-4); /* an fp16 */
+    CHECK_NEAR(same[1], 0.3, 2e-4); /* rounded to fp16 */
     CHECK_NEAR(rival_half(1.0f + 1.0f / 2048), 1, 0);
     CHECK_NEAR(rival_half(-3e-8f), -1.0 / 33554432 * 2, 0);
     CHECK_NEAR(rival_half(1e6f), 65504, 0);
 }
 
-TEST(hadamard) {
+TEST(hadamard_keeps_norms) {
     tkv_rng rng = tkv_rng_seed(1);
     float x[64], y[64];
-    double a = 0, b = 0;
+    double squares_before = 0, squares_after = 0;
     int i;
     tkv_rng_fill(&rng, x, 64, 1);
     memcpy(y, x, sizeof y);
     rival_hadamard(y, 64);
-    for (i = 0; i < 64; i++) a += (double)(x[i] * x[i]), b += (double)(y[i] * y[i]);
-    CHECK_NEAR(b, a, 1e-3);
+    for (i = 0; i < 64; i++) squares_before += (double)(x[i] * x[i]), squares_after += (double)(y[i] * y[i]);
+    CHECK_NEAR(squares_after, squares_before, 1e-3);
     rival_hadamard(y, 64);
     for (i = 0; i < 64; i++) CHECK_NEAR(y[i], x[i], 1e-5);
 }
 
-TEST(exponential) {
+TEST(rival_exp_is_accurate) {
     int i;
     for (i = 0; i < 800; i++) CHECK_NEAR(rival_exp(-0.1f * (float)i) / expf(-0.1f * (float)i), 1, 1e-5);
 }
 
 /* >>attention */
-static llama_model shape(int n_heads, int n_kv_heads, int dim, int v_dim) {
+static llama_model make_model(int n_heads, int n_kv_heads, int dim, int v_dim) {
     llama_model m;
     memset(&m, 0, sizeof m);
     m.n_layers = 1;
@@ -115,15 +117,15 @@ static llama_model shape(int n_heads, int n_kv_heads, int dim, int v_dim) {
     return m;
 }
 
-static void keep(float *x, int n) {
+static void leave_unchanged(float *x, int n) {
     (void)x;
     (void)n;
 }
 
-/* A rival that changes nothing against the library's exact cache. */
-static void check_exact(int n_heads, int n_kv_heads, int dim, int v_dim) {
-    const rival_kind kind = {"exact", RIVAL_APPEND, 0, keep, 32, 0};
-    const llama_model m = shape(n_heads, n_kv_heads, dim, v_dim);
+/* Compares a rival whose codec changes nothing with the library's exact cache. */
+static void check_exact_attention(int n_heads, int n_kv_heads, int dim, int v_dim) {
+    const rival_kind kind = {"exact", RIVAL_APPEND, 0, leave_unchanged, 32, 0};
+    const llama_model m = make_model(n_heads, n_kv_heads, dim, v_dim);
     const int total = 700, chunk = RIVAL_CHUNK;
     float *q = (float *)malloc((size_t)(chunk * n_heads * (dim + 2 * v_dim)) * sizeof *q);
     float *k = (float *)malloc((size_t)(chunk * n_kv_heads * (dim + v_dim)) * sizeof *k);
@@ -155,15 +157,15 @@ static void check_exact(int n_heads, int n_kv_heads, int dim, int v_dim) {
 }
 
 TEST(attention_is_exact) {
-    check_exact(6, 2, 64, 64);
-    check_exact(3, 3, 10, 6); /* odd sizes */
+    check_exact_attention(6, 2, 64, 64);
+    check_exact_attention(3, 3, 10, 6); /* odd sizes */
 }
 
-/* StreamingLLM by its definition: keys without RoPE, turned by their place in the cache. */
-TEST(streaming) {
+/* StreamingLLM by its definition: keys are stored without RoPE and rotated by their place in the cache. */
+TEST(streaming_rival) {
     enum { N = 90, BUDGET = 40, SINKS = 4, DIM = 8 };
     const rival_kind *kind = rival_find("streaming");
-    const llama_model m = shape(1, 1, DIM, DIM);
+    const llama_model m = make_model(1, 1, DIM, DIM);
     static float q[N][DIM], k[N][DIM], v[N][DIM], rows[3][N][DIM], out[N][DIM];
     rival *r = rival_create(kind, &m, N, BUDGET);
     tkv_rng rng = tkv_rng_seed(3);
@@ -173,38 +175,38 @@ TEST(streaming) {
     tkv_rng_fill(&rng, &v[0][0], N * DIM, 1);
     REQUIRE(r != NULL);
     for (i = 0; i < N; i += n) {
-        float turn[DIM];
+        float rotation[DIM];
         n = rival_chunk(kind, i, N - i);
         for (j = i; j < i + n; j++) {
             for (c = 0; c < DIM / 2; c++) {
                 const double f = pow(10000.0, -2.0 * c / (double)DIM);
-                turn[2 * c] = (float)cos(f * j), turn[2 * c + 1] = (float)sin(f * j);
+                rotation[2 * c] = (float)cos(f * j), rotation[2 * c + 1] = (float)sin(f * j);
             }
             memcpy(rows[0][j], q[j], sizeof q[j]);
             memcpy(rows[1][j], k[j], sizeof k[j]);
-            llama_rope(&m, rows[0][j], 1, 1, turn);
-            llama_rope(&m, rows[1][j], 1, 1, turn);
+            llama_rope(&m, rows[0][j], 1, 1, rotation);
+            llama_rope(&m, rows[1][j], 1, 1, rotation);
         }
         CHECK_EQ(rival_attention(r, 0, rows[0][i], rows[1][i], v[i], n, out[i]), TKV_OK);
     }
     CHECK_NEAR(rival_bytes(kind, &m, N, BUDGET), BUDGET * 2 * DIM * 2, 0);
     for (i = 0; i < N; i++) {
         double p[N], sum = 0, o[DIM];
-        int held = 0;
+        int n_kept = 0;
         memset(o, 0, sizeof o);
         for (j = 0; j <= i; j++) {
-            const int gone = i + 1 > BUDGET ? i + 1 - BUDGET : 0, away = i - gone - held;
+            const int n_evicted = i + 1 > BUDGET ? i + 1 - BUDGET : 0, distance = i - n_evicted - n_kept;
             p[j] = 0;
-            if (j >= SINKS && j < SINKS + gone) continue;
-            for (c = 0; c < DIM / 2; c++) { /* the angle between them is what RoPE leaves */
-                const double f = pow(10000.0, -2.0 * c / (double)DIM) * away;
+            if (j >= SINKS && j < SINKS + n_evicted) continue;
+            for (c = 0; c < DIM / 2; c++) { /* a dot product after RoPE depends on the distance only */
+                const double f = pow(10000.0, -2.0 * c / (double)DIM) * distance;
                 const double a = (double)q[i][2 * c], b = (double)q[i][2 * c + 1];
                 const double x = (double)k[j][2 * c], y = (double)k[j][2 * c + 1];
                 p[j] += (a * x + b * y) * cos(f) + (a * y - b * x) * sin(f);
             }
             p[j] = exp(p[j] / sqrt((double)DIM));
             sum += p[j];
-            held++;
+            n_kept++;
             for (c = 0; c < DIM; c++) o[c] += p[j] * (double)v[j][c];
         }
         for (c = 0; c < DIM; c++) CHECK_NEAR(out[i][c], o[c] / sum, 1e-4);
@@ -212,8 +214,8 @@ TEST(streaming) {
     rival_destroy(r);
 }
 
-/* >>what is coded when, and what it takes */
-static int levels_of(const float *p, size_t stride, int n) { /* different values */
+/* >>which tokens a rival compresses, and the bytes that it reports */
+static int n_distinct(const float *p, size_t stride, int n) { /* number of different values */
     int count = 0, i, j;
     for (i = 0; i < n; i++) {
         for (j = 0; j < i; j++)
@@ -223,8 +225,8 @@ static int levels_of(const float *p, size_t stride, int n) { /* different values
     return count;
 }
 
-/* Gives Gaussian tokens, one at a time, and leaves the rival for a look. */
-static rival *fed(const char *name, const llama_model *m, int n) {
+/* Appends Gaussian tokens to a rival, one at a time. Returns the rival. */
+static rival *make_fed_rival(const char *name, const llama_model *m, int n) {
     rival *r = rival_create(rival_find(name), m, n, 0);
     tkv_rng rng = tkv_rng_seed(4);
     float x[64], q[64], out[64];
@@ -238,60 +240,65 @@ static rival *fed(const char *name, const llama_model *m, int n) {
     return r;
 }
 
-TEST(pages) {
-    const llama_model m = shape(1, 1, 64, 64);
-    rival *r = fed("hf-int2", &m, 300);
+TEST(hf_pages) {
+    const llama_model m = make_model(1, 1, 64, 64);
+    rival *r = make_fed_rival("hf-int2", &m, 300);
     rival_side k;
     REQUIRE(r != NULL);
     k = rival_side_of(r, TKV_K, 0, 0);
-    CHECK_LE(levels_of(k.p + 255, k.channel, 64), 4); /* a token's channels; two pages of 128 are full */
-    CHECK_LE(60, levels_of(k.p + 256, k.channel, 64));
+    CHECK_LE(n_distinct(k.p + 255, k.channel, 64),
+             4); /* channels of the last token of two full pages of 128 */
+    CHECK_LE(60, n_distinct(k.p + 256, k.channel, 64));
     CHECK_NEAR(rival_bits(r->kind, &m), 2.5, 1e-9);
     CHECK_NEAR(rival_bytes(r->kind, &m, 300, 0), 256 * 2 * (16 + 4) + 44 * 256, 0);
     CHECK_NEAR(rival_bits(rival_find("hf-int4"), &m), 4.5, 1e-9);
     rival_destroy(r);
 }
 
-TEST(kitty) {
-    const llama_model m = shape(1, 1, 64, 64);
-    rival *r = fed("kitty", &m, 32 + 300);
+TEST(kitty_rival) {
+    const llama_model m = make_model(1, 1, 64, 64);
+    rival *r = make_fed_rival("kitty", &m, 32 + 300);
     rival_side k, v;
-    int c, page, wide = 0;
+    int c, page, n_4_bit = 0;
     REQUIRE(r != NULL);
     k = rival_side_of(r, TKV_K, 0, 0), v = rival_side_of(r, TKV_V, 0, 0);
     for (c = 0; c < 64; c++)
         for (page = 0; page < 2; page++) {
-            const int levels = levels_of(k.p + (size_t)c * k.channel + 32 + page * 128, k.token, 128);
-            CHECK_LE(levels, 16);
-            wide += levels > 4;
-            if (c % 5 == 0) CHECK_LE(5, levels); /* a large one */
+            const int n_levels = n_distinct(k.p + (size_t)c * k.channel + 32 + page * 128, k.token, 128);
+            CHECK_LE(n_levels, 16);
+            n_4_bit += n_levels > 4;
+            if (c % 5 == 0) CHECK_LE(5, n_levels); /* a large channel */
         }
-    CHECK_EQ(wide, 2 * 16);
-    CHECK_LE(100, levels_of(k.p + 32 + 256, k.token, 44) + 60); /* the page that fills, and the sinks */
-    CHECK_LE(30, levels_of(k.p, k.token, 32));
-    CHECK_LE(levels_of(v.p + 203 * v.token, v.channel, 64), 4); /* 332 - 128 tokens of V are old */
-    CHECK_LE(60, levels_of(v.p + 204 * v.token, v.channel, 64));
+    CHECK_EQ(n_4_bit, 2 * 16);
+    CHECK_LE(100, n_distinct(k.p + 32 + 256, k.token, 44) +
+                      60); /* the open page, of 44 tokens, and the sinks are exact */
+    CHECK_LE(30, n_distinct(k.p, k.token, 32));
+    CHECK_LE(n_distinct(v.p + 203 * v.token, v.channel, 64),
+             4); /* the first 332 - 128 tokens of V are compressed */
+    CHECK_LE(60, n_distinct(v.p + 204 * v.token, v.channel, 64));
     CHECK_NEAR(rival_bits(r->kind, &m), (2.5 + 33.0 / 128 + 2.5) / 2, 1e-6);
     rival_destroy(r);
 }
 
-TEST(ages) {
-    const llama_model m = shape(1, 1, 64, 64);
-    rival *r = fed("age-8/4/2", &m, 1280);
+TEST(age_rival) {
+    const llama_model m = make_model(1, 1, 64, 64);
+    rival *r = make_fed_rival("age-8/4/2", &m, 1280);
     rival_side k;
     REQUIRE(r != NULL);
     k = rival_side_of(r, TKV_K, 0, 0);
-    CHECK_LE(levels_of(k.p, k.token, 32), 4); /* one channel: 1024 tokens old, 1023 to 128, younger */
-    CHECK_LE(levels_of(k.p + 1280 - 1024, k.token, 32), 16);
-    CHECK_LE(5, levels_of(k.p + 1280 - 1024, k.token, 32));
-    CHECK_LE(17, levels_of(k.p + 1280 - 128, k.token, 32));
+    /* One channel: tokens of an age of 1024 or more, then of 128 to 1023, then younger ones. */
+    CHECK_LE(n_distinct(k.p, k.token, 32), 4);
+    CHECK_LE(n_distinct(k.p + 1280 - 1024, k.token, 32), 16);
+    CHECK_LE(5, n_distinct(k.p + 1280 - 1024, k.token, 32));
+    CHECK_LE(17, n_distinct(k.p + 1280 - 128, k.token, 32));
     rival_destroy(r);
 }
 
 /* >>plans */
-TEST(plan_words) {
+TEST(plan_options) {
     tkv_config a = tkv_default_config(), b = tkv_default_config();
-    static const char *const numbers[] = {"group", "unit", "center", "squat_block", "subspaces", "precise"};
+    static const char *const number_words[] = {"group",       "unit",      "center",
+                                               "squat_block", "subspaces", "precise"};
     size_t i;
     CHECK(!plan_three(&a, "128:f32,448:kivi4,kivi2/kivi4"));
     CHECK(!plan_word(&b, "hot", "128:f32"));
@@ -307,10 +314,10 @@ TEST(plan_words) {
     CHECK_EQ(a.tiers.sink_tokens, TKV_OFF);
     CHECK(!plan_word(&a, "hot", "all"));
     CHECK_EQ(a.tiers.hot_tokens, TKV_UNLIMITED);
-    for (i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        CHECK(plan_knows(numbers[i]));
-        CHECK(!plan_word(&a, numbers[i], "16"));
-        CHECK(plan_word(&a, numbers[i], "many") != NULL);
+    for (i = 0; i < sizeof number_words / sizeof *number_words; i++) {
+        CHECK(plan_knows(number_words[i]));
+        CHECK(!plan_word(&a, number_words[i], "16"));
+        CHECK(plan_word(&a, number_words[i], "many") != NULL);
     }
     CHECK_EQ(a.format.group_size + a.format.allocation_unit + a.format.center_k + a.format.squat_block +
                  a.format.subspaces + a.host.precise,
@@ -324,16 +331,16 @@ TEST(plan_words) {
 }
 
 TEST(plan_layers) {
-    tkv_config a = tkv_default_config();
+    tkv_config cfg = tkv_default_config();
     tkv_cache *kv;
     tkv_layer_info info;
     int layer;
-    a.model.n_layers = 6, a.model.n_heads = 1, a.model.head_dim = 32;
+    cfg.model.n_layers = 6, cfg.model.n_heads = 1, cfg.model.head_dim = 32;
     CHECK(plan_knows("layers"));
-    CHECK(!plan_word(&a, "archive", "kivi2"));
-    CHECK(!plan_word(&a, "layers", "1-4:kivi3"));
-    CHECK(!plan_word(&a, "layers", "4:q8/kivi4"));
-    CHECK_EQ(tkv_create(&a, &kv), TKV_OK);
+    CHECK(!plan_word(&cfg, "archive", "kivi2"));
+    CHECK(!plan_word(&cfg, "layers", "1-4:kivi3"));
+    CHECK(!plan_word(&cfg, "layers", "4:q8/kivi4"));
+    CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
     for (layer = 0; layer < 6; layer++) {
         CHECK_EQ(tkv_get_layer(kv, 0, layer, &info), TKV_OK);
         CHECK_EQ(info.format[TKV_TIER_ARCHIVE].k, layer == 4                 ? TKV_Q8
@@ -344,12 +351,12 @@ TEST(plan_layers) {
                                                                              : TKV_KIVI2);
     }
     tkv_destroy(kv);
-    CHECK(!plan_too_far(&a));
-    a.model.n_layers = 4;
-    CHECK(plan_too_far(&a) != NULL);
-    plan_free(&a);
-    CHECK(!plan_too_far(&a));
-    CHECK(a.layers == NULL);
+    CHECK(!plan_too_far(&cfg));
+    cfg.model.n_layers = 4;
+    CHECK(plan_too_far(&cfg) != NULL);
+    plan_free(&cfg);
+    CHECK(!plan_too_far(&cfg));
+    CHECK(cfg.layers == NULL);
 }
 
 TEST(plan_presets) {
@@ -363,7 +370,7 @@ TEST(plan_presets) {
     CHECK(i > 0);
 }
 
-TEST(plan_mistakes) {
+TEST(wrong_plans_are_refused) {
     static const char *const wrong[][2] = {
         {"preset", "best"},   {"sinks", "x"},        {"hot", "64:f17"},  {"warm", "kivi2/kivi2/kivi2"},
         {"archive", "64:q8"}, {"archive", ""},       {"fit", "clip+"},   {"fit", "clip,norm"},
@@ -380,9 +387,9 @@ TEST(plan_mistakes) {
 }
 
 /* >>tables from a text */
-enum { CALIBRATED = 60 }; /* tokens that an online cache, too, holds exactly */
+enum { EXACT_TOKENS = 60 }; /* so few that an online cache holds them all exactly */
 
-static int load_demo(llama_model *m, int *tokens, int n) { /* any tokens will do */
+static int load_demo_model(llama_model *m, int *tokens, int n) { /* the choice of tokens does not matter */
     char err[256];
     int i;
     if (!llama_load("examples/data/demo.gguf", NULL, m, err, sizeof err)) return 0;
@@ -390,9 +397,9 @@ static int load_demo(llama_model *m, int *tokens, int n) { /* any tokens will do
     return 1;
 }
 
-/* Reads n tokens as a decoder would, with tables or without. */
-static tkv_cache *read_tokens(const llama_model *m, const tkv_config *plan, const unsigned char *tables,
-                              size_t bytes, const int *tokens, int n) {
+/* Runs the model over n tokens in the chunks of a decoder. tables: NULL, or loaded first. */
+static tkv_cache *run_model(const llama_model *m, const tkv_config *plan, const unsigned char *tables,
+                            size_t bytes, const int *tokens, int n) {
     tkv_config cfg = *plan;
     tkv_cache *kv = NULL;
     int at, step;
@@ -406,23 +413,23 @@ static tkv_cache *read_tokens(const llama_model *m, const tkv_config *plan, cons
     return kv;
 }
 
-static int calibrated; /* tokens that were told */
-static void count_calibrated(int n) { calibrated += n; }
+static int n_calibrated; /* sum of the arguments of count_calibrated */
+static void count_calibrated(int n) { n_calibrated += n; }
 
-TEST(tables_are_the_librarys) { /* where nothing was demoted, a cache that learns online makes the same */
+TEST(tables_equal_those_of_the_library) { /* an online cache that demoted nothing learns the same tables */
     const tkv_config plan = tkv_default_config();
     unsigned char *tables, online[1 << 15];
-    int tokens[CALIBRATED];
+    int tokens[EXACT_TOKENS];
     size_t bytes = 0, n = 0;
     tkv_status status;
     tkv_cache *kv;
     llama_model m;
-    if (!load_demo(&m, tokens, CALIBRATED)) SKIP("examples/data/demo.gguf is not here");
-    calibrated = 0;
-    tables = calibrate(&m, tokens, CALIBRATED, 4096, count_calibrated, &bytes, &status);
+    if (!load_demo_model(&m, tokens, EXACT_TOKENS)) SKIP("examples/data/demo.gguf is not here");
+    n_calibrated = 0;
+    tables = calibrate(&m, tokens, EXACT_TOKENS, 4096, count_calibrated, &bytes, &status);
     CHECK_EQ(status, TKV_OK);
-    CHECK_EQ(calibrated, CALIBRATED);
-    kv = read_tokens(&m, &plan, NULL, 0, tokens, CALIBRATED);
+    CHECK_EQ(n_calibrated, EXACT_TOKENS);
+    kv = run_model(&m, &plan, NULL, 0, tokens, EXACT_TOKENS);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
     CHECK_EQ(tkv_save_calibration(kv, online, sizeof online, &n), TKV_OK);
     CHECK_EQ(n, bytes);
@@ -432,7 +439,7 @@ TEST(tables_are_the_librarys) { /* where nothing was demoted, a cache that learn
     free(tables);
 }
 
-TEST(tables_serve_at_once) {
+TEST(loaded_tables_apply_at_once) {
     enum { N = 300 };
     tkv_config plan = tkv_default_config();
     int tokens[N], loaded;
@@ -440,23 +447,24 @@ TEST(tables_serve_at_once) {
     unsigned char *tables;
     tkv_status status;
     llama_model m;
-    if (!load_demo(&m, tokens, N)) SKIP("examples/data/demo.gguf is not here");
+    if (!load_demo_model(&m, tokens, N)) SKIP("examples/data/demo.gguf is not here");
     CHECK(!plan_three(&plan, "64,64,a20/r15"));
     tables = calibrate(&m, tokens, 100, 32, NULL, &bytes, &status); /* four sequences */
     CHECK_EQ(status, TKV_OK);
     for (loaded = 0; loaded < 2 && tables; loaded++) {
-        tkv_cache *kv = read_tokens(&m, &plan, loaded ? tables : NULL, bytes, tokens, N);
+        tkv_cache *kv = run_model(&m, &plan, loaded ? tables : NULL, bytes, tokens, N);
         tkv_layer_info tiers;
         CHECK_EQ(calibrated_layers(kv), loaded ? m.n_layers : 0);
         CHECK_EQ(tkv_get_layer(kv, 0, 0, &tiers), TKV_OK);
-        CHECK_EQ(tiers.tokens[TKV_TIER_ARCHIVE] > 0, loaded); /* without tables all wait in an exact tier */
+        CHECK_EQ(tiers.tokens[TKV_TIER_ARCHIVE] > 0,
+                 loaded); /* without tables all tokens wait in an exact tier */
         tkv_destroy(kv);
     }
     llama_free(&m);
     free(tables);
 }
 
-TEST(tables_where_they_change_something) {
+TEST(plans_that_need_tables) {
     static const char *const plans[] = {"64,448,a30/r30", "64,none,a30/kivi2", "64,none,kivi2/r10",
                                         "64,none",        "64,448,kivi2",      "64,none,kivi2",
                                         "64,448:q8,q8",   "64,none,fp4"};
@@ -471,20 +479,20 @@ TEST(tables_where_they_change_something) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(ggml_blocks);
-    RUN(min_max);
-    RUN(hadamard);
-    RUN(exponential);
+    RUN(min_max_codec);
+    RUN(hadamard_keeps_norms);
+    RUN(rival_exp_is_accurate);
     RUN(attention_is_exact);
-    RUN(streaming);
-    RUN(pages);
-    RUN(kitty);
-    RUN(ages);
-    RUN(plan_words);
+    RUN(streaming_rival);
+    RUN(hf_pages);
+    RUN(kitty_rival);
+    RUN(age_rival);
+    RUN(plan_options);
     RUN(plan_layers);
     RUN(plan_presets);
-    RUN(plan_mistakes);
-    RUN(tables_are_the_librarys);
-    RUN(tables_serve_at_once);
-    RUN(tables_where_they_change_something);
+    RUN(wrong_plans_are_refused);
+    RUN(tables_equal_those_of_the_library);
+    RUN(loaded_tables_apply_at_once);
+    RUN(plans_that_need_tables);
     return tkv_test_end();
 }
