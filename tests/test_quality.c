@@ -21,8 +21,8 @@ static void fill_known_values(float *x) { /* two blocks of 32 */
     }
 }
 
-typedef struct
-    known_codes { /* codes of those values by the gguf package for Python; a value is scale * code + zero */
+/* Codes of those values by the gguf package for Python; a value is scale * code + zero. */
+typedef struct known_codes {
     void (*row)(float *x, int n);
     float scale[2], zero[2];
     signed char code[64];
@@ -246,8 +246,8 @@ TEST(hf_pages) {
     rival_side k;
     REQUIRE(r != NULL);
     k = rival_side_of(r, TKV_K, 0, 0);
-    CHECK_LE(n_distinct(k.p + 255, k.channel, 64),
-             4); /* channels of the last token of two full pages of 128 */
+    /* Channels of the last token of two full pages of 128. */
+    CHECK_LE(n_distinct(k.p + 255, k.channel, 64), 4);
     CHECK_LE(60, n_distinct(k.p + 256, k.channel, 64));
     CHECK_NEAR(rival_bits(r->kind, &m), 2.5, 1e-9);
     CHECK_NEAR(rival_bytes(r->kind, &m, 300, 0), 256 * 2 * (16 + 4) + 44 * 256, 0);
@@ -270,11 +270,11 @@ TEST(kitty_rival) {
             if (c % 5 == 0) CHECK_LE(5, n_levels); /* a large channel */
         }
     CHECK_EQ(n_4_bit, 2 * 16);
-    CHECK_LE(100, n_distinct(k.p + 32 + 256, k.token, 44) +
-                      60); /* the open page, of 44 tokens, and the sinks are exact */
+    /* The open page, of 44 tokens, and the sinks are exact. */
+    CHECK_LE(100, n_distinct(k.p + 32 + 256, k.token, 44) + 60);
     CHECK_LE(30, n_distinct(k.p, k.token, 32));
-    CHECK_LE(n_distinct(v.p + 203 * v.token, v.channel, 64),
-             4); /* the first 332 - 128 tokens of V are compressed */
+    /* The first 332 - 128 tokens of V are compressed. */
+    CHECK_LE(n_distinct(v.p + 203 * v.token, v.channel, 64), 4);
     CHECK_LE(60, n_distinct(v.p + 204 * v.token, v.channel, 64));
     CHECK_NEAR(rival_bits(r->kind, &m), (2.5 + 33.0 / 128 + 2.5) / 2, 1e-6);
     rival_destroy(r);
@@ -456,8 +456,8 @@ TEST(loaded_tables_apply_at_once) {
         tkv_layer_info tiers;
         CHECK_EQ(calibrated_layers(kv), loaded ? m.n_layers : 0);
         CHECK_EQ(tkv_get_layer(kv, 0, 0, &tiers), TKV_OK);
-        CHECK_EQ(tiers.tokens[TKV_TIER_ARCHIVE] > 0,
-                 loaded); /* without tables all tokens wait in an exact tier */
+        /* Without tables all tokens wait in an exact tier. */
+        CHECK_EQ(tiers.tokens[TKV_TIER_ARCHIVE] > 0, loaded);
         tkv_destroy(kv);
     }
     llama_free(&m);
