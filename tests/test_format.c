@@ -1,9 +1,9 @@
 /*
- * test_format.c - the formats: golden bytes, sizes, decoding by the documented bits, error, refusals, tiles.
+ * test_format.c - the formats: golden bytes, sizes, decoding by the documented layout, errors, refusals.
  *
- * This file reads blocks by the drawings in core/tile.h, formats/exact.h and formats/kivi.h, not by the library's
- * own functions. Under -ffast-math encoding may differ in the last bits. Blocks are then checked by their error
- * bounds only. Decoding is the same to the bit under any flags.
+ * Blocks are read by the layouts documented in core/tile.h, formats/exact.h and formats/kivi.h, not by functions of
+ * the library. Under -ffast-math encoding may differ in the last bits. Blocks are then checked by their error
+ * bounds only. Decoding gives the same bits under any flags.
  */
 #include "blocks.h"
 
@@ -23,8 +23,8 @@ static float golden_value(int seed, int i, int channel) { /* as golden_input in 
     return (float)v / (float)(512 << channel % 5);
 }
 
-/* Encodes the block's input into `bytes`. */
-static void golden_encode(const golden_block *g, tkv_codec *c) {
+/* Makes the input of a golden block in `in` and encodes it into `bytes`. Returns the codec in *c. */
+static void encode_golden_block(const golden_block *g, tkv_codec *c) {
     int i;
     *c = codec(g->format, g->side == TKV_V, g->head_dim, g->group_size);
     for (i = 0; i < g->n_tokens * g->head_dim; i++) in[i] = golden_value(g->seed, i, i % g->head_dim);
@@ -38,9 +38,9 @@ TEST(golden_hashes) {
         const golden_block *g = &golden_hashed[i];
         int n = g->n_tokens * g->head_dim;
         tkv_codec c;
-        golden_encode(g, &c);
+        encode_golden_block(g, &c);
         if (FAST_MATH && g->format >= TKV_Q8) continue;
-        CHECK_MSG(hash_of(HASH_START, bytes, g->size) == g->encoded, "the bytes of %s",
+        CHECK_MSG(hash_of(HASH_START, bytes, g->size) == g->encoded, "wrong bytes of %s",
                   describe(&c, g->n_tokens));
         CHECK_EQ(tkv_decode_block(&c, bytes, g->size, g->n_tokens, out, 0), TKV_OK);
         CHECK_MSG(hash_of_floats(HASH_START, out, n) == g->decoded, "the values of %s",
@@ -54,7 +54,7 @@ TEST(golden_blocks) {
     for (i = 0; i < COUNT(golden_whole); i++) {
         const golden_block *g = &golden_whole[i];
         tkv_codec c;
-        golden_encode(g, &c);
+        encode_golden_block(g, &c);
         if (!FAST_MATH) CHECK_MEM(bytes, golden_bytes + at, g->size);
         CHECK(hash_of(HASH_START, golden_bytes + at, g->size) == g->encoded);
         CHECK_EQ(tkv_decode_block(&c, golden_bytes + at, g->size, g->n_tokens, out, 0), TKV_OK);
@@ -93,7 +93,7 @@ TEST(sizes) {
                     drawing d = draw(&c);
                     CHECK_EQ(tkv_get_block_bytes(&c), d.size);
                     CHECK_NEAR(format_bits(&c), 8.0 * d.size / (BLOCK * dim), 1e-12);
-                    /* no multiple of 16 wastes a bit: the codes are exactly their bits */
+                    /* multiples of 16 have no padding: codes take exactly their bits */
                     if (dim % 16 == 0) CHECK_EQ(d.scale, dim * BLOCK * d.bits / 8);
                 }
     for (f = 0; f < COUNT(exacts); f++)
@@ -104,46 +104,47 @@ TEST(sizes) {
             }
     {
         tkv_codec c = codec(TKV_KIVI4, 0, 64, 0), same = codec(TKV_KIVI4, 0, 64, 64);
-        CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&same)); /* 0 is 64 */
+        CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&same)); /* a group size of 0 means 64 */
     }
-    for (i = 0; i < COUNT(dims); i++) { /* exact formats ignore the group, if it is a valid one */
+    for (i = 0; i < COUNT(dims); i++) { /* exact formats ignore a valid group size */
         tkv_codec c = codec(TKV_F16, 0, dims[i], 32), same = codec(TKV_F16, 0, dims[i], 64);
         CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&same));
     }
 }
 
-static double stored_bits(tkv_format f, int side, int dim, int group) {
+static double bits_per_value_of(tkv_format f, int side, int dim, int group) {
     tkv_codec c = codec(f, side, dim, group);
     return format_bits(&c);
 }
 
 TEST(bits_per_value) {
-    static const int even[] = {64, 128, 192, 256}, others[] = {48, 80, 96, 112};
+    static const int multiples_of_64[] = {64, 128, 192, 256}, other_dims[] = {48, 80, 96, 112};
     int i, side;
-    for (i = 0; i < COUNT(even); i++)
+    for (i = 0; i < COUNT(multiples_of_64); i++)
         for (side = 0; side < 2; side++) {
-            CHECK_EQ(1000 * stored_bits(TKV_KIVI4, side, even[i], 64), 4500);
-            CHECK_EQ(1000 * stored_bits(TKV_KIVI4, side, even[i], 32), 5000);
-            CHECK_EQ(1000 * stored_bits(TKV_KIVI3, side, even[i], 64), 3500);
-            CHECK_EQ(1000 * stored_bits(TKV_KIVI3, side, even[i], 32), 4000);
-            CHECK_EQ(1000 * stored_bits(TKV_KIVI2, side, even[i], 64), 2500);
-            CHECK_EQ(1000 * stored_bits(TKV_KIVI2, side, even[i], 32), 3000);
-            CHECK_EQ(1000 * stored_bits(TKV_Q8, side, even[i], 64), 8500);
-            CHECK_EQ(1000 * stored_bits(TKV_Q8, side, even[i], 32), 9000);
-            CHECK_EQ(1000 * stored_bits(TKV_F32, side, even[i], 0), 32000);
-            CHECK_EQ(1000 * stored_bits(TKV_F16, side, even[i], 0), 16000);
-            CHECK_EQ(1000 * stored_bits(TKV_BF16, side, even[i], 0), 16000);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI4, side, multiples_of_64[i], 64), 4500);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI4, side, multiples_of_64[i], 32), 5000);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI3, side, multiples_of_64[i], 64), 3500);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI3, side, multiples_of_64[i], 32), 4000);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI2, side, multiples_of_64[i], 64), 2500);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI2, side, multiples_of_64[i], 32), 3000);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_Q8, side, multiples_of_64[i], 64), 8500);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_Q8, side, multiples_of_64[i], 32), 9000);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_F32, side, multiples_of_64[i], 0), 32000);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_F16, side, multiples_of_64[i], 0), 16000);
+            CHECK_EQ(1000 * bits_per_value_of(TKV_BF16, side, multiples_of_64[i], 0), 16000);
         }
-    for (i = 0; i < COUNT(others);
-         i++) { /* K as above; V has a shorter last group, whose 32 bits weigh more */
-        CHECK_EQ(1000 * stored_bits(TKV_KIVI4, 0, others[i], 64), 4500);
-        CHECK_EQ(1000 * stored_bits(TKV_KIVI2, 0, others[i], 32), 3000);
-        CHECK_NEAR(stored_bits(TKV_KIVI2, 1, others[i], 32), 2 + 32.0 * (up(others[i], 32) / 32) / others[i],
-                   1e-12);
+    for (i = 0; i < COUNT(other_dims);
+         /* The last group of V is shorter, with the same 32 bits of metadata. */
+         i++) {
+        CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI4, 0, other_dims[i], 64), 4500);
+        CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI2, 0, other_dims[i], 32), 3000);
+        CHECK_NEAR(bits_per_value_of(TKV_KIVI2, 1, other_dims[i], 32),
+                   2 + 32.0 * (up(other_dims[i], 32) / 32) / other_dims[i], 1e-12);
     }
-    CHECK_NEAR(stored_bits(TKV_KIVI4, 1, 80, 64), 4.8, 1e-12);
-    CHECK_NEAR(stored_bits(TKV_KIVI4, 0, 5, 64), 4.5 * 16 / 5, 1e-12); /* padding counts */
-    CHECK_NEAR(stored_bits(TKV_F16, 1, 72, 64), 16.0 * 80 / 72, 1e-12);
+    CHECK_NEAR(bits_per_value_of(TKV_KIVI4, 1, 80, 64), 4.8, 1e-12);
+    CHECK_NEAR(bits_per_value_of(TKV_KIVI4, 0, 5, 64), 4.5 * 16 / 5, 1e-12); /* padding is included */
+    CHECK_NEAR(bits_per_value_of(TKV_F16, 1, 72, 64), 16.0 * 80 / 72, 1e-12);
 }
 
 /* >>exact formats: [token][channel], little-endian, padded to 16 channels with zeros */
@@ -176,7 +177,7 @@ TEST(exact_bytes) {
             }
 }
 
-TEST(exact_values) { /* F32 gives back every bit; the others saturate and keep the sign of zero */
+TEST(exact_values) { /* F32 keeps every bit; F16 and BF16 saturate and keep the sign of zero */
     static const uint32_t x[] = {0x00000000u, 0x80000000u, 0x00000001u, 0x807fffffu,
                                  0x00800000u, 0x7f7fffffu, 0xff7fffffu, 0x3f800001u,
                                  0x477fe000u, 0xc77fefffu, 0x33000000u, 0xb3000001u};
@@ -219,11 +220,10 @@ TEST(decode_is_scale_times_code_plus_zero) {
                 }
 }
 
-/* Every format, later ones too: any tokens of a block decode as in the whole, and nothing else is written. */
 /* >>encoding */
 
-/* The largest error that the rounding of code, scale and zero explains. y loses a few units of 2^-24. */
-static double bound(const drawing *d, const uint8_t *p, int t, int ch, double v) {
+/* Bound of the error: half a unit of code, scale and zero, and a few units of 2^-24 for the float arithmetic. */
+static double error_bound(const drawing *d, const uint8_t *p, int t, int ch, double v) {
     int s = scale_of(d, p, t, ch), z = zero_of(d, p, t, ch);
     double size = (v < 0 ? -v : v) + d->top * half_value(s);
     return 0.5 * (half_value(s) + half_place(z) + d->top * half_place(s)) + size * 4e-7;
@@ -250,17 +250,18 @@ TEST(error_is_bounded) {
                     CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
                     for (t = 0; t < n; t++)
                         for (ch = 0; ch < dim; ch++) {
-                            double v = (double)in[t * dim + ch], e;
+                            double v = (double)in[t * dim + ch], ratio;
                             v = v > 65504 ? 65504 : v < -65504 ? -65504 : v;
-                            e = fabs(v - (double)out[t * dim + ch]) / bound(&d, bytes, t, ch, v);
-                            if (e > worst) worst = e;
+                            ratio = fabs(v - (double)out[t * dim + ch]) / error_bound(&d, bytes, t, ch, v);
+                            if (ratio > worst) worst = ratio;
                             if (!tkv_test_is_finite((double)out[t * dim + ch])) worst = 1e9;
                         }
-                    CHECK_MSG(worst <= 1.0, "%g of the bound, input %d, %s", worst, kind, describe(&c, n));
+                    CHECK_MSG(worst <= 1.0, "%g of the error bound, input %d, %s", worst, kind,
+                              describe(&c, n));
                 }
 }
 
-static double mean_squared_error(const tkv_codec *c, int kind, tkv_rng *r, int blocks) {
+static double measure_squared_error(const tkv_codec *c, int kind, tkv_rng *r, int blocks) {
     double sum = 0;
     int b, i, n = BLOCK * c->head_dim;
     for (b = 0; b < blocks; b++) {
@@ -272,7 +273,7 @@ static double mean_squared_error(const tkv_codec *c, int kind, tkv_rng *r, int b
     return sum / (blocks * n);
 }
 
-/* Of N(0,1). python3 tests/encoder.py --anchors simulates them: 16 to 40 million values each, no fp16. */
+/* Errors for N(0,1), simulated by python3 tests/encoder.py --anchors: 16 to 40 million values each, no fp16. */
 TEST(error_of_gaussian_groups) {
     static const struct {
         tkv_format format;
@@ -283,15 +284,15 @@ TEST(error_of_gaussian_groups) {
                     {TKV_Q8, 2.116e-5, 2.778e-5}};
     tkv_rng r = tkv_rng_seed(42);
     int i, side, blocks = tkv_test_quick() ? 20 : 120;
-    double share = tkv_test_quick() ? 0.04 : 0.02;
+    double tolerance = tkv_test_quick() ? 0.04 : 0.02;
     for (i = 0; i < COUNT(expected); i++)
         for (side = 0; side < 2; side++) {
             tkv_codec c = codec(expected[i].format, side, 64, 32);
             double e = expected[i].groups_of_32;
-            CHECK_NEAR(mean_squared_error(&c, GAUSSIAN, &r, blocks), e, share * e);
+            CHECK_NEAR(measure_squared_error(&c, GAUSSIAN, &r, blocks), e, tolerance * e);
             c.options.group_size = 64;
             e = expected[i].groups_of_64;
-            CHECK_NEAR(mean_squared_error(&c, GAUSSIAN, &r, blocks), e, share * e);
+            CHECK_NEAR(measure_squared_error(&c, GAUSSIAN, &r, blocks), e, tolerance * e);
         }
 }
 
@@ -304,9 +305,9 @@ TEST(more_bits_less_error) {
             double before = 0;
             for (i = 0; i < COUNT(grids); i++) { /* 8, 4, 3, 2 bits */
                 tkv_codec c = codec(grids[i], side, 96, 64);
-                double e = mean_squared_error(&c, kinds[k], &r, 4);
-                CHECK(e > 2.5 * before ||
-                      (e > before && kinds[k] == BIAS)); /* fp16 zeros have an error of their own */
+                double e = measure_squared_error(&c, kinds[k], &r, 4);
+                /* Rounding the zero to fp16 adds an error. */
+                CHECK(e > 2.5 * before || (e > before && kinds[k] == BIAS));
                 before = e;
             }
         }
@@ -323,22 +324,22 @@ TEST(flat_groups_are_exact) {
                     int dim = dims[v % COUNT(dims)], n = v % 3 ? BLOCK : 1 + v;
                     tkv_codec c = codec(grids[f], side, dim, group);
                     drawing d = draw(&c);
-                    double half = half_value(f16_of(values[v])); /* saturated */
-                    int wrong = 0;
+                    double half = half_value(f16_of(values[v])); /* saturates */
+                    int n_wrong = 0;
                     for (i = 0; i < n * dim; i++) in[i] = values[v];
                     CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
                     CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
                     for (i = 0; i < n * dim; i++)
-                        wrong += (double)out[i] != half || scale_of(&d, bytes, i / dim, i % dim) != 0 ||
-                                 code_of(&d, bytes, i / dim, i % dim) != 0;
-                    CHECK_MSG(wrong == 0, "%d values of %.9g in %s", wrong, (double)values[v],
+                        n_wrong += (double)out[i] != half || scale_of(&d, bytes, i / dim, i % dim) != 0 ||
+                                   code_of(&d, bytes, i / dim, i % dim) != 0;
+                    CHECK_MSG(n_wrong == 0, "%d values of %.9g in %s", n_wrong, (double)values[v],
                               describe(&c, n));
                 }
 }
 
-static uint32_t through_half(float x) { return bits_of(float_of_f16(f16_of(x))); }
+static uint32_t round_through_f16(float x) { return bits_of(float_of_f16(f16_of(x))); }
 
-TEST(group_of_one) { /* one token: each channel's group has one value, and comes back as its half */
+TEST(groups_of_one_value) { /* K of one token: each group has one value, which decodes to its fp16 rounding */
     tkv_rng r = tkv_rng_seed(44);
     int f, group, i, ch;
     for (f = 0; f < COUNT(grids); f++)
@@ -348,18 +349,18 @@ TEST(group_of_one) { /* one token: each channel's group has one value, and comes
                 fill(SCALES, &r, 1, dims[i], in);
                 CHECK_EQ(tkv_encode_block(&c, in, 0, 1, bytes, ROOM), TKV_OK);
                 CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, 1, out, 0), TKV_OK);
-                for (ch = 0; ch < dims[i]; ch++) CHECK_EQ(bits_of(out[ch]), through_half(in[ch]));
+                for (ch = 0; ch < dims[i]; ch++) CHECK_EQ(bits_of(out[ch]), round_through_f16(in[ch]));
             }
-    { /* and V with a last group of one channel */
+    { /* V with a last group of one channel */
         tkv_codec c = codec(TKV_KIVI2, 1, 65, 64);
         fill(GAUSSIAN, &r, BLOCK, 65, in);
         CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
         CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
-        for (i = 64; i < BLOCK * 65; i += 65) CHECK_EQ(bits_of(out[i]), through_half(in[i]));
+        for (i = 64; i < BLOCK * 65; i += 65) CHECK_EQ(bits_of(out[i]), round_through_f16(in[i]));
     }
 }
 
-/* Values that are scale * code + zero with both ends present come back as they are. */
+/* Values scale * code + zero decode exactly, if their group has both the lowest and the highest code. */
 TEST(grid_values_are_exact) {
     tkv_rng r = tkv_rng_seed(45);
     int f, side, group, t, ch;
@@ -382,9 +383,9 @@ TEST(grid_values_are_exact) {
             }
 }
 
-/* What was decoded encodes to the same bytes: for exact formats always, for grids while the range of a group
- * is not tiny against its minimum. */
-TEST(encoding_again_changes_nothing) {
+/* Decoded values encode to the same bytes. Grid formats need a range of the group that is not tiny against its
+ * minimum, so such inputs are left out. */
+TEST(encoding_decoded_values_gives_the_same_bytes) {
     static const int heads[] = {48, 64, 80, 128};
     tkv_rng r = tkv_rng_seed(46);
     int f, side, i, kind;
@@ -410,7 +411,7 @@ TEST(ties_go_to_even) {
             tkv_codec c = codec(grids[f], side, dim, 64);
             drawing d = draw(&c);
             int code[BLOCK];
-            for (i = 0; i < BLOCK; i++) { /* scale 1/4, zero -2 */
+            for (i = 0; i < BLOCK; i++) { /* values halfway between codes; scale 1/4, zero -2 */
                 int k = i * (d.bits == 8 ? 4 : 1) % d.top;
                 in[i] = (float)((k + 0.5) / 4 - 2);
                 code[i] = k + k % 2;
@@ -426,9 +427,9 @@ TEST(ties_go_to_even) {
         }
 }
 
-/* fp16 steps by 2 from 2048 on: the stored zero lies above or below the minimum, and codes meet the ends. */
-TEST(ends_are_clamped) {
-    static const float x[4][4] = {/* token by token */
+/* fp16 has steps of 2 from 2048 on: the stored zero lies above or below the minimum, and codes are clamped. */
+TEST(codes_are_clamped) {
+    static const float x[4][4] = {/* [token][channel] */
                                   {2049.5f, 2048.5f, -2051.5f, -70000.0f},
                                   {2052.5f, 2051.5f, -2048.5f, 70000.0f},
                                   {2051.0f, 2050.0f, -2050.25f, 0.0f},
@@ -442,19 +443,19 @@ TEST(ends_are_clamped) {
     CHECK_EQ(tkv_encode_block(&c, in, 0, 4, bytes, ROOM), TKV_OK);
     CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, 4, out, 0), TKV_OK);
     for (ch = 0; ch < 4; ch++) {
-        double s = ch < 3 ? 1 : 43680; /* 131008 / 3 as a half */
+        double s = ch < 3 ? 1 : 43680; /* 131008 / 3 rounded to fp16 */
         CHECK_NEAR(half_value(zero_of(&d, bytes, 0, ch)), zeros[ch], 0);
         CHECK_NEAR(half_value(scale_of(&d, bytes, 0, ch)), s, 0);
         for (t = 0; t < 4; t++) {
-            int tie = (ch == 0 && t < 2) || (ch == 1 && t == 0) || (ch == 2 && t == 0);
-            if (FAST_MATH && tie) continue;
+            int is_tie = (ch == 0 && t < 2) || (ch == 1 && t == 0) || (ch == 2 && t == 0);
+            if (FAST_MATH && is_tie) continue;
             CHECK_EQ(code_of(&d, bytes, t, ch), codes[t][ch]);
             CHECK_NEAR(out[4 * t + ch], zeros[ch] + s * codes[t][ch], 0);
         }
     }
 }
 
-/* A range below what an fp16 scale can say: flat, or the smallest scale; never NaN, never far off. */
+/* Ranges near or below what an fp16 scale can express: no NaN, and errors stay within the bound. */
 TEST(tiny_ranges) {
     static const double bases[] = {0, 1, -1, 0.42, 5, 600, -600, 60000};
     int f, side, b, e, i;
@@ -471,16 +472,16 @@ TEST(tiny_ranges) {
                     CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
                     for (i = 0; i < BLOCK * 64; i++) {
                         double v = (double)in[i],
-                               off = fabs(v - (double)out[i]) / bound(&d, bytes, i / 64, i % 64, v);
-                        if (!tkv_test_is_finite((double)out[i])) off = 1e9;
-                        if (off > worst) worst = off;
+                               error = fabs(v - (double)out[i]) / error_bound(&d, bytes, i / 64, i % 64, v);
+                        if (!tkv_test_is_finite((double)out[i])) error = 1e9;
+                        if (error > worst) worst = error;
                     }
-                    CHECK_MSG(worst <= 1.0, "%g of the bound, %g + 2^%d, %s", worst, bases[b], e,
+                    CHECK_MSG(worst <= 1.0, "%g of the error bound, %g + 2^%d, %s", worst, bases[b], e,
                               describe(&c, BLOCK));
                 }
 }
 
-/* >>what is touched. For every format, later ones too. */
+/* >>bytes read and written, for every format */
 TEST(bytes_depend_on_the_values_alone) {
     tkv_rng r = tkv_rng_seed(51);
     int f, side, i, t;
@@ -491,19 +492,19 @@ TEST(bytes_depend_on_the_values_alone) {
                     stride = dim + 1 + i % 7;
                 tkv_codec c = codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
                 size_t size = tkv_get_block_bytes(&c), k;
-                int wrong = 0;
+                int n_wrong = 0;
                 if (!size) continue;
                 REQUIRE(size + 64 <= ROOM);
                 fill(OUTLIERS, &r, n, dim, in);
                 memset(bytes, 0x00, ROOM);
                 CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, size), TKV_OK);
-                poison(want, sizeof want); /* between rows and behind them is NaN: not read */
+                poison(want, sizeof want); /* NaN between and behind the rows, which must not be read */
                 for (t = 0; t < n; t++) memcpy(want + t * stride, in + t * dim, (size_t)dim * sizeof(float));
                 memset(other, 0xa5, ROOM);
                 CHECK_EQ(tkv_encode_block(&c, want, stride, n, other, size), TKV_OK);
                 CHECK_MEM(bytes, other, size);
-                for (k = size; k < ROOM; k++) wrong += other[k] != 0xa5;
-                CHECK_MSG(wrong == 0, "%d bytes behind %s", wrong, describe(&c, n));
+                for (k = size; k < ROOM; k++) n_wrong += other[k] != 0xa5;
+                CHECK_MSG(n_wrong == 0, "%d bytes behind %s", n_wrong, describe(&c, n));
             }
 }
 
@@ -514,7 +515,8 @@ TEST(missing_tokens_and_channels_are_zero) {
         for (side = 0; side < 2; side++)
             for (group = 32; group <= 64; group += 32)
                 for (i = 0; i < 5; i++) {
-                    int dim = dims[i], n = 1 + tkv_rng_below(&r, BLOCK), codes = 0, metas = 0, m;
+                    int dim = dims[i], n = 1 + tkv_rng_below(&r, BLOCK), n_nonzero_codes = 0,
+                        n_nonzero_metadata = 0, m;
                     tkv_codec c = codec(grids[f], side, dim, group);
                     drawing d = draw(&c);
                     fill(BIAS, &r, n, dim, in);
@@ -522,15 +524,15 @@ TEST(missing_tokens_and_channels_are_zero) {
                     CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
                     for (t = 0; t < BLOCK; t++)
                         for (ch = 0; ch < d.pad; ch++)
-                            if (t >= n || ch >= dim) codes += code_of(&d, bytes, t, ch) != 0;
-                    CHECK_EQ(codes, 0);
+                            if (t >= n || ch >= dim) n_nonzero_codes += code_of(&d, bytes, t, ch) != 0;
+                    CHECK_EQ(n_nonzero_codes, 0);
                     for (m = 0; m < d.groups * d.row; m++) {
-                        int missing = d.k ? m % d.row >= dim || m / d.row * group >= n : m % d.row >= n;
-                        if (missing)
-                            metas +=
+                        int is_missing = d.k ? m % d.row >= dim || m / d.row * group >= n : m % d.row >= n;
+                        if (is_missing)
+                            n_nonzero_metadata +=
                                 half_at(bytes + d.scale + 2 * m) != 0 || half_at(bytes + d.zero + 2 * m) != 0;
                     }
-                    CHECK_EQ(metas, 0);
+                    CHECK_EQ(n_nonzero_metadata, 0);
                     for (m = d.zero + 2 * d.groups * d.row; m < d.size; m++) CHECK_EQ(bytes[m], 0);
                 }
 }
@@ -539,7 +541,7 @@ TEST(missing_tokens_and_channels_are_zero) {
 TEST(nonfinite_is_refused) {
     static const uint32_t bad[] = {0x7f800000u, 0xff800000u, 0x7fc00000u, 0x7f800001u, 0xffffffffu};
     tkv_rng r = tkv_rng_seed(61);
-    int f, side, b, at, i, wrong;
+    int f, side, b, at, i, n_wrong;
     for (f = 1; f < TKV_FORMAT_COUNT; f++)
         for (side = 0; side < 2; side++)
             for (b = 0; b < COUNT(bad); b++)
@@ -551,28 +553,28 @@ TEST(nonfinite_is_refused) {
                     memcpy(in + (at == 0 ? 0 : at == 1 ? n * dim / 2 + 5 : n * dim - 1), &bad[b], 4);
                     memset(bytes, 0xa5, ROOM);
                     CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_ERR_NONFINITE);
-                    for (wrong = 0, i = 0; i < ROOM; i++) wrong += bytes[i] != 0xa5;
-                    CHECK_EQ(wrong, 0);
+                    for (n_wrong = 0, i = 0; i < ROOM; i++) n_wrong += bytes[i] != 0xa5;
+                    CHECK_EQ(n_wrong, 0);
                 }
 }
 
-static void refused(const tkv_codec *c, const float *x, ptrdiff_t stride, int n, size_t size) {
-    int i, wrong = 0;
+static void check_refused(const tkv_codec *c, const float *x, ptrdiff_t stride, int n, size_t size) {
+    int i, n_wrong = 0;
     memset(bytes, 0xa5, ROOM);
     memset(out, 0xa5, sizeof out);
     memset(want, 0xa5, sizeof want);
     CHECK_EQ(tkv_encode_block(c, x, stride, n, bytes, size), TKV_ERR_ARG);
-    for (i = 0; i < ROOM; i++) wrong += bytes[i] != 0xa5;
-    CHECK_EQ(wrong, 0);
+    for (i = 0; i < ROOM; i++) n_wrong += bytes[i] != 0xa5;
+    CHECK_EQ(n_wrong, 0);
     CHECK_EQ(tkv_decode_block(c, other, size, n, x ? out : NULL, stride), TKV_ERR_ARG);
     CHECK_MEM(out, want, sizeof out);
 }
 
-static void refused_codec(tkv_format format, int side, int dim, int group) {
+static void check_codec_refused(tkv_format format, int side, int dim, int group) {
     tkv_codec c = codec(format, side, dim, group);
     CHECK_EQ(tkv_get_block_bytes(&c), 0);
     CHECK(format_bits(&c) == 0.0);
-    refused(&c, in, 0, 1, ROOM);
+    check_refused(&c, in, 0, 1, ROOM);
 }
 
 TEST(bad_arguments_are_refused) {
@@ -583,35 +585,35 @@ TEST(bad_arguments_are_refused) {
     memset(other, 0, sizeof other);
     CHECK_EQ(tkv_get_block_bytes(NULL), 0);
     CHECK(format_bits(NULL) == 0.0);
-    refused(NULL, in, 0, 1, ROOM);
-    refused(&c, NULL, 0, 1, ROOM);
+    check_refused(NULL, in, 0, 1, ROOM);
+    check_refused(&c, NULL, 0, 1, ROOM);
     CHECK_EQ(tkv_encode_block(&c, in, 0, 1, NULL, ROOM), TKV_ERR_ARG);
     CHECK_EQ(tkv_decode_block(&c, NULL, ROOM, 1, out, 0), TKV_ERR_ARG);
-    refused(&c, in, 0, 0, ROOM);
-    refused(&c, in, 0, -1, ROOM);
-    refused(&c, in, 0, 65, ROOM);
-    refused(&c, in, 0, 1, size - 1);
-    refused(&c, in, 0, 1, 0);
-    refused(&c, in, 63, 1, ROOM);
-    refused(&c, in, -64, 1, ROOM);
+    check_refused(&c, in, 0, 0, ROOM);
+    check_refused(&c, in, 0, -1, ROOM);
+    check_refused(&c, in, 0, 65, ROOM);
+    check_refused(&c, in, 0, 1, size - 1);
+    check_refused(&c, in, 0, 1, 0);
+    check_refused(&c, in, 63, 1, ROOM);
+    check_refused(&c, in, -64, 1, ROOM);
     for (f = 1; f < TKV_FORMAT_COUNT; f++) {
-        refused_codec((tkv_format)f, 0, 0, 64);
-        refused_codec((tkv_format)f, 1, -16, 64);
-        refused_codec((tkv_format)f, 0, 257, 64);
-        refused_codec((tkv_format)f, 1, 0x7fffffff, 64);
+        check_codec_refused((tkv_format)f, 0, 0, 64);
+        check_codec_refused((tkv_format)f, 1, -16, 64);
+        check_codec_refused((tkv_format)f, 0, 257, 64);
+        check_codec_refused((tkv_format)f, 1, 0x7fffffff, 64);
     }
-    refused_codec(TKV_FORMAT_DEFAULT, 0, 64, 64);
-    refused_codec(TKV_FORMAT_COUNT, 0, 64, 64);
-    refused_codec(TKV_KIVI4, 0, 64, 16);
-    refused_codec(TKV_KIVI4, 1, 64, 128);
-    refused_codec(TKV_KIVI2, 1, 64, -64);
-    refused_codec(TKV_Q8, 0, 64, 1);
-#ifndef __cplusplus /* there, a value outside the enumeration is undefined before it arrives */
+    check_codec_refused(TKV_FORMAT_DEFAULT, 0, 64, 64);
+    check_codec_refused(TKV_FORMAT_COUNT, 0, 64, 64);
+    check_codec_refused(TKV_KIVI4, 0, 64, 16);
+    check_codec_refused(TKV_KIVI4, 1, 64, 128);
+    check_codec_refused(TKV_KIVI2, 1, 64, -64);
+    check_codec_refused(TKV_Q8, 0, 64, 1);
+#ifndef __cplusplus /* C++: an enumeration with another value is undefined behaviour */
     c.side = (tkv_side)2;
-    refused(&c, in, 0, 1, ROOM);
+    check_refused(&c, in, 0, 1, ROOM);
     c.side = TKV_K;
     c.format = (tkv_format)-1;
-    refused(&c, in, 0, 1, ROOM);
+    check_refused(&c, in, 0, 1, ROOM);
     CHECK(tkv_get_name(TKV_NAME_FORMAT, (tkv_format)1000) == NULL);
 #endif
     c = codec(TKV_KIVI4, 0, 64, 64);
@@ -628,7 +630,7 @@ TEST(fewer_bits_more_error) {
         double before = 0;
         for (f = TKV_A40; f <= TKV_A15; f++) {
             tkv_codec c = codec((tkv_format)f, 0, heads[i], 64);
-            double e = mean_squared_error(&c, GAUSSIAN, &r, 4);
+            double e = measure_squared_error(&c, GAUSSIAN, &r, 4);
             CHECK_MSG(e > before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, (int)c.format),
                       heads[i], e, before);
             before = e;
@@ -636,8 +638,9 @@ TEST(fewer_bits_more_error) {
         CHECK_LE(before, 0.75);
         for (f = TKV_R40, before = 0; f <= TKV_R10; f++) {
             tkv_codec c = codec((tkv_format)f, 1, heads[i], 64);
-            double e = mean_squared_error(&c, GAUSSIAN, &r, 4);
-            if (f == TKV_R15 && heads[i] == 16) continue; /* no pairs: the bits of R20 */
+            double e = measure_squared_error(&c, GAUSSIAN, &r, 4);
+            /* 16 channels form no pair: R15 has the bits of R20. */
+            if (f == TKV_R15 && heads[i] == 16) continue;
             CHECK_MSG(e > 1.5 * before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, (int)c.format),
                       heads[i], e, before);
             before = e;
@@ -660,11 +663,11 @@ int main(int argc, char **argv) {
     RUN(error_of_gaussian_groups);
     RUN(more_bits_less_error);
     RUN(flat_groups_are_exact);
-    RUN(group_of_one);
+    RUN(groups_of_one_value);
     RUN(grid_values_are_exact);
-    RUN(encoding_again_changes_nothing);
+    RUN(encoding_decoded_values_gives_the_same_bytes);
     RUN(ties_go_to_even);
-    RUN(ends_are_clamped);
+    RUN(codes_are_clamped);
     RUN(tiny_ranges);
     RUN(bytes_depend_on_the_values_alone);
     RUN(missing_tokens_and_channels_are_zero);
