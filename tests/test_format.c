@@ -134,9 +134,8 @@ TEST(bits_per_value) {
             CHECK_EQ(1000 * bits_per_value_of(TKV_F16, side, multiples_of_64[i], 0), 16000);
             CHECK_EQ(1000 * bits_per_value_of(TKV_BF16, side, multiples_of_64[i], 0), 16000);
         }
-    for (i = 0; i < COUNT(other_dims);
-         /* The last group of V is shorter, with the same 32 bits of metadata. */
-         i++) {
+    /* The last group of V is shorter, with the same 32 bits of metadata. */
+    for (i = 0; i < COUNT(other_dims); i++) {
         CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI4, 0, other_dims[i], 64), 4500);
         CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI2, 0, other_dims[i], 32), 3000);
         CHECK_NEAR(bits_per_value_of(TKV_KIVI2, 1, other_dims[i], 32),
