@@ -15,7 +15,8 @@
 static const char stories_text[] = "text/tinystories_train_1000.txt", wiki_text[] = "text/wiki.test.raw";
 
 /* >>models and texts */
-static int load_file(const char *path, llama_model *m) { /* 0: absent, or broken, which fails the test */
+static int load_file(const char *path,
+                     llama_model *m) { /* 0: the file is absent, or broken, which fails the test */
     char err[256] = "";
     FILE *f = path ? fopen(path, "rb") : NULL;
     int ok;
@@ -38,8 +39,8 @@ static char *load_text(const char *name, size_t *n) { /* NULL: absent */
     return path ? (char *)llama_read_file(path, n) : NULL;
 }
 
-/* The first stories without the white space around them, each with a BOS in front. begin gets where each one
- * starts, and the end. */
+/* Tokenizes the first stories, without the white space around them, each after a BOS. begin receives the index of
+ * each story's first token, and then the number of tokens. Returns that number. */
 static int tokenize_stories(const llama_model *m, const char *text, size_t size, int stories, int *out,
                             int *begin) {
     static const char mark[] = "<|endoftext|>";
@@ -59,7 +60,7 @@ static int tokenize_stories(const llama_model *m, const char *text, size_t size,
     return n;
 }
 
-static tkv_cache *new_cache(const llama_model *m, tkv_config *cfg) {
+static tkv_cache *make_model_cache(const llama_model *m, tkv_config *cfg) {
     tkv_cache *kv = NULL;
     llama_kv_config(m, cfg);
     cfg->host.isa = tkv_test_isa();
@@ -67,7 +68,7 @@ static tkv_cache *new_cache(const llama_model *m, tkv_config *cfg) {
     return kv;
 }
 
-static tkv_config all_of(tkv_format f) { /* hot, warm and archive */
+static tkv_config config_of_one_format(tkv_format f) { /* hot, warm and archive */
     tkv_config cfg = tkv_default_config();
     cfg.tiers.hot.k = cfg.tiers.hot.v = f;
     cfg.tiers.warm = cfg.tiers.archive = cfg.tiers.hot;
@@ -75,8 +76,8 @@ static tkv_config all_of(tkv_format f) { /* hot, warm and archive */
 }
 
 /* >>tokens */
-/* Encodes and decodes a text; the number of tokens. */
-static int round_trip(const llama_model *m, const char *text, size_t n) {
+/* Checks that a text stays the same when it is tokenized and put together again. Returns the number of tokens. */
+static int check_round_trip(const llama_model *m, const char *text, size_t n) {
     int *tokens = (int *)malloc((n + 2) * sizeof *tokens), count, before = -1, i, len;
     char *back = (char *)malloc(n + 1);
     size_t at = 0;
@@ -106,46 +107,47 @@ static void check_tokens(const llama_model *m, const char *text, size_t n, int f
     free(tokens);
 }
 
-/* Counts of an independent program: best pair first over the whole text, without cutting it into words. */
+/* Tokens of an independent program, which merges the best pair of the whole text first and cuts no words. */
 TEST(tokens_stories) {
     static const int lily[] = {1, 385, 328, 432, 261, 376, 298, 315, 421, 395, 317};
-    static const char odd[] = "  two  spaces \n\nand \xe2\x80\x9cquotes\xe2\x80\x9d \xff\x80 \xc3";
+    static const char unusual[] = "  two  spaces \n\nand \xe2\x80\x9cquotes\xe2\x80\x9d \xff\x80 \xc3";
     llama_model m;
     size_t n;
     char *text;
     if (!load_model("models/stories260K.bin", &m)) SKIP("no models/stories260K.bin");
     check_tokens(&m, "One day, a little girl named Lily", 33, LLAMA_BOS, lily, 11);
-    round_trip(&m, odd, sizeof odd); /* the 0 at its end too */
+    check_round_trip(&m, unusual, sizeof unusual); /* with its final zero */
     text = load_text(stories_text, &n);
-    if (text) round_trip(&m, text, n > 100000 ? 100000 : n);
+    if (text) check_round_trip(&m, text, n > 100000 ? 100000 : n);
     free(text);
     llama_free(&m);
 }
 
-/* Counts of the Hugging Face tokenizers library on the whole files (303415 and 819124). */
+/* Tokens and their count by the Hugging Face tokenizers library. */
 TEST(tokens_smollm2) {
-    static const int talk[] = {1, 4093, 198, 73, 2, 198};
-    static const char odd[] = "I've  3 x 15's\t\n \xc3\xa9t\xc3\xa9 \xe2\x80\x94 \x80\xe2\x82";
+    static const int chat[] = {1, 4093, 198, 73, 2, 198};
+    static const char unusual[] = "I've  3 x 15's\t\n \xc3\xa9t\xc3\xa9 \xe2\x80\x94 \x80\xe2\x82";
     llama_model m;
     size_t n;
     char *text;
     if (!load_smollm2(&m)) SKIP("no SmolLM2: make model, or TKV_SMOLLM2=file.gguf");
-    check_tokens(&m, "<|im_start|>user\nY<|im_end|>\n", 29, LLAMA_SPECIAL, talk, 6);
-    round_trip(&m, odd, sizeof odd);
+    check_tokens(&m, "<|im_start|>user\nY<|im_end|>\n", 29, LLAMA_SPECIAL, chat, 6);
+    check_round_trip(&m, unusual, sizeof unusual);
     text = load_text(wiki_text, &n);
-    if (text && !tkv_test_quick()) CHECK_EQ(round_trip(&m, text, n), 303415);
+    if (text && !tkv_test_quick()) CHECK_EQ(check_round_trip(&m, text, n), 303415);
     free(text);
     llama_free(&m);
 }
 
-/* >>losses. Nats per token with an exact F32 cache, within 0.05 of the reference losses in the data's README.
- * What is averaged: the first stories of the file, as tokenize_stories gives them, each chunk by itself and
- * every token but a chunk's first predicted. They depend on where one stops: after some 55 stories the text
- * has wrongly encoded quotes, which cost these models up to 5 nats per token. */
-static double chunk_losses(const llama_model *m, const int *tokens, const int *begin, int chunks,
-                           int *count) {
-    tkv_config cfg = all_of(TKV_F32);
-    tkv_cache *kv = new_cache(m, &cfg);
+/* >>losses */
+/* Nats per token with an exact F32 cache, within 0.05 of the reference losses in the data's README. The mean is over
+ * the first stories of the file, as tokenize_stories gives them. Each chunk starts with an empty cache, and every
+ * token except the chunk's first is predicted. The number of stories matters: after some 55 stories the text has
+ * wrongly encoded quotes, which cost these models up to 5 nats per token. */
+static double mean_chunk_loss(const llama_model *m, const int *tokens, const int *begin, int chunks,
+                              int *count) {
+    tkv_config cfg = config_of_one_format(TKV_F32);
+    tkv_cache *kv = make_model_cache(m, &cfg);
     float *logits = (float *)malloc((size_t)TKV_BLOCK_TOKENS * (size_t)m->vocab * sizeof *logits);
     double sum = 0;
     int c, i, j, n;
@@ -164,8 +166,8 @@ static double chunk_losses(const llama_model *m, const int *tokens, const int *b
     return sum / *count;
 }
 
-static double stories_loss(const llama_model *m, int stories, int chunk,
-                           int chunks) { /* chunk 0: story by story */
+static double measure_stories_loss(const llama_model *m, int stories, int chunk,
+                                   int chunks) { /* chunk 0: story by story */
     size_t size = 0;
     char *text = load_text(stories_text, &size);
     int *tokens = (int *)malloc((size + 1001) * sizeof *tokens), begin[1001], i, count;
@@ -174,7 +176,7 @@ static double stories_loss(const llama_model *m, int stories, int chunk,
     for (i = 0; chunk && i <= chunks; i++) begin[i] = i * chunk;
     CHECK_LE(chunk * chunks, n);
     if (n) {
-        loss = chunk_losses(m, tokens, begin, chunk ? chunks : stories, &count);
+        loss = mean_chunk_loss(m, tokens, begin, chunk ? chunks : stories, &count);
         printf("\n    %d tokens in %d chunks: %.4f", count, chunk ? chunks : stories, loss);
     }
     free(text);
@@ -188,44 +190,46 @@ TEST(loss_stories260K) {
     double bin, gguf;
     if (!load_model("models/stories260K.bin", &m) || !tkv_test_data(stories_text))
         SKIP("no models or no texts");
-    bin = stories_loss(&m, 0, 512, chunks);
+    bin = measure_stories_loss(&m, 0, 512, chunks);
     llama_free(&m);
     CHECK_NEAR(bin, 1.412, 0.05);
     if (tkv_test_quick() || !load_model("models/stories260K_tok512.gguf", &m)) return;
-    gguf = stories_loss(&m, 0, 512, chunks);
+    gguf = measure_stories_loss(&m, 0, 512, chunks);
     llama_free(&m);
     CHECK_NEAR(gguf, bin, 1e-5); /* the same weights */
 }
 
-/* The references are of all the text: a long test. Otherwise the losses of a part of it, by a version of this library
- * that met the references. */
+/* A long test compares the losses of the whole text with the references. A shorter one compares a part of it with the
+ * losses by a version of this library that met the references. */
 TEST(loss_stories15M) {
     const int whole = tkv_test_long();
     llama_model m;
     if (tkv_test_quick()) SKIP("quick");
     if (!load_model("models/stories15M.bin", &m) || !tkv_test_data(stories_text))
         SKIP("no models or no texts");
-    CHECK_NEAR(stories_loss(&m, whole ? 50 : 8, 0, 0), whole ? 1.156 : 1.1110, whole ? 0.05 : 0.002);
-    CHECK_NEAR(stories_loss(&m, 0, 256, whole ? 40 : 6), whole ? 1.329 : 1.2075, whole ? 0.05 : 0.002);
+    CHECK_NEAR(measure_stories_loss(&m, whole ? 50 : 8, 0, 0), whole ? 1.156 : 1.1110, whole ? 0.05 : 0.002);
+    CHECK_NEAR(measure_stories_loss(&m, 0, 256, whole ? 40 : 6), whole ? 1.329 : 1.2075,
+               whole ? 0.05 : 0.002);
     m.rope_theta = 40000.0f; /* trained on 256 positions; this base stretches them to 512 */
-    CHECK_NEAR(stories_loss(&m, 0, 512, whole ? 20 : 4), whole ? 1.320 : 1.2631, whole ? 0.05 : 0.002);
+    CHECK_NEAR(measure_stories_loss(&m, 0, 512, whole ? 20 : 4), whole ? 1.320 : 1.2631,
+               whole ? 0.05 : 0.002);
     llama_free(&m);
 }
 
 /* >>greedy text against plain arrays */
-typedef struct arrays { /* K and V of all tokens: [layer][token][kv head][dim] */
+typedef struct plain_cache { /* K and V of all tokens: [layer][token][kv head][dim] */
     const llama_model *m;
     float *k, *v;
-    int n, room;
-} arrays;
+    int n, capacity;
+} plain_cache;
 
-static tkv_status plain_attention(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
-                                  float *out) {
-    const arrays *a = (const arrays *)ctx;
+static tkv_status attend_plainly(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
+                                 float *out) {
+    const plain_cache *a = (const plain_cache *)ctx;
     const llama_model *m = a->m;
     const size_t dim = (size_t)m->head_dim, width = (size_t)m->n_kv_heads * dim;
-    float *keys = a->k + (size_t)layer * (size_t)a->room * width;
-    float *values = a->v + (size_t)layer * (size_t)a->room * width;
+    float *keys = a->k + (size_t)layer * (size_t)a->capacity * width;
+    float *values = a->v + (size_t)layer * (size_t)a->capacity * width;
     const int group = m->n_heads / m->n_kv_heads;
     int i, h, j;
     size_t d;
@@ -252,35 +256,36 @@ static tkv_status plain_attention(void *ctx, int layer, const float *q, const fl
     return TKV_OK;
 }
 
-/* n tokens by the cache and by the arrays, each fed with its own choice after the prompt. */
+/* Generates n tokens with the cache and with plain arrays. After the prompt, each is fed the token that it chose. */
 static void check_greedy(const llama_model *m, const char *prompt, int n) {
-    tkv_config cfg = all_of(TKV_F32);
-    tkv_cache *kv = new_cache(m, &cfg);
+    tkv_config cfg = config_of_one_format(TKV_F32);
+    tkv_cache *kv = make_model_cache(m, &cfg);
     const size_t vocab = (size_t)m->vocab,
                  size = (size_t)m->n_layers * (size_t)n * (size_t)(m->n_kv_heads * m->head_dim);
     float *logits = (float *)malloc(2 * vocab * sizeof *logits);
-    int tokens[64], count = llama_tokenize(m, prompt, strlen(prompt), LLAMA_BOS, tokens), ours, theirs;
+    int tokens[64], count = llama_tokenize(m, prompt, strlen(prompt), LLAMA_BOS, tokens), cache_token,
+                    plain_token;
     double largest = 0;
     size_t i;
-    arrays a;
+    plain_cache a;
     a.m = m;
     a.n = 0;
-    a.room = n;
+    a.capacity = n;
     a.k = (float *)malloc(size * sizeof *a.k);
     a.v = (float *)malloc(size * sizeof *a.v);
-    ours = theirs = tokens[0];
+    cache_token = plain_token = tokens[0];
     while (a.n < n && kv) {
-        if (a.n < count) ours = theirs = tokens[a.n];
-        CHECK_EQ(llama_forward(m, kv, 0, &ours, 1, logits, 1), TKV_OK);
-        CHECK_EQ(llama_forward_with(m, &theirs, 1, a.n, plain_attention, &a, logits + vocab, 1), TKV_OK);
+        if (a.n < count) cache_token = plain_token = tokens[a.n];
+        CHECK_EQ(llama_forward(m, kv, 0, &cache_token, 1, logits, 1), TKV_OK);
+        CHECK_EQ(llama_forward_with(m, &plain_token, 1, a.n, attend_plainly, &a, logits + vocab, 1), TKV_OK);
         a.n++;
         for (i = 0; i < vocab; i++) {
             const double d = fabs((double)logits[i] - (double)logits[vocab + i]);
             if (d > largest) largest = d;
         }
-        ours = llama_argmax(logits, m->vocab);
-        theirs = llama_argmax(logits + vocab, m->vocab);
-        CHECK_MSG(ours == theirs, "token %d: %d and %d", a.n, ours, theirs);
+        cache_token = llama_argmax(logits, m->vocab);
+        plain_token = llama_argmax(logits + vocab, m->vocab);
+        CHECK_MSG(cache_token == plain_token, "token %d: %d and %d", a.n, cache_token, plain_token);
     }
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
     CHECK_LE(largest, 1e-3);
@@ -321,9 +326,11 @@ TEST(greedy_smollm2) {
     llama_free(&m);
 }
 
-/* >>chunks of 64 that end where a block leaves the hot tail see what single tokens see (design section 7).
+/* >>chunks against single tokens */
+/* Chunks that end where a block leaves the hot tail attend to the same blocks as single tokens do (design section 7).
  * Other chunks do not, which shows that the check can fail. */
-static double chunks_differ(const llama_model *m, const int *tokens, int n, int shift, double *largest) {
+static double measure_chunk_divergence(const llama_model *m, const int *tokens, int n, int shift,
+                                       double *largest) {
     tkv_config cfg = tkv_default_config();
     const size_t vocab = (size_t)m->vocab;
     float *one = (float *)malloc(vocab * sizeof *one), *many = (float *)malloc(256 * vocab * sizeof *many);
@@ -335,10 +342,10 @@ static double chunks_differ(const llama_model *m, const int *tokens, int n, int 
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32; /* rounding to F16 would turn last bits into larger steps */
     cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4;
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
-    cfg.tiers.warm_tokens = 128; /* so that the archive gets its share */
-    cfg.host.precise = 1;        /* kernels of many queries round in another order than those of one */
-    a = new_cache(m, &cfg);
-    b = new_cache(m, &cfg);
+    cfg.tiers.warm_tokens = 128; /* so that the archive gets tokens */
+    cfg.host.precise = 1;        /* prefill kernels round in another order than those for one query */
+    a = make_model_cache(m, &cfg);
+    b = make_model_cache(m, &cfg);
     *largest = 0;
     for (pos = 0; pos < n; pos += chunk) {
         chunk = pos || !shift ? llama_chunk(&cfg, pos - shift, n - pos) : llama_chunk(&cfg, 0, n) + shift;
@@ -375,11 +382,11 @@ TEST(chunks_are_single_tokens) {
     text = load_text(stories_text, &size);
     tokens = (int *)malloc((size + 21) * sizeof *tokens);
     CHECK_LE(n, tokenize_stories(&m, text, size, 20, tokens, begin));
-    kl = chunks_differ(&m, tokens, n, 0, &largest);
+    kl = measure_chunk_divergence(&m, tokens, n, 0, &largest);
     printf("\n    %d tokens; logits differ by %.1e at most, KL %.1e", n, largest, kl);
     CHECK_LE(largest, 0.02);
     CHECK_LE(kl, 1e-7);
-    kl = chunks_differ(&m, tokens, n, 32, &largest);
+    kl = measure_chunk_divergence(&m, tokens, n, 32, &largest);
     printf("\n    cut 32 tokens later: %.1e, KL %.1e", largest, kl);
     CHECK_LE(0.1, largest);
     CHECK_LE(1e-5, kl);
@@ -388,19 +395,19 @@ TEST(chunks_are_single_tokens) {
     free(tokens);
 }
 
-/* >>what the tiers cost, read on the decode path */
-enum { EXACT, KIVI4, TIERS, SHARED, HALF, PLANS };
+/* >>loss of quality by the tiers, when all attention reads the cache */
+enum { EXACT, KIVI4, TIERS, SHARED, EXACT_F16, PLANS };
 static const char *const plan_names[PLANS] = {"exact, F32", "KIVI-4", "KIVI-4, KIVI-2", "A4/R4, A3/R2",
                                               "exact, F16"};
 
-typedef struct quality {
-    double loss, kl; /* per token */
-    double same;     /* likeliest tokens that are the exact cache's, a share */
-} quality;
+typedef struct plan_quality {
+    double loss, kl;    /* per token */
+    double same_choice; /* share of positions with the same likeliest token as the exact cache */
+} plan_quality;
 
-/* `windows` windows of n tokens each, by the first plans side by side. */
-static void measure(const llama_model *m, const int *tokens, int n, int windows, int warm, int plans,
-                    quality *out) {
+/* Measures the first plans side by side, on `windows` windows of n tokens each. */
+static void measure_plans(const llama_model *m, const int *tokens, int n, int windows, int warm, int plans,
+                          plan_quality *out) {
     tkv_config cfg[PLANS];
     tkv_cache *kv[PLANS];
     float *logits[PLANS];
@@ -408,8 +415,8 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
     const double count = (double)n * windows;
     tkv_layer_info tiers;
     int p, w, pos, chunk, j;
-    cfg[EXACT] = all_of(TKV_F32);
-    cfg[HALF] = all_of(TKV_F16);
+    cfg[EXACT] = config_of_one_format(TKV_F32);
+    cfg[EXACT_F16] = config_of_one_format(TKV_F16);
     cfg[KIVI4] = cfg[TIERS] = cfg[SHARED] = tkv_default_config();
     cfg[KIVI4].tiers.warm.k = cfg[KIVI4].tiers.warm.v = TKV_KIVI4;
     cfg[TIERS].tiers.warm = cfg[KIVI4].tiers.archive = cfg[KIVI4].tiers.warm;
@@ -420,12 +427,11 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
     cfg[SHARED].tiers.archive.v = TKV_R20;
     for (p = 0; p < plans; p++) {
         cfg[p].tiers.warm_tokens = warm;
-        kv[p] = new_cache(m, &cfg[p]);
+        kv[p] = make_model_cache(m, &cfg[p]);
         logits[p] = (float *)malloc(128 * vocab * sizeof **logits);
         memset(&out[p], 0, sizeof out[p]);
     }
-    for (pos = 0; pos < n && SHARED < plans;
-         pos += chunk) { /* its tables are there from the first block on */
+    for (pos = 0; pos < n && SHARED < plans; pos += chunk) { /* learns its tables first */
         chunk = llama_chunk(&cfg[EXACT], pos, n - pos);
         CHECK_EQ(llama_forward(m, kv[SHARED], 0, tokens + pos, chunk, logits[SHARED], chunk), TKV_OK);
     }
@@ -441,7 +447,8 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
                                 *exact = logits[EXACT] + (size_t)j * vocab;
                     if (pos + j + 1 < n) out[p].loss += llama_loss(row, m->vocab, tokens[pos + j + 1]);
                     if (p != EXACT) out[p].kl += llama_divergence(exact, row, m->vocab) / count;
-                    out[p].same += (llama_argmax(exact, m->vocab) == llama_argmax(row, m->vocab)) / count;
+                    out[p].same_choice +=
+                        (llama_argmax(exact, m->vocab) == llama_argmax(row, m->vocab)) / count;
                 }
             }
         }
@@ -455,7 +462,7 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
     for (p = 0; p < plans; p++) {
         out[p].loss /= count - windows;
         printf("\n      %-14s %33.4f  %.6f  %5.1f %%", plan_names[p], exp(out[p].loss), out[p].kl,
-               100 * out[p].same);
+               100 * out[p].same_choice);
         tkv_destroy(kv[p]);
         free(logits[p]);
     }
@@ -466,7 +473,7 @@ static void measure(const llama_model *m, const int *tokens, int n, int windows,
 
 TEST(quality_stories15M) {
     llama_model m;
-    quality q[PLANS];
+    plan_quality q[PLANS];
     size_t size = 0;
     char *text;
     int *tokens, begin[101];
@@ -476,13 +483,14 @@ TEST(quality_stories15M) {
     text = load_text(stories_text, &size);
     tokens = (int *)malloc((size + 101) * sizeof *tokens);
     CHECK_LE(2 * 512, tokenize_stories(&m, text, size, 100, tokens, begin));
-    measure(&m, tokens, 512, 2, 128, PLANS, q);
-    CHECK_LE(q[KIVI4].kl, 0.0005); /* these stories look back little: without the archive it would be */
-    CHECK_LE(q[TIERS].kl, 0.001);  /* 0.00126 */
+    measure_plans(&m, tokens, 512, 2, 128, PLANS, q);
+    /* These stories depend little on early tokens: without the archive's tokens the KL would be 0.00126. */
+    CHECK_LE(q[KIVI4].kl, 0.0005);
+    CHECK_LE(q[TIERS].kl, 0.001);
     CHECK_NEAR(q[KIVI4].loss, q[EXACT].loss, 0.01);
     CHECK_NEAR(q[TIERS].loss, q[EXACT].loss, 0.02);
-    CHECK_LE(q[HALF].kl, 1e-5);
-    CHECK_NEAR(q[HALF].loss, q[EXACT].loss, 1e-3);
+    CHECK_LE(q[EXACT_F16].kl, 1e-5);
+    CHECK_NEAR(q[EXACT_F16].loss, q[EXACT].loss, 1e-3);
     llama_free(&m);
     free(text);
     free(tokens);
@@ -490,7 +498,7 @@ TEST(quality_stories15M) {
 
 TEST(quality_smollm2) {
     llama_model m;
-    quality q[PLANS];
+    plan_quality q[PLANS];
     size_t size = 0;
     char *text;
     int *tokens;
@@ -500,9 +508,9 @@ TEST(quality_smollm2) {
     if (!text) SKIP("no text/wiki.test.raw");
     tokens = (int *)malloc(20000 * sizeof *tokens);
     CHECK_LE(580, llama_tokenize(&m, text, 19000, 0, tokens));
-    measure(&m, tokens, 580, 1, 192, HALF, q);
+    measure_plans(&m, tokens, 580, 1, 192, EXACT_F16, q);
     CHECK_LE(q[KIVI4].kl, 0.005);
-    CHECK_LE(q[TIERS].kl, 0.1); /* without the archive 0.56 */
+    CHECK_LE(q[TIERS].kl, 0.1); /* without the archive's tokens 0.56 */
     CHECK_NEAR(q[KIVI4].loss, q[EXACT].loss, 0.03);
     CHECK_NEAR(q[TIERS].loss, q[EXACT].loss, 0.15);
     llama_free(&m);
