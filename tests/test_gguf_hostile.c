@@ -13,48 +13,48 @@
 #include "tkv_test.h"
 
 /* >>building */
-typedef struct bytes {
+typedef struct file_bytes {
     unsigned char p[1 << 17];
     size_t n;
-} bytes;
+} file_bytes;
 
-static void put(bytes *b, const void *data, size_t n) {
-    if (n > sizeof b->p - b->n) n = sizeof b->p - b->n; /* CHECK_LE in build_* sees it */
+static void put(file_bytes *b, const void *data, size_t n) {
+    if (n > sizeof b->p - b->n) n = sizeof b->p - b->n; /* the CHECK_LE at the end of build_* fails */
     memcpy(b->p + b->n, data, n);
     b->n += n;
 }
 
-static void put_int(bytes *b, uint64_t v, int size) { /* little-endian */
+static void put_int(file_bytes *b, uint64_t v, int size) { /* little-endian */
     unsigned char c[8];
     int i;
     for (i = 0; i < size; i++) c[i] = (unsigned char)(v >> (8 * i) & 255);
     put(b, c, (size_t)size);
 }
 
-static void put_float(bytes *b, float f) {
+static void put_float(file_bytes *b, float f) {
     uint32_t u;
     memcpy(&u, &f, sizeof u);
     put_int(b, u, 4);
 }
 
-static void put_string(bytes *b, const char *s) {
+static void put_string(file_bytes *b, const char *s) {
     put_int(b, strlen(s), 8);
     put(b, s, strlen(s));
 }
 
-static void key_int(bytes *b, const char *key, uint32_t v) {
+static void put_key_int(file_bytes *b, const char *key, uint32_t v) {
     put_string(b, key);
     put_int(b, 4, 4);
     put_int(b, v, 4);
 }
 
-static void key_string(bytes *b, const char *key, const char *v) {
+static void put_key_string(file_bytes *b, const char *key, const char *v) {
     put_string(b, key);
     put_int(b, 8, 4);
     put_string(b, v);
 }
 
-static void key_array(bytes *b, const char *key, int type, int n) {
+static void put_key_array(file_bytes *b, const char *key, int type, int n) {
     put_string(b, key);
     put_int(b, 9, 4);
     put_int(b, (uint64_t)type, 4);
@@ -102,40 +102,40 @@ static const char *const bpe_tokens[VOCAB] = {"<|endoftext|>",
 static const int bpe_kinds[VOCAB] = {3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 static const char *const bpe_merges[MERGES] = {"\304\240 a", "a b", "\304\240a b", "' s", "1 2"};
 
-typedef struct plan { /* what a file is to be */
-    int bpe, halves;  /* halves: rows of wq and wk lie for RoPE over (i, i + d/2) */
+typedef struct file_spec { /* contents of a file to build */
+    int bpe, rope_halves;  /* rope_halves: rows of wq and wk are in the order of RoPE over (i, i + d/2) */
     int types[LLAMA_PARTS], head_type;
     uint64_t seed;
-} plan;
+} file_spec;
 
-/* A tensor's value: numbers of about 0.3 that depend on the place, not on the order of writing. */
-static float weight_at(const plan *p, int tensor, int row, int col) {
+/* A weight of at most 0.3, which depends on the tensor, row and column only. */
+static float weight_value(const file_spec *p, int tensor, int row, int col) {
     tkv_rng r = tkv_rng_seed(p->seed + (uint64_t)tensor * 1000003u + (uint64_t)row * 1009u + (uint64_t)col);
     return (float)(tkv_rng_uniform(&r) - 0.5) * 0.6f;
 }
 
-static unsigned half_of(float f) { /* of a number between 2^-14 and 1, cut */
+static unsigned to_f16(float f) { /* truncates a number from 2^-14 up to 1 */
     uint32_t u;
     memcpy(&u, &f, sizeof u);
     return (unsigned)((u >> 16 & 0x8000) | ((((u >> 23 & 255) - 112) << 10) & 0x7c00) | (u >> 13 & 0x3ff));
 }
 
-static void put_tensor(bytes *b, const plan *p, int tensor, int type, int rows, int cols) {
+static void put_tensor(file_bytes *b, const file_spec *p, int tensor, int type, int rows, int cols) {
     int r, c, i, row;
     for (r = 0; r < rows; r++) {
         row = r;
-        if (p->halves && (tensor % 16 == LLAMA_Q || tensor % 16 == LLAMA_K) && tensor < 100)
+        if (p->rope_halves && (tensor % 16 == LLAMA_Q || tensor % 16 == LLAMA_K) && tensor < 100)
             row = r / HEAD * HEAD + (r % HEAD < HEAD / 2 ? r % HEAD * 2 : (r % HEAD - HEAD / 2) * 2 + 1);
         for (c = 0; c < cols; c++) {
-            const float x = rows == 1 ? 1.0f : weight_at(p, tensor, row, c);
+            const float x = rows == 1 ? 1.0f : weight_value(p, tensor, row, c);
             uint32_t u;
             memcpy(&u, &x, sizeof u);
             if (type == LLAMA_F32) put_float(b, x);
-            if (type == LLAMA_F16) put_int(b, half_of(x), 2);
+            if (type == LLAMA_F16) put_int(b, to_f16(x), 2);
             if (type == LLAMA_BF16) put_int(b, u >> 16, 2);
             if (type == LLAMA_F32 || type == LLAMA_F16 || type == LLAMA_BF16 || c % 32) continue;
-            put_int(b, half_of(0.0625f), 2); /* a block: any bytes will do */
-            if (type == LLAMA_Q4_1) put_int(b, half_of(-0.5f), 2);
+            put_int(b, to_f16(0.0625f), 2); /* a quantized block; any codes are valid */
+            if (type == LLAMA_Q4_1) put_int(b, to_f16(-0.5f), 2);
             for (i = 0; i < (type == LLAMA_Q8_0 ? 32 : 16); i++) {
                 const int byte = (row * 7 + c + i * 29) & 255;
                 put_int(b, (uint64_t)(type == LLAMA_Q8_0 ? byte % 15 - 7 : byte), 1);
@@ -144,7 +144,7 @@ static void put_tensor(bytes *b, const plan *p, int tensor, int type, int rows, 
     }
 }
 
-static void put_info(bytes *b, const char *name, int rows, int cols, int type, uint64_t *offset) {
+static void put_tensor_info(file_bytes *b, const char *name, int rows, int cols, int type, uint64_t *offset) {
     int values = 1, size = 4;
     CHECK(llama_block((uint64_t)type, &values, &size));
     put_string(b, name);
@@ -156,7 +156,7 @@ static void put_info(bytes *b, const char *name, int rows, int cols, int type, u
     *offset += (uint64_t)(rows * cols / values * size);
 }
 
-static void build_gguf(bytes *b, const plan *p) {
+static void build_gguf(file_bytes *b, const file_spec *p) {
     llama_model shape; /* for llama_size */
     uint64_t offset = 0;
     char name[64];
@@ -169,41 +169,41 @@ static void build_gguf(bytes *b, const plan *p) {
     put_int(b, 3, 4);
     put_int(b, 3 + LAYERS * PARTS, 8);
     put_int(b, p->bpe ? 19 : 17, 8);
-    key_string(b, "general.architecture", "llama");
-    key_int(b, "general.alignment", 32);
-    key_int(b, "llama.block_count", LAYERS);
-    key_int(b, "llama.context_length", CONTEXT);
-    key_int(b, "llama.embedding_length", DIM);
-    key_int(b, "llama.feed_forward_length", FFN);
-    key_int(b, "llama.attention.head_count", HEADS);
-    key_int(b, "llama.attention.head_count_kv", KV_HEADS);
-    key_int(b, "llama.rope.dimension_count", HEAD);
+    put_key_string(b, "general.architecture", "llama");
+    put_key_int(b, "general.alignment", 32);
+    put_key_int(b, "llama.block_count", LAYERS);
+    put_key_int(b, "llama.context_length", CONTEXT);
+    put_key_int(b, "llama.embedding_length", DIM);
+    put_key_int(b, "llama.feed_forward_length", FFN);
+    put_key_int(b, "llama.attention.head_count", HEADS);
+    put_key_int(b, "llama.attention.head_count_kv", KV_HEADS);
+    put_key_int(b, "llama.rope.dimension_count", HEAD);
     put_string(b, "llama.attention.layer_norm_rms_epsilon");
     put_int(b, 6, 4);
     put_float(b, 1e-5f);
-    key_string(b, "tokenizer.ggml.model", p->bpe ? "gpt2" : "llama");
-    key_array(b, "tokenizer.ggml.tokens", 8, VOCAB);
+    put_key_string(b, "tokenizer.ggml.model", p->bpe ? "gpt2" : "llama");
+    put_key_array(b, "tokenizer.ggml.tokens", 8, VOCAB);
     for (i = 0; i < VOCAB; i++) put_string(b, p->bpe ? bpe_tokens[i] : spm_tokens[i]);
-    key_array(b, "tokenizer.ggml.scores", 6, VOCAB);
+    put_key_array(b, "tokenizer.ggml.scores", 6, VOCAB);
     for (i = 0; i < VOCAB; i++) put_float(b, i < 9 ? 0.0f : (float)-i);
-    key_array(b, "tokenizer.ggml.token_type", 5, VOCAB);
+    put_key_array(b, "tokenizer.ggml.token_type", 5, VOCAB);
     for (i = 0; i < VOCAB; i++) put_int(b, (uint64_t)(p->bpe ? bpe_kinds[i] : spm_kinds[i]), 4);
-    key_int(b, "tokenizer.ggml.bos_token_id", 1);
-    key_int(b, "tokenizer.ggml.eos_token_id", 2);
-    key_int(b, "tokenizer.ggml.unknown_token_id", 0);
+    put_key_int(b, "tokenizer.ggml.bos_token_id", 1);
+    put_key_int(b, "tokenizer.ggml.eos_token_id", 2);
+    put_key_int(b, "tokenizer.ggml.unknown_token_id", 0);
     if (p->bpe) {
-        key_array(b, "tokenizer.ggml.merges", 8, MERGES);
+        put_key_array(b, "tokenizer.ggml.merges", 8, MERGES);
         for (i = 0; i < MERGES; i++) put_string(b, bpe_merges[i]);
-        key_string(b, "tokenizer.ggml.pre", "smollm");
+        put_key_string(b, "tokenizer.ggml.pre", "smollm");
     }
-    put_info(b, "token_embd.weight", VOCAB, DIM, p->head_type, &offset);
-    put_info(b, "output_norm.weight", 1, DIM, LLAMA_F32, &offset);
-    put_info(b, "output.weight", VOCAB, DIM, p->head_type, &offset);
+    put_tensor_info(b, "token_embd.weight", VOCAB, DIM, p->head_type, &offset);
+    put_tensor_info(b, "output_norm.weight", 1, DIM, LLAMA_F32, &offset);
+    put_tensor_info(b, "output.weight", VOCAB, DIM, p->head_type, &offset);
     for (i = 0; i < LAYERS * PARTS; i++) {
         t = i % PARTS;
         snprintf(name, sizeof name, "blk.%d.%s.weight", i / PARTS, llama_parts[t].name);
-        put_info(b, name, llama_size(&shape, llama_parts[t].rows), llama_size(&shape, llama_parts[t].cols),
-                 p->types[t], &offset);
+        put_tensor_info(b, name, llama_size(&shape, llama_parts[t].rows),
+                        llama_size(&shape, llama_parts[t].cols), p->types[t], &offset);
     }
     while (b->n % 32) put_int(b, 0, 1);
     put_tensor(b, p, 100, p->head_type, VOCAB, DIM);
@@ -217,10 +217,10 @@ static void build_gguf(bytes *b, const plan *p) {
     CHECK_LE(b->n + 1, sizeof b->p);
 }
 
-static plan mixed_plan(int bpe) { /* every tensor type once or more */
+static file_spec make_mixed_spec(int bpe) { /* every tensor type once or more */
     static const int types[LLAMA_PARTS] = {LLAMA_F32, LLAMA_Q8_0, LLAMA_F16,  LLAMA_BF16, LLAMA_Q4_0,
                                            LLAMA_F32, LLAMA_Q4_1, LLAMA_Q8_0, LLAMA_Q4_0};
-    plan p;
+    file_spec p;
     memset(&p, 0, sizeof p);
     p.bpe = bpe;
     p.head_type = LLAMA_Q8_0;
@@ -229,16 +229,16 @@ static plan mixed_plan(int bpe) { /* every tensor type once or more */
     return p;
 }
 
-static plan float_plan(void) {
-    plan p = mixed_plan(0);
+static file_spec make_float_spec(void) {
+    file_spec p = make_mixed_spec(0);
     int i;
     for (i = 0; i < LLAMA_PARTS; i++) p.types[i] = LLAMA_F32;
     p.head_type = LLAMA_F32;
     return p;
 }
 
-static void build_llama2c(bytes *b, bytes *tok, int separate_head) {
-    const plan p = float_plan();
+static void build_llama2c(file_bytes *b, file_bytes *tok, int separate_head) {
+    const file_spec p = make_float_spec();
     int i, t;
     llama_model shape;
     memset(&shape, 0, sizeof shape);
@@ -273,23 +273,20 @@ static void build_llama2c(bytes *b, bytes *tok, int separate_head) {
     }
 }
 
-/* >>using: loads a file from a block of exactly its size, so that the sanitizers see a byte too much */
-static unsigned char *exact_copy(const unsigned char *p, size_t n) {
+/* >>loading: a file is in memory of exactly its size, so that sanitizers find reads beyond it */
+static unsigned char *copy_exactly(const unsigned char *p, size_t n) {
     unsigned char *c = (unsigned char *)malloc(n ? n : 1);
     if (c && n) memcpy(c, p, n);
     return c;
 }
 
-enum {
-    REFUSED,
-    RUNS,
-    FAILS
-}; /* a sentence; logits; a model that loads and whose numbers the cache refuses */
+/* Results of try_file: an error sentence; logits; the model loads, but evaluating it fails. */
+enum { REFUSED, RUNS, LOADS_AND_FAILS };
 
 static int try_file(const unsigned char *file, size_t n, const unsigned char *tok, size_t n_tok, char *err,
                     size_t size, float *logits) {
     static const char text[] = "ab  abc's 12 cab\n\xc3\xa9 \xe2\x82 A<|im_end|>";
-    unsigned char *a = exact_copy(file, n), *b = tok ? exact_copy(tok, n_tok) : NULL;
+    unsigned char *a = copy_exactly(file, n), *b = tok ? copy_exactly(tok, n_tok) : NULL;
     llama_model m;
     int result = REFUSED, i, len, count, tokens[64];
     err[0] = 0;
@@ -306,7 +303,7 @@ static int try_file(const unsigned char *file, size_t n, const unsigned char *to
         }
         llama_kv_config(&m, &cfg);
         cfg.host.isa = tkv_test_isa();
-        result = FAILS;
+        result = LOADS_AND_FAILS;
         if (tkv_create(&cfg, &kv) == TKV_OK) {
             tokens[0] = 0, tokens[1] = m.vocab - 1, tokens[2] = m.vocab / 2;
             if (llama_forward(&m, kv, 0, tokens, 3, out, 1) == TKV_OK) {
@@ -314,7 +311,7 @@ static int try_file(const unsigned char *file, size_t n, const unsigned char *to
                 CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 3);
                 if (logits) memcpy(logits, out, (size_t)m.vocab * sizeof *out);
             } else {
-                CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0); /* the step was taken back */
+                CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0); /* the step was aborted */
             }
         }
         tkv_destroy(kv);
@@ -328,7 +325,8 @@ static int try_file(const unsigned char *file, size_t n, const unsigned char *to
     return result;
 }
 
-static size_t find(const bytes *b, const char *name) { /* behind a name that its length precedes; 0: none */
+/* Offset of the end of a name that stands after its length; 0: none. */
+static size_t find_name_end(const file_bytes *b, const char *name) {
     const size_t n = strlen(name);
     size_t i;
     for (i = 8; i + n <= b->n; i++)
@@ -337,28 +335,28 @@ static size_t find(const bytes *b, const char *name) { /* behind a name that its
     return 0;
 }
 
-static size_t header_size(const bytes *b) { /* up to the tensors' data */
-    const size_t last = find(b, "blk.1.ffn_up.weight") + 4 + 16 + 4 + 8;
+static size_t header_size(const file_bytes *b) { /* up to the tensors' data */
+    const size_t last = find_name_end(b, "blk.1.ffn_up.weight") + 4 + 16 + 4 + 8;
     return (last + 31) / 32 * 32;
 }
 
-static bytes file, token_file;
+static file_bytes file, token_file;
 
-/* >>what is right works */
+/* >>valid files */
 TEST(good_files_run) {
     float gguf[VOCAB], bin[VOCAB];
-    plan p = mixed_plan(0);
+    file_spec p = make_mixed_spec(0);
     char err[256];
     int i, nonzero = 0;
     build_gguf(&file, &p);
     CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, gguf), RUNS);
     CHECK_STR(err, "");
-    p = mixed_plan(1);
+    p = make_mixed_spec(1);
     build_gguf(&file, &p);
     CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, gguf), RUNS);
     CHECK_STR(err, "");
     for (i = 0; i < 2; i++) { /* the same weights in both formats */
-        p = float_plan();
+        p = make_float_spec();
         build_gguf(&file, &p);
         CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, gguf), RUNS);
         build_llama2c(&file, &token_file, 1);
@@ -377,19 +375,19 @@ TEST(good_files_run) {
 }
 
 TEST(rows_decode) {
-    static const unsigned char half[8] = {0x00, 0x3c, 0x00, 0xc0,
-                                          0x01, 0x00, 0xff, 0x7b};  /* 1 -2 2^-24 65504 */
-    static const unsigned char brain[4] = {0x80, 0x3f, 0x20, 0xc1}; /* 1 -10 */
+    static const unsigned char f16[8] = {0x00, 0x3c, 0x00, 0xc0,
+                                         0x01, 0x00, 0xff, 0x7b};  /* 1 -2 2^-24 65504 */
+    static const unsigned char bf16[4] = {0x80, 0x3f, 0x20, 0xc1}; /* 1 -10 */
     unsigned char block[34];
     llama_tensor t;
     float x[32];
     int i;
     memset(&t, 0, sizeof t);
     t.rows = 1;
-    t.data = half, t.type = LLAMA_F16, t.cols = 4, t.row_bytes = 8;
+    t.data = f16, t.type = LLAMA_F16, t.cols = 4, t.row_bytes = 8;
     llama_row(&t, 0, x);
     CHECK(x[0] == 1.0f && x[1] == -2.0f && x[2] == 5.9604644775390625e-8f && x[3] == 65504.0f);
-    t.data = brain, t.type = LLAMA_BF16, t.cols = 2, t.row_bytes = 4;
+    t.data = bf16, t.type = LLAMA_BF16, t.cols = 2, t.row_bytes = 4;
     llama_row(&t, 0, x);
     CHECK(x[0] == 1.0f && x[1] == -10.0f);
     for (i = 0; i < 34; i++) block[i] = (unsigned char)(i * 37);
@@ -414,7 +412,7 @@ TEST(rows_decode) {
     }
 }
 
-static void forward(const llama_model *m, float *logits) {
+static void run_model(const llama_model *m, float *logits) {
     static const int tokens[9] = {1, 6, 7, 8, 12, 13, 19, 2, 11};
     tkv_config cfg = tkv_default_config();
     tkv_cache *kv = NULL;
@@ -428,23 +426,23 @@ static void forward(const llama_model *m, float *logits) {
 
 TEST(rope) {
     float a[VOCAB], b[VOCAB], c[VOCAB], factors[HEAD / 2];
-    plan p = mixed_plan(0);
+    file_spec p = make_mixed_spec(0);
     char err[256];
     llama_model m;
     double largest = 0;
     int i;
     build_gguf(&file, &p);
     REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
-    forward(&m, a);
+    run_model(&m, a);
     /* dividing the frequencies by (theta2 / theta)^(2i/d) is another base */
     for (i = 0; i < HEAD / 2; i++) factors[i] = powf(50.0f, 2.0f * (float)i / (float)HEAD);
     m.rope_factors.data = (const unsigned char *)factors;
     m.rope_factors.cols = HEAD / 2, m.rope_factors.row_bytes = sizeof factors;
     if (llama_little_endian()) {
-        forward(&m, b);
+        run_model(&m, b);
         m.rope_factors.data = NULL;
         m.rope_theta *= 50.0f;
-        forward(&m, c);
+        run_model(&m, c);
         for (i = 0; i < VOCAB; i++) {
             CHECK_NEAR(b[i], c[i], 1e-4);
             if (fabs((double)a[i] - (double)b[i]) > largest) largest = fabs((double)a[i] - (double)b[i]);
@@ -452,13 +450,13 @@ TEST(rope) {
         CHECK_LE(1e-3, largest);
     }
     llama_free(&m);
-    /* the other pairing, on rows that were moved for it, is the same network */
-    p.halves = 1;
+    /* the other pairing of RoPE, with rows in its order, is the same network */
+    p.rope_halves = 1;
     build_gguf(&file, &p);
     REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
-    forward(&m, b);
+    run_model(&m, b);
     m.rope_halves = 1;
-    forward(&m, c);
+    run_model(&m, c);
     for (i = 0, largest = 0; i < VOCAB; i++) {
         CHECK_NEAR(a[i], c[i], 1e-4);
         if (fabs((double)a[i] - (double)b[i]) > largest) largest = fabs((double)a[i] - (double)b[i]);
@@ -467,7 +465,7 @@ TEST(rope) {
     llama_free(&m);
 }
 
-static void check_ids(const llama_model *m, const char *text, int flags, const int *want, int n) {
+static void check_tokens(const llama_model *m, const char *text, int flags, const int *want, int n) {
     int tokens[64], i;
     const int got = llama_tokenize(m, text, strlen(text), flags, tokens);
     CHECK_EQ(got, n);
@@ -476,34 +474,36 @@ static void check_ids(const llama_model *m, const char *text, int flags, const i
 }
 
 TEST(tokenizers) {
-    static const int abc[] = {1, 12, 14}, bytes_[] = {5, 3, 4, 16, 0, 0, 0};
+    static const int abc[] = {1, 12, 14}, byte_fallback[] = {5, 3, 4, 16, 0, 0, 0};
     static const int words[] = {16, 3, 14, 10, 11, 10, 4, 4, 15}, special[] = {1, 15, 2, 17},
-                     lone[] = {12, 9};
-    plan p = mixed_plan(0);
+                     lone_quote[] = {12, 9};
+    file_spec p = make_mixed_spec(0);
     char err[256];
     llama_model m;
     build_gguf(&file, &p);
     REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
-    check_ids(&m, "ab c", LLAMA_BOS, abc, 3);               /* _ab, _c */
-    check_ids(&m, "A\n\xc3\xa9\xe2\x82\xac", 0, bytes_, 7); /* _, <0x41>, <0x0A>, e acute, unknown bytes */
-    check_ids(&m, "", 0, abc, 0);
+    check_tokens(&m, "ab c", LLAMA_BOS, abc, 3); /* _ab, _c */
+    check_tokens(&m, "A\n\xc3\xa9\xe2\x82\xac", 0, byte_fallback,
+                 7); /* _, <0x41>, <0x0A>, e acute, unknown bytes */
+    check_tokens(&m, "", 0, abc, 0);
     llama_free(&m);
     p.bpe = 1;
     build_gguf(&file, &p);
     REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
-    check_ids(&m, " ab  a121\n\nab", 0, words, 9); /* _ab, _, _a, 1, 2, 1, \n, \n, ab */
-    check_ids(&m, "<|im_start|>ab<|im_end|>'s", LLAMA_SPECIAL, special, 4);
-    check_ids(&m, "'e", 0, lone, 2);
+    check_tokens(&m, " ab  a121\n\nab", 0, words, 9); /* _ab, _, _a, 1, 2, 1, \n, \n, ab */
+    check_tokens(&m, "<|im_start|>ab<|im_end|>'s", LLAMA_SPECIAL, special, 4);
+    check_tokens(&m, "'e", 0, lone_quote, 2);
     CHECK_EQ(m.digits, 1);
     llama_free(&m);
 }
 
-/* >>what lies is refused */
-TEST(cut_gguf) { /* at every byte of the header, and in the data: always a sentence */
+/* >>damaged files */
+/* A file that ends after any byte of the header, or in the data, gives an error sentence. */
+TEST(truncated_gguf) {
     int bpe, step = tkv_test_quick() ? 13 : 1;
     char err[256];
     for (bpe = 0; bpe < 2; bpe++) {
-        const plan p = mixed_plan(bpe);
+        const file_spec p = make_mixed_spec(bpe);
         size_t n, header;
         build_gguf(&file, &p);
         header = header_size(&file);
@@ -514,7 +514,7 @@ TEST(cut_gguf) { /* at every byte of the header, and in the data: always a sente
     }
 }
 
-TEST(cut_llama2c) {
+TEST(truncated_llama2c) {
     char err[256];
     size_t n;
     build_llama2c(&file, &token_file, 1);
@@ -528,21 +528,22 @@ TEST(cut_llama2c) {
     CHECK(strstr(err, "tokenizer.bin") != NULL);
 }
 
-TEST(changed_bytes) { /* every byte of the header, several ways: a sentence or a model, never a crash */
+/* Changes every byte of the header in three ways. Each ends in an error sentence or in a model. */
+TEST(changed_bytes) {
     static const unsigned char masks[3] = {0xff, 0x80, 0x01};
     const size_t step = tkv_test_quick() ? 7 : 1;
-    int bpe, k, runs = 0, refused = 0, result;
+    int bpe, k, n_runs = 0, n_refused = 0, result;
     char err[256];
     size_t i, n;
     for (bpe = 0; bpe < 2; bpe++) {
-        const plan p = mixed_plan(bpe);
+        const file_spec p = make_mixed_spec(bpe);
         build_gguf(&file, &p);
         n = header_size(&file);
         for (i = 0; i < n; i += step) {
             for (k = 0; k < 3; k++) {
                 file.p[i] ^= masks[k];
                 result = try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL);
-                runs += result == RUNS, refused += result == REFUSED;
+                n_runs += result == RUNS, n_refused += result == REFUSED;
                 file.p[i] ^= masks[k];
             }
         }
@@ -553,22 +554,22 @@ TEST(changed_bytes) { /* every byte of the header, several ways: a sentence or a
             unsigned char *c = i < 28 ? &file.p[i] : &token_file.p[i - 28];
             *c ^= masks[k];
             result = try_file(file.p, file.n, token_file.p, token_file.n, err, sizeof err, NULL);
-            runs += result == RUNS, refused += result == REFUSED;
+            n_runs += result == RUNS, n_refused += result == REFUSED;
             *c ^= masks[k];
         }
     }
-    printf("\n    %d refused, %d run all the same", refused, runs);
-    CHECK_LE(100, refused); /* (a changed letter of a token is no damage) */
-    CHECK_LE(100, runs);
+    printf("\n    %d refused, %d run", n_refused, n_runs);
+    CHECK_LE(100, n_refused); /* a changed letter of a token is no damage */
+    CHECK_LE(100, n_runs);
 }
 
-/* One number in the file, and a word that the sentence must have. */
+/* Changes of one number in a file, and a word that the error sentence must have. */
 static const struct {
     const char *name; /* the number stands `skip` bytes behind this name, or at `skip` if it is NULL */
     int skip, size;
     uint64_t value;
-    const char *says;
-} lies[] = {
+    const char *err_has;
+} bad_numbers[] = {
     {NULL, 4, 4, 1, "version"},
     {NULL, 4, 4, 0x03000000, "version"}, /* big-endian */
     {NULL, 8, 8, UINT64_MAX, "too short"},
@@ -576,7 +577,7 @@ static const struct {
     {NULL, 8, 8, 22, "tensor"}, /* one more tensor than there is */
     {NULL, 16, 8, UINT64_MAX, "too short"},
     {NULL, 16, 8, (uint64_t)1 << 59, "too short"},
-    {NULL, 16, 8, 3, "damaged"},          /* keys taken for tensors */
+    {NULL, 16, 8, 3, "damaged"},          /* the fourth key is read as a tensor */
     {NULL, 24, 8, UINT64_MAX, "damaged"}, /* length of the first key */
     {NULL, 24, 8, (uint64_t)1 << 63, "damaged"},
     {"general.architecture", 0, 4, 99, "damaged"},
@@ -609,8 +610,8 @@ static const struct {
     {"llama.attention.layer_norm_rms_epsilon", 4, 4, 0xbf800000, "positive"}, /* -1 */
     {"llama.attention.layer_norm_rms_epsilon", 4, 4, 0x7f800000, "positive"}, /* infinity */
     {"tokenizer.ggml.model", 12, 1, 'x', "tokenizer"},
-    {"tokenizer.ggml.tokens", 4, 4, 5, "damaged"}, /* an array of numbers: what follows is no key */
-    {"tokenizer.ggml.tokens", 4, 4, 9, "damaged"}, /* of arrays */
+    {"tokenizer.ggml.tokens", 4, 4, 5, "damaged"}, /* an array of numbers: no key follows */
+    {"tokenizer.ggml.tokens", 4, 4, 9, "damaged"}, /* an array of arrays */
     {"tokenizer.ggml.tokens", 4, 4, 13, "damaged"},
     {"tokenizer.ggml.tokens", 8, 8, 0, "damaged"},
     {"tokenizer.ggml.tokens", 8, 8, 19, "damaged"},
@@ -636,63 +637,66 @@ static const struct {
     {"output_norm.weight", 4, 8, 33, "size"},
 };
 
-TEST(lies) {
-    const plan p = mixed_plan(0);
+TEST(bad_numbers) {
+    const file_spec p = make_mixed_spec(0);
     char err[256];
     size_t i;
     build_gguf(&file, &p);
-    for (i = 0; i < sizeof lies / sizeof *lies; i++) {
-        const size_t at = (lies[i].name ? find(&file, lies[i].name) : 0) + (size_t)lies[i].skip;
-        unsigned char old[8];
+    for (i = 0; i < sizeof bad_numbers / sizeof *bad_numbers; i++) {
+        const size_t at = (bad_numbers[i].name ? find_name_end(&file, bad_numbers[i].name) : 0) +
+                          (size_t)bad_numbers[i].skip;
+        unsigned char original[8];
         int j, result;
-        memcpy(old, file.p + at, 8);
-        for (j = 0; j < lies[i].size; j++)
-            file.p[at + (size_t)j] = (unsigned char)(lies[i].value >> (8 * j) & 255);
+        memcpy(original, file.p + at, 8);
+        for (j = 0; j < bad_numbers[i].size; j++)
+            file.p[at + (size_t)j] = (unsigned char)(bad_numbers[i].value >> (8 * j) & 255);
         result = try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL);
-        CHECK_MSG(result == REFUSED && strstr(err, lies[i].says), "%s + %d = %lu: result %d, \"%s\"",
-                  lies[i].name ? lies[i].name : "start", lies[i].skip, (unsigned long)lies[i].value, result,
-                  err);
-        memcpy(file.p + at, old, 8);
+        CHECK_MSG(result == REFUSED && strstr(err, bad_numbers[i].err_has),
+                  "%s + %d = %lu: result %d, \"%s\"", bad_numbers[i].name ? bad_numbers[i].name : "start",
+                  bad_numbers[i].skip, (unsigned long)bad_numbers[i].value, result, err);
+        memcpy(file.p + at, original, 8);
     }
-    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), RUNS); /* all was put back */
+    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), RUNS); /* the file is as before */
 }
 
-TEST(llama2c_lies) { /* a header of seven numbers, each absurd in turn */
+/* Each of the seven numbers of the header takes absurd values. */
+TEST(bad_numbers_in_llama2c) {
     static const int32_t absurd[8] = {0, -1, INT32_MIN, INT32_MAX, 3, 1 << 20, 65537, -65536};
     char err[256];
     int i, j, k;
     build_llama2c(&file, &token_file, 0);
     for (i = 0; i < 7; i++) {
-        unsigned char old[4];
-        memcpy(old, file.p + 4 * i, 4);
+        unsigned char original[4];
+        memcpy(original, file.p + 4 * i, 4);
         for (j = 0; j < 8; j++) {
             for (k = 0; k < 4; k++) file.p[4 * i + k] = (unsigned char)((uint32_t)absurd[j] >> (8 * k) & 255);
             CHECK_EQ(try_file(file.p, file.n, token_file.p, token_file.n, err, sizeof err, NULL), REFUSED);
         }
-        memcpy(file.p + 4 * i, old, 4);
+        memcpy(file.p + 4 * i, original, 4);
     }
     CHECK_EQ(try_file(file.p, file.n, token_file.p, token_file.n, err, sizeof err, NULL), RUNS);
     CHECK_EQ(try_file((const unsigned char *)"", 0, NULL, 0, err, sizeof err, NULL), REFUSED);
     CHECK_EQ(try_file((const unsigned char *)"GGUF", 4, NULL, 0, err, sizeof err, NULL), REFUSED);
 }
 
-TEST(nonfinite_weights) { /* NaN in a norm: the cache refuses the keys, and the step is taken back */
-    const plan p = float_plan();
+/* NaN in an embedding: the cache refuses the keys, and the step is aborted. */
+TEST(nonfinite_weights) {
+    const file_spec p = make_float_spec();
     char err[256];
     size_t at;
     build_gguf(&file, &p);
     at = header_size(&file) + 4; /* inside the embedding of token 0, which try_file evaluates */
     memcpy(file.p + at, "\x00\x00\xc0\x7f", 4);
-    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), FAILS);
+    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), LOADS_AND_FAILS);
 }
 
-TEST(random_damage) { /* several bytes anywhere, several hundred times */
+TEST(random_changes) { /* one to six bytes at random places */
     const int times = tkv_test_quick() ? 100 : 2000;
     tkv_rng r = tkv_rng_seed(20240402);
     int i, j, results[3] = {0, 0, 0};
     char err[256];
     for (i = 0; i < times; i++) {
-        const plan p = mixed_plan(i & 1);
+        const file_spec p = make_mixed_spec(i & 1);
         size_t header;
         build_gguf(&file, &p);
         header = header_size(&file);
@@ -703,7 +707,8 @@ TEST(random_damage) { /* several bytes anywhere, several hundred times */
         }
         results[try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL)]++;
     }
-    printf("\n    %d refused, %d run, %d load and fail", results[REFUSED], results[RUNS], results[FAILS]);
+    printf("\n    %d refused, %d run, %d load and fail", results[REFUSED], results[RUNS],
+           results[LOADS_AND_FAILS]);
     CHECK_LE(times / 10, results[REFUSED]);
     CHECK_LE(1, results[RUNS]);
 }
@@ -714,12 +719,12 @@ int main(int argc, char **argv) {
     RUN(rows_decode);
     RUN(rope);
     RUN(tokenizers);
-    RUN(cut_gguf);
-    RUN(cut_llama2c);
+    RUN(truncated_gguf);
+    RUN(truncated_llama2c);
     RUN(changed_bytes);
-    RUN(lies);
-    RUN(llama2c_lies);
+    RUN(bad_numbers);
+    RUN(bad_numbers_in_llama2c);
     RUN(nonfinite_weights);
-    RUN(random_damage);
+    RUN(random_changes);
     return tkv_test_end();
 }
