@@ -4,16 +4,16 @@
  */
 #include "kit.h"
 
-enum { REASON = 200, ROOM = 8, TEXT = 1 << 16 };
+enum { REASON = 200, MAX_LAYERS = 8, TEXT_BYTES = 1 << 16 };
 
-static tkv_layer_config layer_room[ROOM];
-static tkv_level level_room[TKV_MAX_LEVELS];
-static float frequency_room[TKV_MAX_HEAD_DIM / 2];
-static const tkv_config_arrays room = {layer_room,     ROOM,           level_room,
-                                       TKV_MAX_LEVELS, frequency_room, COUNT(frequency_room)};
+static tkv_layer_config layer_array[MAX_LAYERS];
+static tkv_level level_array[TKV_MAX_LEVELS];
+static float frequency_array[TKV_MAX_HEAD_DIM / 2];
+static const tkv_config_arrays arrays = {layer_array,    MAX_LAYERS,      level_array,
+                                         TKV_MAX_LEVELS, frequency_array, COUNT(frequency_array)};
 
-static tkv_status parse(tkv_config *cfg, const char *text, char *reason) {
-    return tkv_parse_config(cfg, &room, text, strlen(text), reason, REASON);
+static tkv_status parse_config(tkv_config *cfg, const char *text, char *reason) {
+    return tkv_parse_config(cfg, &arrays, text, strlen(text), reason, REASON);
 }
 
 /* >>reading */
@@ -77,13 +77,13 @@ static void check_sample(const tkv_config *c) {
     CHECK_EQ(c->host.nonfinite, TKV_NONFINITE_SATURATE);
     CHECK_EQ(c->host.isa, TKV_ISA_SCALAR);
     CHECK_EQ(c->model.rope.dim, 8);
-    REQUIRE(c->model.rope.frequencies == frequency_room);
-    CHECK_NEAR(frequency_room[2], .25, 0);
-    CHECK_NEAR(frequency_room[3], 1e-3f, 0);
-    REQUIRE(c->layers == layer_room);
-    for (i = 0; i < 6; i++) CHECK_EQ(layer_room[i].window, i >= 1 && i <= 4 ? 1024 : 0);
-    CHECK_EQ(layer_room[5].archive.k, TKV_KIVI2);
-    CHECK_EQ(layer_room[5].archive.v, TKV_FORMAT_DEFAULT);
+    REQUIRE(c->model.rope.frequencies == frequency_array);
+    CHECK_NEAR(frequency_array[2], .25, 0);
+    CHECK_NEAR(frequency_array[3], 1e-3f, 0);
+    REQUIRE(c->layers == layer_array);
+    for (i = 0; i < 6; i++) CHECK_EQ(layer_array[i].window, i >= 1 && i <= 4 ? 1024 : 0);
+    CHECK_EQ(layer_array[5].archive.k, TKV_KIVI2);
+    CHECK_EQ(layer_array[5].archive.v, TKV_FORMAT_DEFAULT);
 }
 
 TEST(both_syntaxes) {
@@ -92,9 +92,9 @@ TEST(both_syntaxes) {
     int i;
     for (i = 0; i < 2; i++) {
         tkv_config cfg = tkv_default_config();
-        memset(layer_room, 0xff, sizeof layer_room);
-        cfg.tiers.warm_tokens = 77; /* stays */
-        CHECK_MSG(parse(&cfg, texts[i], reason) == TKV_OK, "%s", reason);
+        memset(layer_array, 0xff, sizeof layer_array);
+        cfg.tiers.warm_tokens = 77; /* not in the texts */
+        CHECK_MSG(parse_config(&cfg, texts[i], reason) == TKV_OK, "%s", reason);
         CHECK_STR(reason, "");
         check_sample(&cfg);
         CHECK_EQ(cfg.tiers.warm_tokens, 77);
@@ -108,40 +108,40 @@ TEST(budgets) {
                                "unlimited\nbudget.ladder[1-2].warm = q8\n"
                                "budget.ladder[2].archive = a20/r15\nbudget.pressure.threshold = .7, "
                                ".9\nbudget.pressure.max_level = off\n";
-    char reason[REASON], said[600];
+    char reason[REASON], printed[600];
     tkv_config cfg = tkv_default_config(), back = cfg;
-    CHECK_MSG(parse(&cfg, text, reason) == TKV_OK, "%s", reason);
+    CHECK_MSG(parse_config(&cfg, text, reason) == TKV_OK, "%s", reason);
     CHECK_EQ(cfg.budget.bytes, 3u << 29);
-    REQUIRE(cfg.budget.ladder == level_room);
+    REQUIRE(cfg.budget.ladder == level_array);
     CHECK_EQ(cfg.budget.ladder[0].hot_tokens, TKV_UNLIMITED);
     CHECK_EQ(cfg.budget.ladder[2].warm.v, TKV_Q8);
     CHECK_NEAR(cfg.budget.pressure.threshold[1], .9f, 0);
-    CHECK_EQ(tkv_print_config(&cfg, 0, said, sizeof said, NULL), TKV_OK);
+    CHECK_EQ(tkv_print_config(&cfg, 0, printed, sizeof printed, NULL), TKV_OK);
     CHECK_STR(
-        said,
+        printed,
         "budget.bytes = 1610612736\nbudget.n_levels = 3\nbudget.pressure.threshold = 0.7, "
         "0.9\nbudget.pressure.max_level = off\n"
         "budget.ladder[0].hot_tokens = unlimited\nbudget.ladder[1].warm = q8\nbudget.ladder[2].warm = q8\n"
         "budget.ladder[2].archive = a20/r15\n");
-    CHECK_EQ(parse(&back, said, reason), TKV_OK);
+    CHECK_EQ(parse_config(&back, printed, reason), TKV_OK);
     CHECK_MEM(&cfg, &back, sizeof cfg);
-    CHECK_EQ(parse(&back, "budget.ladder[8].warm = q8", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(parse(&back, "budget.n_levels = 9\nbudget.ladder[0].warm = q8", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_config(&back, "budget.ladder[8].warm = q8", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_config(&back, "budget.n_levels = 9\nbudget.ladder[0].warm = q8", reason), TKV_ERR_CONFIG);
 }
 
-/* The least and the largest whole numbers come back. */
+/* The smallest and the largest whole number can be printed and parsed. */
 TEST(limits_of_whole_numbers) {
     tkv_config cfg = tkv_default_config(), back = cfg;
     char text[200], reason[REASON];
     cfg.evict.seed = -2147483647 - 1;
     cfg.model.n_layers = 2147483647;
     CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, NULL), TKV_OK);
-    CHECK_MSG(parse(&back, text, reason) == TKV_OK, "%s", reason);
+    CHECK_MSG(parse_config(&back, text, reason) == TKV_OK, "%s", reason);
     CHECK_EQ(back.evict.seed, cfg.evict.seed);
     CHECK_EQ(back.model.n_layers, cfg.model.n_layers);
 }
 
-TEST(nothing_is_something) {
+TEST(empty_texts) {
     static const char *const texts[] = {
         "",
         "\n\n",
@@ -162,25 +162,25 @@ TEST(nothing_is_something) {
 TEST(presets_come_first) {
     tkv_config cfg = tkv_default_config(), named;
     char reason[REASON];
-    CHECK_EQ(
-        parse(&cfg,
-              "tiers.archive = q8\ntiers.hot_tokens = 32\npreset = by-context\nlimits.max_tokens = 4096\n",
-              reason),
-        TKV_OK);
-    CHECK_EQ(cfg.tiers.archive.k, TKV_Q8); /* what is said, whatever the order */
+    CHECK_EQ(parse_config(
+                 &cfg,
+                 "tiers.archive = q8\ntiers.hot_tokens = 32\npreset = by-context\nlimits.max_tokens = 4096\n",
+                 reason),
+             TKV_OK);
+    CHECK_EQ(cfg.tiers.archive.k, TKV_Q8); /* the key overrides the preset, in any order */
     CHECK_EQ(cfg.tiers.hot_tokens, 32);
     CHECK_EQ(cfg.tiers.warm.k, TKV_KIVI4);
     CHECK_EQ(cfg.limits.max_tokens, 4096);
     cfg = tkv_default_config();
-    CHECK_EQ(parse(&cfg, "{\"preset\": \"adr\", \"limits.max_tokens\": 4096}", reason), TKV_OK);
+    CHECK_EQ(parse_config(&cfg, "{\"preset\": \"adr\", \"limits.max_tokens\": 4096}", reason), TKV_OK);
     named = tkv_default_config();
     named.limits.max_tokens = 4096;
     CHECK_EQ(tkv_apply_preset(&named, "adr"), TKV_OK);
     CHECK_MEM(&cfg, &named, sizeof cfg);
-    CHECK_EQ(cfg.tiers.archive.k, TKV_SQUAT2); /* below 8K: max_tokens was seen before the preset */
+    CHECK_EQ(cfg.tiers.archive.k, TKV_SQUAT2); /* below 8K: max_tokens is set before the preset */
 }
 
-TEST(mistakes) {
+TEST(sentences_of_mistakes) {
     static const char *const cases[][2] = {
         {"model.n_layers = 2\nhot_tokenz = 3",
          "line 2: hot_tokenz is no key; the nearest one is tiers.hot_tokens"},
@@ -255,23 +255,23 @@ TEST(mistakes) {
     };
     static const char layered[] = "model.n_layers = 1\nlayers[0].window = 1";
     tkv_config cfg, same;
-    tkv_layer_config rooms[ROOM];
+    tkv_layer_config layers_before[MAX_LAYERS];
     char reason[REASON];
     int i;
-    memset(layer_room, 0x55, sizeof layer_room);
-    memcpy(rooms, layer_room, sizeof rooms);
-    memset(frequency_room, 0x55, sizeof frequency_room);
+    memset(layer_array, 0x55, sizeof layer_array);
+    memcpy(layers_before, layer_array, sizeof layers_before);
+    memset(frequency_array, 0x55, sizeof frequency_array);
     memset(&cfg, 0x11, sizeof cfg);
     cfg.model.n_layers = cfg.model.rope.dim = 0;
     same = cfg;
     for (i = 0; i < COUNT(cases); i++) {
-        const tkv_status st = parse(&cfg, cases[i][0], reason);
+        const tkv_status st = parse_config(&cfg, cases[i][0], reason);
         CHECK_MSG(st == TKV_ERR_CONFIG && strstr(reason, cases[i][1]), "%s: %s", cases[i][0], reason);
-        CHECK_EQ(parse(&cfg, cases[i][0], NULL), TKV_ERR_CONFIG);
+        CHECK_EQ(parse_config(&cfg, cases[i][0], NULL), TKV_ERR_CONFIG);
     }
     CHECK_MEM(&cfg, &same, sizeof cfg);
-    CHECK_MEM(rooms, layer_room, sizeof rooms);
-    CHECK_EQ(((const uint8_t *)frequency_room)[0], 0x55);
+    CHECK_MEM(layers_before, layer_array, sizeof layers_before);
+    CHECK_EQ(((const uint8_t *)frequency_array)[0], 0x55);
     cfg = tkv_default_config();
     CHECK_EQ(tkv_parse_config(&cfg, NULL, sample, strlen(sample), reason, REASON), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "line 20: the program's room for model.rope.frequencies is 0; it must be 4"),
@@ -279,34 +279,35 @@ TEST(mistakes) {
     CHECK_EQ(tkv_parse_config(&cfg, NULL, layered, strlen(layered), reason, REASON), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "line 2: the program's room for layers is 0; it must be 1 or more"), "%s",
               reason);
-    CHECK_EQ(tkv_parse_config(NULL, &room, "", 0, reason, REASON), TKV_ERR_ARG);
-    CHECK_EQ(tkv_parse_config(&cfg, &room, NULL, 0, reason, REASON), TKV_ERR_ARG);
-    cfg.layers = rooms; /* a text cannot make the program's own arrays longer */
-    cfg.model.rope.frequencies = frequency_room;
+    CHECK_EQ(tkv_parse_config(NULL, &arrays, "", 0, reason, REASON), TKV_ERR_ARG);
+    CHECK_EQ(tkv_parse_config(&cfg, &arrays, NULL, 0, reason, REASON), TKV_ERR_ARG);
+    cfg.layers = layers_before; /* a text cannot make the caller's arrays longer */
+    cfg.model.rope.frequencies = frequency_array;
     cfg.model.n_layers = cfg.model.rope.dim = 4;
-    CHECK_EQ(parse(&cfg, "model.n_layers = 3\nmodel.rope.dim = 2", reason), TKV_OK);
-    CHECK_EQ(parse(&cfg, "model.n_heads = 1\nmodel.n_layers = 4", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_config(&cfg, "model.n_layers = 3\nmodel.rope.dim = 2", reason), TKV_OK);
+    CHECK_EQ(parse_config(&cfg, "model.n_heads = 1\nmodel.n_layers = 4", reason), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "line 2: model.n_layers is 4; it must be 3 or less"), "%s", reason);
-    CHECK_EQ(parse(&cfg, "model.rope.base = 5\nmodel.rope.scale = 1\nmodel.rope.dim = 4", reason),
+    CHECK_EQ(parse_config(&cfg, "model.rope.base = 5\nmodel.rope.scale = 1\nmodel.rope.dim = 4", reason),
              TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "line 3: model.rope.dim is 4; it must be 2 or less"), "%s", reason);
     CHECK_EQ(
-        parse(&cfg,
-              "model.n_layers = 4\nmodel.rope.dim = 4\nlayers[3].window = 2\nmodel.rope.frequencies = 1, 1",
-              reason),
+        parse_config(
+            &cfg,
+            "model.n_layers = 4\nmodel.rope.dim = 4\nlayers[3].window = 2\nmodel.rope.frequencies = 1, 1",
+            reason),
         TKV_OK);
-    CHECK(cfg.layers == layer_room);
-    memset(reason, 'x', sizeof reason); /* cut to the room there is */
-    CHECK_EQ(tkv_parse_config(&cfg, &room, "x = 1", 5, reason, 5), TKV_ERR_CONFIG);
+    CHECK(cfg.layers == layer_array);
+    memset(reason, 'x', sizeof reason); /* a short buffer: the reason is cut */
+    CHECK_EQ(tkv_parse_config(&cfg, &arrays, "x = 1", 5, reason, 5), TKV_ERR_CONFIG);
     CHECK_STR(reason, "line");
     CHECK_EQ(reason[5], 'x');
-    CHECK_EQ(tkv_parse_config(&cfg, &room, "x = 1", 5, reason, 0), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_parse_config(&cfg, &arrays, "x = 1", 5, reason, 0), TKV_ERR_CONFIG);
     CHECK_EQ(reason[0], 'l');
 }
 
-/* >>there and back */
-static int one_of(tkv_rng *r, const int *x, int n) { return x[tkv_rng_below(r, n)]; }
-#define ONE_OF(r, list) one_of(r, list, COUNT(list))
+/* >>printing and parsing */
+static int pick_one(tkv_rng *r, const int *x, int n) { return x[tkv_rng_below(r, n)]; }
+#define PICK_ONE(r, list) pick_one(r, list, COUNT(list))
 
 static tkv_format_pair random_pair(tkv_rng *r, int exact) {
     static const tkv_format hot[] = {TKV_FORMAT_DEFAULT, TKV_F32, TKV_F16, TKV_BF16};
@@ -318,7 +319,7 @@ static tkv_format_pair random_pair(tkv_rng *r, int exact) {
     return pair_of(k[tkv_rng_below(r, COUNT(k))], v[tkv_rng_below(r, COUNT(v))]);
 }
 
-/* Any float at all that is positive; half of them short. */
+/* A float between low and high. About half have two decimals. */
 static float random_float(tkv_rng *r, double low, double high) {
     const float x = (float)(low + (high - low) * tkv_rng_uniform(r));
     return tkv_rng_below(r, 2) ? x : (float)((int)(x * 100.0f) / 100.0);
@@ -334,38 +335,38 @@ static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, f
                      dims[] = {0, 2, 16};
     int i;
     memset(c, 0, sizeof *c);
-    memset(layers, 0, ROOM * sizeof *layers);
-    c->model.n_layers = 1 + tkv_rng_below(r, ROOM);
-    c->model.n_kv_heads = ONE_OF(r, few);
+    memset(layers, 0, MAX_LAYERS * sizeof *layers);
+    c->model.n_layers = 1 + tkv_rng_below(r, MAX_LAYERS);
+    c->model.n_kv_heads = PICK_ONE(r, few);
     c->model.n_heads = (c->model.n_kv_heads ? c->model.n_kv_heads : 1) * (1 + tkv_rng_below(r, 9));
     c->model.head_dim = 16 + tkv_rng_below(r, 200);
     c->model.v_head_dim = tkv_rng_below(r, 2) * (1 + tkv_rng_below(r, 200));
     c->model.scale = (float)tkv_rng_below(r, 2) * random_float(r, 0, 3);
-    c->limits.max_seqs = ONE_OF(r, few);
-    c->limits.max_tokens = ONE_OF(r, tokens);
-    c->limits.max_append = ONE_OF(r, few);
-    c->tiers.sink_tokens = ONE_OF(r, sinks);
-    c->tiers.hot_tokens = ONE_OF(r, lengths);
-    c->tiers.warm_tokens = ONE_OF(r, lengths);
-    c->model.window = ONE_OF(r, windows);
+    c->limits.max_seqs = PICK_ONE(r, few);
+    c->limits.max_tokens = PICK_ONE(r, tokens);
+    c->limits.max_append = PICK_ONE(r, few);
+    c->tiers.sink_tokens = PICK_ONE(r, sinks);
+    c->tiers.hot_tokens = PICK_ONE(r, lengths);
+    c->tiers.warm_tokens = PICK_ONE(r, lengths);
+    c->model.window = PICK_ONE(r, windows);
     c->tiers.hot = random_pair(r, 1);
     c->tiers.warm = random_pair(r, 0);
     c->tiers.archive = random_pair(r, 0);
-    c->format.group_size = ONE_OF(r, groups);
-    c->format.allocation_unit = ONE_OF(r, units);
-    c->format.fit = ONE_OF(r, fits);
+    c->format.group_size = PICK_ONE(r, groups);
+    c->format.allocation_unit = PICK_ONE(r, units);
+    c->format.fit = PICK_ONE(r, fits);
     c->format.rotate = tkv_rng_below(r, 4);
     c->format.center_k = tkv_rng_below(r, 2);
-    c->format.squat_block = ONE_OF(r, squats);
+    c->format.squat_block = PICK_ONE(r, squats);
     c->format.subspaces = tkv_rng_below(r, 17);
     c->format.kvquant = tkv_rng_below(r, 16);
     c->host.nonfinite = (tkv_nonfinite)tkv_rng_below(r, 2);
     c->host.precise = tkv_rng_below(r, 2);
-    c->host.isa = (tkv_isa)ONE_OF(r, isas);
+    c->host.isa = (tkv_isa)PICK_ONE(r, isas);
     c->meter.heads = tkv_rng_below(r, 3) * 32;
-    c->meter.tokens = ONE_OF(r, tokens);
-    c->meter.every = ONE_OF(r, few);
-    c->model.rope.dim = ONE_OF(r, dims);
+    c->meter.tokens = PICK_ONE(r, tokens);
+    c->meter.every = PICK_ONE(r, few);
+    c->model.rope.dim = PICK_ONE(r, dims);
     c->model.rope.interleaved = tkv_rng_below(r, 2);
     c->model.rope.base = (float)tkv_rng_below(r, 2) * (2.0f + random_float(r, 0, 1e6));
     c->model.rope.scale = (float)tkv_rng_below(r, 2) * random_float(r, 0, 4);
@@ -376,10 +377,10 @@ static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, f
     for (i = 0; i < c->model.n_layers; i++) {
         tkv_layer_config *l = &layers[i];
         if (tkv_rng_below(r, 3) == 0) continue;
-        l->sink_tokens = ONE_OF(r, sinks);
-        l->hot_tokens = ONE_OF(r, lengths);
-        l->warm_tokens = ONE_OF(r, lengths);
-        l->window = ONE_OF(r, windows);
+        l->sink_tokens = PICK_ONE(r, sinks);
+        l->hot_tokens = PICK_ONE(r, lengths);
+        l->warm_tokens = PICK_ONE(r, lengths);
+        l->window = PICK_ONE(r, windows);
         l->hot = random_pair(r, 1);
         l->archive = random_pair(r, 0);
         l->no_cache = i > 0 && tkv_rng_below(r, 9) == 0;
@@ -387,9 +388,9 @@ static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, f
     }
 }
 
-/* Field by field, what is pointed to included; padding may differ. */
-static void check_same(const tkv_config *a, const tkv_config *b) {
-    static tkv_layer_config none[ROOM];
+/* Compares the fields, and the arrays that they point to. */
+static void check_same_config(const tkv_config *a, const tkv_config *b) {
+    static tkv_layer_config none[MAX_LAYERS];
     tkv_config x = *a, y = *b;
     const tkv_layer_config *la = a->layers ? a->layers : none, *lb = b->layers ? b->layers : none;
     if (a->model.rope.frequencies && b->model.rope.frequencies)
@@ -403,8 +404,8 @@ static void check_same(const tkv_config *a, const tkv_config *b) {
 }
 
 TEST(print_and_parse) {
-    static char text[TEXT], again[TEXT];
-    tkv_layer_config layers[ROOM];
+    static char text[TEXT_BYTES], again[TEXT_BYTES];
+    tkv_layer_config layers[MAX_LAYERS];
     float frequencies[TKV_MAX_HEAD_DIM / 2];
     tkv_rng r = tkv_rng_seed(2);
     char reason[REASON];
@@ -420,8 +421,8 @@ TEST(print_and_parse) {
             CHECK_EQ(needed, strlen(text) + 1);
             CHECK_EQ(text[needed - 2], '\n');
             memset(&back, 0, sizeof back);
-            CHECK_MSG(parse(&back, text, reason) == TKV_OK, "%s\n%s", reason, text);
-            check_same(&cfg, &back);
+            CHECK_MSG(parse_config(&back, text, reason) == TKV_OK, "%s\n%s", reason, text);
+            check_same_config(&cfg, &back);
             CHECK_EQ(tkv_print_config(&back, json, again, sizeof again, &more), TKV_OK);
             CHECK_STR(text, again);
             CHECK_EQ(needed, more);
@@ -463,7 +464,7 @@ TEST(print_refuses) {
     CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
     cfg.format.fit = 0;
     cfg.model.rope.dim = 1 << 20;
-    cfg.model.rope.frequencies = frequency_room;
+    cfg.model.rope.frequencies = frequency_array;
     CHECK_EQ(tkv_print_config(&cfg, 0, text, sizeof text, &needed), TKV_ERR_CONFIG);
     cfg.model.rope.dim = 0;
     cfg.model.rope.frequencies = NULL;
@@ -491,42 +492,45 @@ TEST(pressure_keys) {
     char reason[REASON];
     tkv_rng r = tkv_rng_seed(3);
     int i, k, json;
-    CHECK_EQ(parse(&cfg, "budget.pressure.alpha = .1\nbudget.pressure.profile = aggressive # then", reason),
-             TKV_OK);
+    CHECK_EQ(
+        parse_config(&cfg, "budget.pressure.alpha = .1\nbudget.pressure.profile = aggressive # then", reason),
+        TKV_OK);
     same.budget.pressure.alpha = .1f;
     same.budget.pressure.profile = TKV_PROFILE_AGGRESSIVE;
-    CHECK_MEM(&cfg, &same, sizeof cfg); /* the profile sets no other field: */
-    CHECK_MSG(tkv_init_pressure(&controller, p, reason, REASON) == TKV_OK, "%s", reason); /* this does */
+    CHECK_MEM(&cfg, &same, sizeof cfg); /* the profile sets no other field; tkv_init_pressure does */
+    CHECK_MSG(tkv_init_pressure(&controller, p, reason, REASON) == TKV_OK, "%s", reason);
     CHECK_NEAR(controller.cfg.alpha, .1f, 0);
     CHECK_NEAR(controller.cfg.threshold[1], .8f, 0);
     CHECK_EQ(controller.cfg.min_level, 1);
-    CHECK_EQ(parse(&cfg,
-                   "{\"budget.pressure.threshold\": [0.5, 0.75], \"budget.pressure.max_level\": \"off\", "
-                   "\"budget.pressure.profile\": \"fp16_only\"}",
-                   reason),
-             TKV_OK);
+    CHECK_EQ(
+        parse_config(&cfg,
+                     "{\"budget.pressure.threshold\": [0.5, 0.75], \"budget.pressure.max_level\": \"off\", "
+                     "\"budget.pressure.profile\": \"fp16_only\"}",
+                     reason),
+        TKV_OK);
     CHECK_NEAR(p->threshold[1], .75f, 0);
     CHECK_EQ(p->max_level, TKV_OFF);
     CHECK_EQ(p->profile, TKV_PROFILE_FP16_ONLY);
-    CHECK_EQ(parse(&back, "budget.pressure.hysteresis = zero\nbudget.pressure.threshold = zero, .5", reason),
+    CHECK_EQ(parse_config(&back, "budget.pressure.hysteresis = zero\nbudget.pressure.threshold = zero, .5",
+                          reason),
              TKV_OK);
     CHECK(q->hysteresis < 0.0f && q->threshold[0] < 0.0f); /* TKV_ZERO */
-    CHECK_EQ(parse(&back,
-                   "{\"budget.pressure.hysteresis\": \"zero\", "
-                   "\"budget.pressure.threshold\": [\"zero\", 0.5]}",
-                   reason),
+    CHECK_EQ(parse_config(&back,
+                          "{\"budget.pressure.hysteresis\": \"zero\", "
+                          "\"budget.pressure.threshold\": [\"zero\", 0.5]}",
+                          reason),
              TKV_OK);
     CHECK_NEAR(q->threshold[1], .5, 0);
     CHECK_EQ(tkv_print_config(&back, 0, text, sizeof text, NULL), TKV_OK);
     CHECK_STR(text, "budget.pressure.threshold = zero, 0.5\nbudget.pressure.hysteresis = zero\n");
-    CHECK_EQ(parse(&back, "budget.pressure.hysteresis = zeros", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_config(&back, "budget.pressure.hysteresis = zeros", reason), TKV_ERR_CONFIG);
     same = cfg;
-    CHECK_EQ(parse(&cfg, "budget.pressure.profile = best", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_config(&cfg, "budget.pressure.profile = best", reason), TKV_ERR_CONFIG);
     CHECK_STR(reason, "line 1: budget.pressure.profile is best; it must be a whole number or default, "
                       "fp16_only, aggressive");
-    CHECK_EQ(parse(&cfg, "budget.pressure.threshold = 1,2,3,4,5,6,7,8", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(parse(&cfg, "budget.pressure.n_layers = 1", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(parse(&cfg, "alpha = .1", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_config(&cfg, "budget.pressure.threshold = 1,2,3,4,5,6,7,8", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_config(&cfg, "budget.pressure.n_layers = 1", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_config(&cfg, "alpha = .1", reason), TKV_ERR_CONFIG);
     CHECK_STR(reason, "line 1: alpha is no key; the nearest one is budget.pressure.alpha");
     CHECK_MEM(&cfg, &same, sizeof cfg);
     for (i = 0; i < 100; i++) {
@@ -541,15 +545,16 @@ TEST(pressure_keys) {
         for (json = 0; json < 2; json++) {
             CHECK_EQ(tkv_print_config(&cfg, json, text, sizeof text, NULL), TKV_OK);
             memset(&back, 0, sizeof back);
-            CHECK_MSG(parse(&back, text, reason) == TKV_OK, "%s", reason);
+            CHECK_MSG(parse_config(&back, text, reason) == TKV_OK, "%s", reason);
             CHECK_MEM(&cfg, &back, sizeof cfg);
         }
     }
 }
 
 /* >>any bytes */
-/* In memory of exactly its size; an error changes nothing and says where. */
-static int survives(const char *bytes, size_t n) {
+/* Parses a text in memory of exactly its size. An error must change nothing and name the line. Returns whether
+ * the text is valid. */
+static int parse_exact_copy(const char *bytes, size_t n) {
     char *text = (char *)malloc(n ? n : 1);
     tkv_config cfg, same;
     char reason[REASON];
@@ -558,7 +563,7 @@ static int survives(const char *bytes, size_t n) {
     memcpy(text, bytes, n);
     memset(&cfg, 0, sizeof cfg);
     same = cfg;
-    st = tkv_parse_config(&cfg, &room, text, n, reason, REASON);
+    st = tkv_parse_config(&cfg, &arrays, text, n, reason, REASON);
     CHECK(st == TKV_OK || (st == TKV_ERR_CONFIG && strncmp(reason, "line ", 5) == 0));
     if (st) CHECK_MEM(&cfg, &same, sizeof cfg);
     else (void)tkv_validate_config(&cfg, reason, REASON);
@@ -566,7 +571,7 @@ static int survives(const char *bytes, size_t n) {
     return st == TKV_OK;
 }
 
-TEST(any_bytes) {
+TEST(any_bytes_parse) {
     static const char pieces[][16] = {
         "n_layers",    "layers",  "[",         "]",      "[0-4095]", ".",      "rope",     "dim",
         "scale",       "=",       " = ",       ":",      ",",        "\"",     "{",        "}",
@@ -578,34 +583,34 @@ TEST(any_bytes) {
     tkv_rng r = tkv_rng_seed(4);
     char text[40 * sizeof pieces[0]];
     size_t n, i;
-    int which, k, good = 0, tries = tkv_test_quick() ? 2000 : 20000;
-    for (which = 0; which < COUNT(texts); which++) {
-        const size_t size = strlen(texts[which]);
+    int text_index, k, n_valid = 0, tries = tkv_test_quick() ? 2000 : 20000;
+    for (text_index = 0; text_index < COUNT(texts); text_index++) {
+        const size_t size = strlen(texts[text_index]);
         char *copy = (char *)malloc(size);
         if (!copy) exit(2);
-        memcpy(copy, texts[which], size);
-        for (n = 0; n <= size; n++) good += survives(copy, n);
+        memcpy(copy, texts[text_index], size);
+        for (n = 0; n <= size; n++) n_valid += parse_exact_copy(copy, n);
         for (i = 0; i < size; i++)
             for (k = 0; k < 256; k += tkv_test_quick() ? 37 : 5) {
-                copy[i] = (char)(texts[which][i] ^ k);
-                good += survives(copy, size);
-                copy[i] = texts[which][i];
+                copy[i] = (char)(texts[text_index][i] ^ k);
+                n_valid += parse_exact_copy(copy, size);
+                copy[i] = texts[text_index][i];
             }
         free(copy);
     }
-    CHECK_LE(100, good);
+    CHECK_LE(100, n_valid);
     for (k = 0; k < tries; k++) {
         n = (size_t)tkv_rng_below(&r, 40);
         for (i = 0; i < n; i++) text[i] = (char)tkv_rng_below(&r, 256);
-        (void)survives(text, n);
+        (void)parse_exact_copy(text, n);
         text[0] = 0;
         for (i = 0; i < n; i++) strcat(text, pieces[tkv_rng_below(&r, COUNT(pieces))]);
-        (void)survives(text, strlen(text));
+        (void)parse_exact_copy(text, strlen(text));
     }
 }
 
 /* >>presets and ages */
-TEST(presets_of_designs) {
+TEST(presets_have_their_tiers) {
     static const struct {
         const char *name;
         int hot, warm;
@@ -626,7 +631,7 @@ TEST(presets_of_designs) {
                 {"k2v2", 64, TKV_OFF, TKV_KIVI2, TKV_KIVI2, TKV_KIVI2},
                 {"balanced", 0, 0, TKV_A40, TKV_A30, TKV_R30}};
     static const int contexts[] = {2047, 2048, 8191, 8192};
-    static const tkv_format chosen[] = {TKV_KIVI2, TKV_SQUAT2, TKV_SQUAT2, TKV_KVQUANT3};
+    static const tkv_format archive_k_of_context[] = {TKV_KIVI2, TKV_SQUAT2, TKV_SQUAT2, TKV_KVQUANT3};
     int i;
     for (i = 0; i < COUNT(want); i++) {
         tkv_config cfg = tkv_default_config();
@@ -643,7 +648,7 @@ TEST(presets_of_designs) {
         tkv_config cfg = tkv_default_config();
         cfg.limits.max_tokens = contexts[i];
         CHECK_EQ(tkv_apply_preset(&cfg, "adr"), TKV_OK);
-        CHECK_EQ(cfg.tiers.archive.k, chosen[i]);
+        CHECK_EQ(cfg.tiers.archive.k, archive_k_of_context[i]);
     }
 }
 
@@ -667,13 +672,13 @@ TEST(tier_for_age) {
     CHECK_EQ(tkv_compute_tier(&cfg, 0), TKV_TIER_WARM);
     CHECK_EQ(tkv_compute_tier(&cfg, 10), TKV_TIER_ARCHIVE);
     cfg.tiers.warm_tokens = TKV_UNLIMITED;
-    CHECK_EQ(tkv_compute_tier(&cfg, 0x7fffffff - 1), TKV_TIER_ARCHIVE); /* beyond what a sequence can have */
+    CHECK_EQ(tkv_compute_tier(&cfg, 0x7fffffff - 1), TKV_TIER_ARCHIVE); /* older than any token can be */
     CHECK_EQ(tkv_compute_tier(&cfg, 1000000), TKV_TIER_WARM);
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
     CHECK_EQ(tkv_compute_tier(&cfg, 1000000), TKV_TIER_HOT);
 }
 
-/* A token's tier is the one that it was due for at most 63 tokens ago. */
+/* A token's tier is that of its age, or of an age up to 64 lower. */
 TEST(tiers_follow_ages) {
     tkv_config cfg = tkv_default_config();
     tkv_cache *kv;
@@ -697,7 +702,7 @@ TEST(tiers_follow_ages) {
 }
 
 /* >>reports */
-static tkv_cache *some_cache(void) {
+static tkv_cache *make_small_cache(void) {
     tkv_config cfg = tkv_default_config();
     tkv_layer_config layers[3];
     tkv_cache *kv;
@@ -725,8 +730,8 @@ static tkv_cache *some_cache(void) {
     return kv;
 }
 
-/* Without labels, in memory of exactly the bytes needed. */
-static char *report_of(const tkv_cache *kv, tkv_report_kind kind) {
+/* A report without labels, in memory of exactly the bytes needed. */
+static char *print_report(const tkv_cache *kv, tkv_report_kind kind) {
     size_t needed = 0, more = 0;
     char *text;
     CHECK_EQ(tkv_print_report(kv, kind, NULL, NULL, 0, &needed), TKV_OK);
@@ -742,9 +747,9 @@ static char *report_of(const tkv_cache *kv, tkv_report_kind kind) {
     return text;
 }
 
-TEST(report_has_what_there_is) {
-    tkv_cache *kv = some_cache();
-    char *text = report_of(kv, TKV_REPORT_JSON);
+TEST(json_report) {
+    tkv_cache *kv = make_small_cache();
+    char *text = print_report(kv, TKV_REPORT_JSON);
     tkv_config cfg = tkv_default_config();
     char line[200], reason[REASON];
     tkv_memory_info m;
@@ -760,7 +765,7 @@ TEST(report_has_what_there_is) {
     CHECK_MSG(strstr(text, line) != NULL, "%s\n%s", line, text);
     CHECK(strstr(text, "\"seq\": 1,") == NULL);
     CHECK(strstr(text, "\"warm\": [\"a40/r40\", null, null]") != NULL);
-    REQUIRE(config != NULL); /* it is a text that makes such a config */
+    REQUIRE(config != NULL); /* it can be parsed */
     config += strlen("\"config\": ");
     CHECK_MSG(tkv_parse_config(&cfg, NULL, config, (size_t)(strchr(config, '}') + 1 - config), reason,
                                REASON) == TKV_OK,
@@ -776,14 +781,14 @@ TEST(report_has_what_there_is) {
 }
 
 TEST(prometheus_lines) {
-    tkv_cache *kv = some_cache();
-    char *text = report_of(kv, TKV_REPORT_PROMETHEUS), buf[8192];
+    tkv_cache *kv = make_small_cache();
+    char *text = print_report(kv, TKV_REPORT_PROMETHEUS), buf[8192];
     static const char *const bad[] = {"=x",         "model",   "1a=x",   "a-b=x", "a=x,",
                                       ",a=x",       "tier=x",  "part=x", "isa=x", "version=x",
                                       "__name__=x", "a=x,a=y", "a=x\\",  "a=x,b"};
     tkv_quality_info quality;
     tkv_rng r = tkv_rng_seed(6);
-    int taken = 0;
+    int n_accepted = 0;
     size_t i, needed = 77;
     CHECK(strncmp(text, "# HELP tkv_info ", 16) == 0);
     CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &quality), TKV_OK);
@@ -816,10 +821,10 @@ TEST(prometheus_lines) {
         if (!labels) exit(2);
         labels[n] = 0;
         while (n--) labels[n] = letters[tkv_rng_below(&r, COUNT(letters) - 1)];
-        taken += tkv_print_report(kv, TKV_REPORT_PROMETHEUS, labels, NULL, 0, &needed) == TKV_OK;
+        n_accepted += tkv_print_report(kv, TKV_REPORT_PROMETHEUS, labels, NULL, 0, &needed) == TKV_OK;
         free(labels);
     }
-    CHECK(taken > 10 && taken < 1000);
+    CHECK(n_accepted > 10 && n_accepted < 1000);
     CHECK_EQ(tkv_print_report(NULL, TKV_REPORT_PROMETHEUS, NULL, buf, sizeof buf, NULL), TKV_ERR_ARG);
     free(text);
     tkv_destroy(kv);
@@ -830,17 +835,17 @@ int main(int argc, char **argv) {
     RUN(both_syntaxes);
     RUN(budgets);
     RUN(limits_of_whole_numbers);
-    RUN(nothing_is_something);
+    RUN(empty_texts);
     RUN(presets_come_first);
-    RUN(mistakes);
+    RUN(sentences_of_mistakes);
     RUN(print_and_parse);
     RUN(print_refuses);
     RUN(pressure_keys);
-    RUN(any_bytes);
-    RUN(presets_of_designs);
+    RUN(any_bytes_parse);
+    RUN(presets_have_their_tiers);
     RUN(tier_for_age);
     RUN(tiers_follow_ages);
-    RUN(report_has_what_there_is);
+    RUN(json_report);
     RUN(prometheus_lines);
     return tkv_test_end();
 }
