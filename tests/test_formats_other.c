@@ -1,8 +1,8 @@
 /*
  * test_formats_other.c - INT8, INT4, FP8, FP4, the options of the encoders (fit, rotate, center_k), SQUAT.
  *
- * Each is compared with a second, simple version, written from the papers and from the drawings of the bytes.
- * Other tests check published and measured numbers, and attention through the kernel that decodes.
+ * Each is compared with a second, simple version, which follows the papers and the documented layout of the bytes.
+ * Other tests check published and measured numbers, and attention that decodes these formats.
  *
  * cc -O2 tests/test_formats_other.c examples/tieredkv.c -o test_formats_other -lm && ./test_formats_other [filter
  * | --list]
@@ -15,12 +15,12 @@ enum { BLOCK = TKV_BLOCK_TOKENS, MOST = BLOCK * TKV_MAX_HEAD_DIM };
 static float in[MOST], out[MOST], want[MOST];
 static uint8_t bytes[4 * MOST], other[4 * MOST];
 
-static const tkv_format generic[] = {TKV_INT8, TKV_INT4,      TKV_FP8_E4M3, TKV_FP8_E5M2,
-                                     TKV_FP4,  TKV_SUBSPACE4, TKV_SUBSPACE2};
-static const tkv_format tokenwise[] = {TKV_INT8, TKV_INT4, TKV_FP8_E4M3, TKV_FP8_E5M2, TKV_FP4};
-static const tkv_format grouped[] = {TKV_Q8, TKV_KIVI4, TKV_KIVI3, TKV_KIVI2};
+static const tkv_format decoded_formats[] = {TKV_INT8, TKV_INT4,      TKV_FP8_E4M3, TKV_FP8_E5M2,
+                                             TKV_FP4,  TKV_SUBSPACE4, TKV_SUBSPACE2};
+static const tkv_format tokenwise_formats[] = {TKV_INT8, TKV_INT4, TKV_FP8_E4M3, TKV_FP8_E5M2, TKV_FP4};
+static const tkv_format grouped_formats[] = {TKV_Q8, TKV_KIVI4, TKV_KIVI3, TKV_KIVI2};
 
-static tkv_codec codec(tkv_format format, int side, int dim, int group) {
+static tkv_codec make_codec(tkv_format format, int side, int dim, int group) {
     tkv_codec c;
     memset(&c, 0, sizeof c);
     c.format = format;
@@ -30,7 +30,7 @@ static tkv_codec codec(tkv_format format, int side, int dim, int group) {
     return c;
 }
 
-static const char *describe(const tkv_codec *c, int n) {
+static const char *describe_codec(const tkv_codec *c, int n) {
     static char text[128];
     snprintf(text, sizeof text, "%s %c, head_dim %d, group %d, fit %d, rotate %d, center %d, %d tokens",
              tkv_get_name(TKV_NAME_FORMAT, (int)c->format), c->side == TKV_K ? 'K' : 'V', c->head_dim,
@@ -38,17 +38,17 @@ static const char *describe(const tkv_codec *c, int n) {
     return text;
 }
 
-static void through(const tkv_codec *c, const float *x, int n, float *y) {
+static void encode_and_decode(const tkv_codec *c, const float *x, int n, float *y) {
     CHECK_EQ(tkv_encode_block(c, x, 0, n, bytes, sizeof bytes), TKV_OK);
     CHECK_EQ(tkv_decode_block(c, bytes, sizeof bytes, n, y, 0), TKV_OK);
 }
 
-/* >>per token: a second encoder and decoder */
-/* What the tokens should decode to, options aside. */
-static void naive_tokens(tkv_format f, int dim, int group, const float *x, int n, float *y) {
+/* >>formats per token: a second encoder and decoder */
+/* The values that n tokens should decode to without options. */
+static void quantize_tokens_naively(tkv_format f, int dim, int group, const float *x, int n, float *y) {
     int t, c, p;
     int span = f == TKV_INT8 || f == TKV_INT4 ? group : dim;
-    /* the floats are stored against levels whose largest is 7 (E4M3) or 14 (E5M2) */
+    /* FP8 codes are divided by this, so that the largest level is 7 (E4M3) or 14 (E5M2) */
     double unit = f == TKV_FP8_E4M3 ? 64 : f == TKV_FP8_E5M2 ? 4096 : 1;
     for (t = 0; t < n; t++)
         for (c = 0; c < dim; c += span) {
@@ -64,18 +64,18 @@ static void naive_tokens(tkv_format f, int dim, int group, const float *x, int n
             scale = half(scale);
             for (p = c; p < end; p += f == TKV_FP4 ? 16 : end) {
                 int stop = f == TKV_FP4 && p + 16 < end ? p + 16 : end;
-                double part = 1;
+                double part_scale = 1;
                 if (f == TKV_FP4) {
                     for (most = 0, i = p; i < stop; i++) {
                         double a = fabs((double)x[t * dim + i]);
                         most = a > most ? a : most;
                     }
                     most = most > 65504 ? 65504 : most;
-                    part = scale > 0 ? (double)as_float((double)as_float(most / 6.0) / scale) : 0;
-                    part = minifloat(part * 64, 3, -6, 448) / 64;
+                    part_scale = scale > 0 ? (double)as_float((double)as_float(most / 6.0) / scale) : 0;
+                    part_scale = minifloat(part_scale * 64, 3, -6, 448) / 64;
                 }
                 for (i = p; i < stop; i++) {
-                    double v = (double)x[t * dim + i], s = scale * part;
+                    double v = (double)x[t * dim + i], s = scale * part_scale;
                     v = v > 65504 ? 65504 : v < -65504 ? -65504 : v;
                     v = s > 0 ? rounded_to(f, (double)as_float(v / s) * unit) / unit : 0;
                     y[t * dim + i] = as_float(s * v);
@@ -84,46 +84,48 @@ static void naive_tokens(tkv_format f, int dim, int group, const float *x, int n
         }
 }
 
-/* Reads the bytes as they are drawn. */
-static double drawn_value(const tkv_codec *c, int token, int channel) {
-    int dim = c->head_dim, four = c->format == TKV_INT4 || c->format == TKV_FP4;
+/* Reads one value from `bytes`, by the documented layout. */
+static double read_value(const tkv_codec *c, int token, int channel) {
+    int dim = c->head_dim, is_4_bit = c->format == TKV_INT4 || c->format == TKV_FP4;
     int span = c->format == TKV_INT8 || c->format == TKV_INT4 ? c->options.group_size : 256;
-    int row = four ? (dim + 1) / 2 : dim, scales = (dim + span - 1) / span, code;
+    int row = is_4_bit ? (dim + 1) / 2 : dim, scales = (dim + span - 1) / span, code;
     const uint8_t *scale = bytes + BLOCK * row + 2 * (token * scales + channel / span);
-    const uint8_t *part = bytes + BLOCK * row + BLOCK * scales * 2 + token * ((dim + 15) / 16) + channel / 16;
+    const uint8_t *part_scale =
+        bytes + BLOCK * row + BLOCK * scales * 2 + token * ((dim + 15) / 16) + channel / 16;
     double x;
-    code = four ? bytes[token * row + channel / 2] >> channel % 2 * 4 & 15 : bytes[token * row + channel];
+    code = is_4_bit ? bytes[token * row + channel / 2] >> channel % 2 * 4 & 15 : bytes[token * row + channel];
     x = float16_at(scale) * level_of(c->format, code);
-    if (c->format == TKV_FP4) x *= level_of(TKV_FP8_E4M3, *part) / 64;
+    if (c->format == TKV_FP4) x *= level_of(TKV_FP8_E4M3, *part_scale) / 64;
     return c->format == TKV_FP8_E4M3 ? x / 64 : c->format == TKV_FP8_E5M2 ? x / 4096 : x;
 }
 
-TEST(tokens_as_defined) {
+TEST(tokenwise_formats_by_definition) {
     tkv_rng r = tkv_rng_seed(11);
     int f, dim, side, kind = 0, n, i, t;
-    for (f = 0; f < COUNT(tokenwise); f++)
+    for (f = 0; f < COUNT(tokenwise_formats); f++)
         for (dim = 1; dim <= 256; dim += tkv_test_quick() ? 29 : dim < 70 ? 1 : 7)
             for (side = 0; side < 2; side++, kind++) {
-                tkv_codec c = codec(tokenwise[f], side, dim, kind % 3 ? 64 : 32);
-                int wrong = 0, drawn = 0;
+                tkv_codec c = make_codec(tokenwise_formats[f], side, dim, kind % 3 ? 64 : 32);
+                int n_wrong = 0, n_misread = 0;
                 n = kind % 2 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK);
                 fill_block(&r, kind % 6, in, n, dim);
-                through(&c, in, n, out);
-                naive_tokens(c.format, dim, c.options.group_size, in, n, want);
+                encode_and_decode(&c, in, n, out);
+                quantize_tokens_naively(c.format, dim, c.options.group_size, in, n, want);
                 for (t = 0; t < n; t++)
                     for (i = 0; i < dim; i++) {
-                        double d = drawn_value(&c, t, i), x = (double)out[t * dim + i];
-                        drawn += fabs(d - x) > 0;
+                        double d = read_value(&c, t, i), x = (double)out[t * dim + i];
+                        n_misread += fabs(d - x) > 0;
                         d = fabs((double)want[t * dim + i] - x);
-                        /* with other flags a code may be its neighbour's */
-                        wrong += FAST_MATH ? d > 0.3 * fabs(x) + 1e-3 : d > 0;
+                        /* -ffast-math may round to the neighbouring code */
+                        n_wrong += FAST_MATH ? d > 0.3 * fabs(x) + 1e-3 : d > 0;
                     }
-                CHECK_MSG(drawn == 0, "%s: %d values are not as drawn", describe(&c, n), drawn);
-                CHECK_MSG(wrong == 0, "%s: %d values", describe(&c, n), wrong);
+                CHECK_MSG(n_misread == 0, "%s: %d values are read otherwise", describe_codec(&c, n),
+                          n_misread);
+                CHECK_MSG(n_wrong == 0, "%s: %d values are wrong", describe_codec(&c, n), n_wrong);
             }
 }
 
-TEST(token_sizes) {
+TEST(tokenwise_sizes) {
     static const struct {
         tkv_format format;
         double at_128, at_64, at_100;
@@ -134,30 +136,30 @@ TEST(token_sizes) {
                  {TKV_FP4, 4.625, 4.75, 4 + (16 + 7 * 8) / 100.0}};
     int i;
     for (i = 0; i < COUNT(sizes); i++) {
-        tkv_codec c = codec(sizes[i].format, i % 2, 128, 64);
+        tkv_codec c = make_codec(sizes[i].format, i % 2, 128, 64);
         size_t plain = tkv_get_block_bytes(&c);
         CHECK_NEAR(format_bits(&c), sizes[i].at_128, 1e-9);
         c.options.rotate = 3;
         CHECK_EQ(tkv_get_block_bytes(&c), plain);
         c.options.center_k = 1;
-        CHECK_EQ(tkv_get_block_bytes(&c), plain + (c.side == TKV_K ? 256 : 0)); /* 1/4 bit a value */
-        c = codec(sizes[i].format, i % 2, 64, 64);
+        CHECK_EQ(tkv_get_block_bytes(&c), plain + (c.side == TKV_K ? 256 : 0)); /* 1/4 bit per value */
+        c = make_codec(sizes[i].format, i % 2, 64, 64);
         CHECK_NEAR(format_bits(&c), sizes[i].at_64, 1e-9);
-        c = codec(sizes[i].format, i % 2, 100, 64);
-        CHECK_LE(format_bits(&c), sizes[i].at_100 + 0.1); /* whole 64 bytes */
+        c = make_codec(sizes[i].format, i % 2, 100, 64);
+        CHECK_LE(format_bits(&c), sizes[i].at_100 + 0.1); /* rounded up to 64 bytes */
         CHECK_LE(sizes[i].at_100, format_bits(&c) + 1e-9);
     }
     {
-        tkv_codec c = codec(TKV_INT4, 0, 128, 32);
+        tkv_codec c = make_codec(TKV_INT4, 0, 128, 32);
         CHECK_NEAR(format_bits(&c), 4.5, 1e-9);
     }
 }
 
-/* Mean square errors: of Gaussian values with an exact scale of the largest, as computed apart. */
-TEST(token_errors) {
+/* Mean square errors of Gaussian values. The expected ones were computed elsewhere, with an exact scale. */
+TEST(tokenwise_errors) {
     static const struct {
         tkv_format format;
-        double error; /* of the variance, head_dim 128 */
+        double error; /* part of the variance, at head_dim 128 */
     } errors[] = {{TKV_INT4, 0.0116},
                   {TKV_FP4, 0.0090},
                   {TKV_INT8, 3.5e-5},
@@ -166,11 +168,11 @@ TEST(token_errors) {
     tkv_rng r = tkv_rng_seed(12);
     int i, k;
     for (i = 0; i < COUNT(errors); i++) {
-        tkv_codec c = codec(errors[i].format, i % 2, 128, 64);
+        tkv_codec c = make_codec(errors[i].format, i % 2, 128, 64);
         double sum = 0, all = 0;
         for (k = 0; k < 8; k++) {
             fill_block(&r, 0, in, BLOCK, 128);
-            through(&c, in, BLOCK, out);
+            encode_and_decode(&c, in, BLOCK, out);
             sum += squared_error(in, out, BLOCK * 128);
             all += squares(in, BLOCK * 128);
         }
@@ -178,37 +180,40 @@ TEST(token_errors) {
     }
 }
 
-/* Zeros stay, nothing is ever NaN or infinite, subnormal scales included. */
-TEST(extremes) {
-    static const float odd[] = {0.0f,   -0.0f,   1e-45f, -1e-40f, 6e-8f, 1e-6f,    -3e-5f, 1.0f,
-                                -1e30f, 3.4e38f, 65504,  -65504,  65505, -3.4e38f, 1e10f,  0.3f};
+/* Zeros stay zero, and no value becomes NaN or infinite, also with subnormal scales. */
+TEST(extreme_values) {
+    static const float special_values[] = {0.0f,   -0.0f,   1e-45f, -1e-40f, 6e-8f, 1e-6f,    -3e-5f, 1.0f,
+                                           -1e30f, 3.4e38f, 65504,  -65504,  65505, -3.4e38f, 1e10f,  0.3f};
     int f, i, k, flags, side;
     tkv_rng r = tkv_rng_seed(13);
-    for (f = 0; f < COUNT(tokenwise) + COUNT(grouped); f++)
+    for (f = 0; f < COUNT(tokenwise_formats) + COUNT(grouped_formats); f++)
         for (flags = 0; flags < 8; flags++)
             for (side = 0; side < 2; side++) {
-                int dim = flags % 2 ? 37 : 64, bad = 0;
+                int dim = flags % 2 ? 37 : 64, n_bad = 0;
                 tkv_codec c =
-                    codec(f < COUNT(tokenwise) ? tokenwise[f] : grouped[f - COUNT(tokenwise)], side, dim, 64);
-                if (f < COUNT(tokenwise)) {
+                    make_codec(f < COUNT(tokenwise_formats) ? tokenwise_formats[f]
+                                                            : grouped_formats[f - COUNT(tokenwise_formats)],
+                               side, dim, 64);
+                if (f < COUNT(tokenwise_formats)) {
                     c.options.rotate = flags % 4;
                     c.options.center_k = flags / 4;
                 } else {
                     c.options.fit = flags < 6 ? flags : 4;
                 }
                 memset(in, 0, sizeof in);
-                through(&c, in, BLOCK, out);
-                for (i = 0; i < BLOCK * dim; i++) bad += bits_of(out[i]) << 1 != 0;
-                CHECK_MSG(bad == 0, "%s: zeros", describe(&c, BLOCK));
+                encode_and_decode(&c, in, BLOCK, out);
+                for (i = 0; i < BLOCK * dim; i++) n_bad += bits_of(out[i]) << 1 != 0;
+                CHECK_MSG(n_bad == 0, "%s: zeros", describe_codec(&c, BLOCK));
                 for (k = 0; k < 8; k++) {
-                    int n = 1 + tkv_rng_below(&r, BLOCK), few = 2 + tkv_rng_below(&r, COUNT(odd) - 1);
-                    for (i = 0; i < n * dim; i++) in[i] = odd[tkv_rng_below(&r, few)];
-                    through(&c, in, n, out);
-                    for (i = 0, bad = 0; i < n * dim; i++) bad += !tkv_test_is_finite((double)out[i]);
-                    CHECK_MSG(bad == 0, "%s: not finite", describe(&c, n));
+                    int n = 1 + tkv_rng_below(&r, BLOCK),
+                        n_values = 2 + tkv_rng_below(&r, COUNT(special_values) - 1);
+                    for (i = 0; i < n * dim; i++) in[i] = special_values[tkv_rng_below(&r, n_values)];
+                    encode_and_decode(&c, in, n, out);
+                    for (i = 0, n_bad = 0; i < n * dim; i++) n_bad += !tkv_test_is_finite((double)out[i]);
+                    CHECK_MSG(n_bad == 0, "%s: not finite", describe_codec(&c, n));
                 }
-                for (i = 0; i < BLOCK * dim; i++) in[i] = 600.25f; /* flat */
-                through(&c, in, BLOCK, out);
+                for (i = 0; i < BLOCK * dim; i++) in[i] = 600.25f; /* all equal */
+                encode_and_decode(&c, in, BLOCK, out);
                 for (i = 0; i < BLOCK * dim; i++) CHECK_NEAR(out[i], 600.25, c.options.rotate ? 250 : 0.6);
             }
 }
@@ -217,9 +222,10 @@ TEST(any_bytes_decode) { /* for the sanitizers */
     tkv_rng r = tkv_rng_seed(14);
     size_t i;
     int f, k;
-    for (f = 0; f < COUNT(tokenwise); f++)
+    for (f = 0; f < COUNT(tokenwise_formats); f++)
         for (k = 0; k < 20; k++) {
-            tkv_codec c = codec(tokenwise[f], k % 2, 1 + tkv_rng_below(&r, 256), k % 3 ? 64 : 32);
+            tkv_codec c =
+                make_codec(tokenwise_formats[f], k % 2, 1 + tkv_rng_below(&r, 256), k % 3 ? 64 : 32);
             size_t size = tkv_get_block_bytes(&c);
             c.options.rotate = k % 4;
             for (i = 0; i < size; i++) bytes[i] = (uint8_t)(tkv_rng_u64(&r) >> 40);
@@ -231,9 +237,9 @@ TEST(any_bytes_decode) { /* for the sanitizers */
 }
 
 TEST(codec_refuses) {
-    tkv_codec c = codec(TKV_SQUAT2, 1, 64, 64);
+    tkv_codec c = make_codec(TKV_SQUAT2, 1, 64, 64);
     CHECK_EQ(tkv_get_block_bytes(&c), 0); /* K only */
-    c = codec(TKV_KIVI2, 0, 64, 64);
+    c = make_codec(TKV_KIVI2, 0, 64, 64);
     c.options.fit = TKV_FIT_NORM | TKV_FIT_UNBIASED;
     CHECK_EQ(tkv_get_block_bytes(&c), 0);
     c.options.fit = 8;
@@ -250,60 +256,60 @@ TEST(codec_refuses) {
 }
 
 /* >>options of tokens */
-static int sign_of(int channel) { /* as core/rotate.h has them */
+static int rotation_sign(int channel) { /* the signs of core/rotate.h */
     static const uint32_t signs[TKV_MAX_HEAD_DIM / 32] = {0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u,
                                                           0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
     return signs[channel / 32] >> channel % 32 & 1 ? -1 : 1;
 }
 
 /* The rotation by its definition: signs, a Hadamard matrix over the first 2^k channels, one over the last. */
-static void naive_rotation(double *x, int dim) {
+static void rotate_naively(double *x, int dim) {
     double y[TKV_MAX_HEAD_DIM];
     int n = 1, i, j, pass;
     while (2 * n <= dim) n *= 2;
-    for (i = 0; i < dim; i++) x[i] *= sign_of(i);
+    for (i = 0; i < dim; i++) x[i] *= rotation_sign(i);
     for (pass = 0; pass < (n < dim ? 2 : 1); pass++) {
         double *w = x + (pass ? dim - n : 0);
         for (i = 0; i < n; i++)
             for (y[i] = 0, j = 0; j < n; j++) {
-                int bits = i & j, odd = 0;
-                for (; bits; bits &= bits - 1) odd ^= 1;
-                y[i] += odd ? -w[j] : w[j];
+                int bits = i & j, special_values = 0;
+                for (; bits; bits &= bits - 1) special_values ^= 1;
+                y[i] += special_values ? -w[j] : w[j];
             }
         for (i = 0; i < n; i++) w[i] = y[i] / sqrt((double)n);
     }
 }
 
-/* Rotating first and coding plainly gives the same codes, but for values that lie on an edge. */
+/* Rotating first and encoding without rotation gives the same codes, except for values near a rounding edge. */
 TEST(rotation) {
     tkv_rng r = tkv_rng_seed(15);
     int f, dim, t, i;
-    for (f = 0; f < COUNT(tokenwise); f++)
+    for (f = 0; f < COUNT(tokenwise_formats); f++)
         for (dim = 1; dim <= 256; dim += 17) {
-            tkv_codec c = codec(tokenwise[f], f % 2, dim, 64);
+            tkv_codec c = make_codec(tokenwise_formats[f], f % 2, dim, 64);
             double error = 0, same = 0;
             fill_block(&r, 1, in, BLOCK, dim);
             c.options.rotate = c.side == TKV_K ? TKV_ROTATE_K : TKV_ROTATE_V;
-            through(&c, in, BLOCK, out);
+            encode_and_decode(&c, in, BLOCK, out);
             for (t = 0; t < BLOCK; t++) {
                 double x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
                 for (i = 0; i < dim; i++) {
                     x[i] = (double)in[t * dim + i];
                     y[i] = (double)out[t * dim + i];
                 }
-                naive_rotation(x, dim);
-                naive_rotation(y, dim);
+                rotate_naively(x, dim);
+                rotate_naively(y, dim);
                 for (i = 0; i < dim; i++) {
                     want[i] = (float)x[i];
                     out[i] = (float)y[i];
                 }
-                naive_tokens(c.format, dim, 64, want, 1, want + TKV_MAX_HEAD_DIM);
+                quantize_tokens_naively(c.format, dim, 64, want, 1, want + TKV_MAX_HEAD_DIM);
                 error += squared_error(out, want + TKV_MAX_HEAD_DIM, dim);
                 same += squares(want, dim);
             }
             CHECK_LE(error / same, 1e-5);
             c.options.rotate =
-                c.side == TKV_K ? TKV_ROTATE_V : TKV_ROTATE_K; /* the other side's changes nothing */
+                c.side == TKV_K ? TKV_ROTATE_V : TKV_ROTATE_K; /* the other side's option changes nothing */
             CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, sizeof bytes), TKV_OK);
             c.options.rotate = 0;
             CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, other, sizeof other), TKV_OK);
@@ -311,32 +317,32 @@ TEST(rotation) {
         }
 }
 
-/* What the options are for: large channels, large means. */
-TEST(options_help) {
+/* Rotation lowers the error of large channels, center_k that of large means. */
+TEST(options_lower_errors) {
     tkv_rng r = tkv_rng_seed(16);
     int i, k;
     for (k = 0; k < 2; k++) {
-        tkv_codec c = codec(TKV_INT4, 0, 128, 64);
+        tkv_codec c = make_codec(TKV_INT4, 0, 128, 64);
         double plain, rotated, biased, centred, both;
         fill_block(&r, 0, in, BLOCK, 128);
         for (i = 0; i < BLOCK * 128; i++)
             if (i % 64 == 9) in[i] *= 20; /* large channels, with the rest of their group under one scale */
-        through(&c, in, BLOCK, out);
+        encode_and_decode(&c, in, BLOCK, out);
         plain = squared_error(in, out, BLOCK * 128);
         c.options.rotate = TKV_ROTATE_K;
-        through(&c, in, BLOCK, out);
+        encode_and_decode(&c, in, BLOCK, out);
         rotated = squared_error(in, out, BLOCK * 128);
         CHECK_LE(rotated, 0.15 * plain);
         for (i = 0; i < BLOCK * 128; i++)
             if (i % 128 % 16 == 3) in[i] += 300;
         c.options.rotate = 0;
-        through(&c, in, BLOCK, out);
+        encode_and_decode(&c, in, BLOCK, out);
         biased = squared_error(in, out, BLOCK * 128);
         c.options.center_k = 1;
-        through(&c, in, BLOCK, out);
+        encode_and_decode(&c, in, BLOCK, out);
         centred = squared_error(in, out, BLOCK * 128);
         c.options.rotate = TKV_ROTATE_K;
-        through(&c, in, BLOCK, out);
+        encode_and_decode(&c, in, BLOCK, out);
         both = squared_error(in, out, BLOCK * 128);
         CHECK_LE(centred, 0.15 * biased);
         CHECK_LE(centred, 1.2 * plain);
@@ -344,18 +350,18 @@ TEST(options_help) {
     }
 }
 
-/* The stored mean is the mean, and what is coded is the rest. */
-TEST(means) {
+/* The block stores the mean of each channel, and codes of the differences. */
+TEST(stored_means) {
     tkv_rng r = tkv_rng_seed(17);
     int dim, n, i, t;
     for (dim = 1; dim <= 256; dim += 51) {
-        tkv_codec c = codec(TKV_INT8, 0, dim, 64);
+        tkv_codec c = make_codec(TKV_INT8, 0, dim, 64);
         const uint8_t *mean;
         n = 1 + tkv_rng_below(&r, BLOCK);
         fill_block(&r, 0, in, n, dim);
         for (i = 0; i < n * dim; i++) in[i] += (float)(i % dim);
         c.options.center_k = 1;
-        through(&c, in, n, out);
+        encode_and_decode(&c, in, n, out);
         mean = bytes + BLOCK * dim + BLOCK * 2 * ((dim + 63) / 64);
         for (i = 0; i < dim; i++) {
             double sum = 0;
@@ -367,31 +373,31 @@ TEST(means) {
 }
 
 /* >>fit */
-static double deviate(tkv_rng *r, int kind) { /* mean 0, variance 1 */
+static double random_deviate(tkv_rng *r, int kind) { /* mean 0, variance 1 */
     double u = tkv_rng_uniform(r);
     if (kind == 0) return tkv_rng_gauss(r);
     if (kind == 1) return (u < 0.5 ? 1 : -1) * log(1 - tkv_rng_uniform(r)) / sqrt(2.0);
     return (u - 0.5) * sqrt(12.0);
 }
 
-/* Mean square error of 2 bits in groups of 32: minimum and maximum, and the best of 12 ranges. */
+/* Mean square errors of 2 bits in groups of 32, with the whole range and with the best of 12 ranges. */
 TEST(fit_clip) {
     static const struct {
         double plain, clipped;
-    } known[] = {{0.154, 0.097}, {0.213, 0.134}, {0.092, 0.058}}; /* Gauss, Laplace, uniform: reference */
+    } known[] = {{0.154, 0.097}, {0.213, 0.134}, {0.092, 0.058}}; /* Gauss, Laplace, uniform */
     tkv_rng r = tkv_rng_seed(18);
     int kind, side, k, i;
     for (kind = 0; kind < 3; kind++)
         for (side = 0; side < 2; side++) {
-            tkv_codec c = codec(TKV_KIVI2, side, 64, 32);
+            tkv_codec c = make_codec(TKV_KIVI2, side, 64, 32);
             double plain = 0, clipped = 0;
             for (k = 0; k < 40; k++) {
-                for (i = 0; i < BLOCK * 64; i++) in[i] = (float)deviate(&r, kind);
+                for (i = 0; i < BLOCK * 64; i++) in[i] = (float)random_deviate(&r, kind);
                 c.options.fit = 0;
-                through(&c, in, BLOCK, out);
+                encode_and_decode(&c, in, BLOCK, out);
                 plain += squared_error(in, out, BLOCK * 64);
                 c.options.fit = TKV_FIT_CLIP;
-                through(&c, in, BLOCK, out);
+                encode_and_decode(&c, in, BLOCK, out);
                 clipped += squared_error(in, out, BLOCK * 64);
             }
             CHECK_NEAR(plain / (40 * BLOCK * 64) / known[kind].plain, 1, 0.02);
@@ -403,7 +409,7 @@ typedef struct moments {
     double mean, var, cov, mean_y, var_y;
 } moments;
 
-static moments moments_of(const float *x, const float *y, int stride, int n) {
+static moments compute_moments(const float *x, const float *y, int stride, int n) {
     moments m;
     int i;
     memset(&m, 0, sizeof m);
@@ -423,21 +429,21 @@ static moments moments_of(const float *x, const float *y, int stride, int n) {
 TEST(fit_moments) {
     tkv_rng r = tkv_rng_seed(19);
     int f, side, fit, k, g;
-    for (f = 0; f < COUNT(grouped); f++)
+    for (f = 0; f < COUNT(grouped_formats); f++)
         for (side = 0; side < 2; side++)
             for (fit = 2; fit < 6; fit++)
                 for (k = 0; k < 4; k++) {
-                    tkv_codec c = codec(grouped[f], side, 64, k % 2 ? 32 : 64);
+                    tkv_codec c = make_codec(grouped_formats[f], side, 64, k % 2 ? 32 : 64);
                     int n = k < 2 ? BLOCK : 40, group, i;
                     c.options.fit = fit;
                     fill_block(&r, 0, in, n, 64);
                     for (i = 0; i < n * 64; i++) in[i] = in[i] * 3 + 7;
-                    through(&c, in, n, out);
+                    encode_and_decode(&c, in, n, out);
                     group = c.options.group_size;
                     for (g = 0; g < 64; g++) {
                         /* the first group of channel g, or of token g % n */
-                        int count = side ? group : group < n ? group : n, from = side ? g % n * 64 : g;
-                        moments m = moments_of(in + from, out + from, side ? 1 : 64, count);
+                        int n_group = side ? group : group < n ? group : n, from = side ? g % n * 64 : g;
+                        moments m = compute_moments(in + from, out + from, side ? 1 : 64, n_group);
                         CHECK_NEAR(m.mean_y, m.mean, 0.01);
                         if (fit & TKV_FIT_NORM) CHECK_NEAR(m.var_y / m.var, 1, 0.01);
                         else if (fit & TKV_FIT_UNBIASED) CHECK_NEAR(m.cov / m.var, 1, 0.01);
@@ -445,17 +451,17 @@ TEST(fit_moments) {
                 }
 }
 
-/* Only encoders know of it: codes are codes, sizes are sizes, and who decodes need not be told. */
-TEST(fit_is_of_the_encoder) {
+/* fit changes neither the size of a block nor its decoder. */
+TEST(fit_changes_encoders_only) {
     tkv_rng r = tkv_rng_seed(20);
     int f, side, fit;
-    for (f = 0; f < COUNT(grouped); f++)
+    for (f = 0; f < COUNT(grouped_formats); f++)
         for (side = 0; side < 2; side++)
             for (fit = 1; fit < 6; fit++) {
-                tkv_codec c = codec(grouped[f], side, 80, 64), plain = c;
+                tkv_codec c = make_codec(grouped_formats[f], side, 80, 64), plain = c;
                 c.options.fit = fit;
                 fill_block(&r, fit, in, BLOCK, 80);
-                through(&c, in, BLOCK, out);
+                encode_and_decode(&c, in, BLOCK, out);
                 CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&plain));
                 CHECK_EQ(tkv_decode_block(&plain, bytes, sizeof bytes, BLOCK, want, 0), TKV_OK);
                 CHECK_MEM(out, want, BLOCK * 80 * sizeof(float));
@@ -463,15 +469,15 @@ TEST(fit_is_of_the_encoder) {
             }
 }
 
-/* A second clip search, in doubles: what the library finds is never much worse than the best of the 12. */
-TEST(fit_finds_the_best) {
+/* A second search of the range, in double. The library's error is within 2 percent of the best of the 12. */
+TEST(fit_clip_finds_the_best) {
     tkv_rng r = tkv_rng_seed(21);
     int k, i, j;
     for (k = 0; k < 200; k++) {
-        tkv_codec c = codec(k % 2 ? TKV_KIVI2 : TKV_KIVI3, 1, 64, 64);
+        tkv_codec c = make_codec(k % 2 ? TKV_KIVI2 : TKV_KIVI3, 1, 64, 64);
         double best = 1e300, low = 1e9, high = -1e9, levels = k % 2 ? 3 : 7, found;
         for (i = 0; i < 64; i++) {
-            in[i] = (float)(deviate(&r, k % 3) * 2 + k % 5);
+            in[i] = (float)(random_deviate(&r, k % 3) * 2 + k % 5);
             low = (double)in[i] < low ? (double)in[i] : low;
             high = (double)in[i] > high ? (double)in[i] : high;
         }
@@ -485,46 +491,46 @@ TEST(fit_finds_the_best) {
             best = sum < best ? sum : best;
         }
         c.options.fit = TKV_FIT_CLIP;
-        through(&c, in, 1, out);
+        encode_and_decode(&c, in, 1, out);
         found = squared_error(in, out, 64);
         CHECK_LE(found, best * 1.02);
         CHECK_LE(best, found * 1.02);
     }
 }
 
-/* >>parts of a rotated basis */
+/* >>subspaces: parts of a rotated basis */
 TEST(subspaces) {
     tkv_rng r = tkv_rng_seed(24);
-    int dim, parts, four, n, t, i, p;
+    int dim, parts, is_4_bit, n, t, i, p;
     for (dim = 1; dim <= 256; dim += 15)
         for (parts = 1; parts <= 16; parts += 3)
-            for (four = 0; four < 2; four++) {
-                tkv_codec c = codec(four ? TKV_SUBSPACE4 : TKV_SUBSPACE2, parts % 2, dim, 64);
-                double levels = four ? 15 : 3;
-                int count = parts < dim ? parts : dim, row = (dim * (four ? 4 : 2) + 7) / 8;
+            for (is_4_bit = 0; is_4_bit < 2; is_4_bit++) {
+                tkv_codec c = make_codec(is_4_bit ? TKV_SUBSPACE4 : TKV_SUBSPACE2, parts % 2, dim, 64);
+                double levels = is_4_bit ? 15 : 3;
+                int n_parts = parts < dim ? parts : dim, row = (dim * (is_4_bit ? 4 : 2) + 7) / 8;
                 n = 1 + tkv_rng_below(&r, BLOCK);
                 c.options.subspaces = parts;
-                CHECK_EQ(tkv_get_block_bytes(&c), BLOCK * row + (BLOCK * count * 4));
+                CHECK_EQ(tkv_get_block_bytes(&c), BLOCK * row + (BLOCK * n_parts * 4));
                 fill_block(&r, 1, in, n, dim);
-                through(&c, in, n, out);
+                encode_and_decode(&c, in, n, out);
                 for (t = 0; t < n; t++) {
                     double x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
                     for (i = 0; i < dim; i++) {
                         x[i] = (double)in[t * dim + i];
                         y[i] = (double)out[t * dim + i];
                     }
-                    naive_rotation(x, dim);
-                    naive_rotation(y, dim);
-                    for (p = 0; p < count; p++) {
-                        int from = dim * p / count, end = dim * (p + 1) / count;
-                        const uint8_t *meta = bytes + BLOCK * row + 2 * (t * count + p);
+                    rotate_naively(x, dim);
+                    rotate_naively(y, dim);
+                    for (p = 0; p < n_parts; p++) {
+                        int from = dim * p / n_parts, end = dim * (p + 1) / n_parts;
+                        const uint8_t *meta = bytes + BLOCK * row + 2 * (t * n_parts + p);
                         double low = 1e30, high = -1e30, scale = float16_at(meta);
                         for (i = from; i < end; i++) {
                             low = x[i] < low ? x[i] : low;
                             high = x[i] > high ? x[i] : high;
                         }
                         CHECK_NEAR(scale, (high - low) / levels, 1e-3 * scale + 1e-6);
-                        CHECK_NEAR(float16_at(meta + BLOCK * count * 2), low, 1e-3 * fabs(low) + 1e-6);
+                        CHECK_NEAR(float16_at(meta + BLOCK * n_parts * 2), low, 1e-3 * fabs(low) + 1e-6);
                         for (i = from; i < end; i++) {
                             CHECK_LE(fabs(x[i] - y[i]), 0.51 * scale + 1e-3 * fabs(x[i]) + 1e-5);
                         }
@@ -532,7 +538,7 @@ TEST(subspaces) {
                 }
             }
     {
-        tkv_codec c = codec(TKV_SUBSPACE2, 0, 128, 64);
+        tkv_codec c = make_codec(TKV_SUBSPACE2, 0, 128, 64);
         CHECK_NEAR(format_bits(&c), 3.0, 1e-9);
         c.options.subspaces = 8;
         CHECK_NEAR(format_bits(&c), 4.0, 1e-9);
@@ -542,10 +548,10 @@ TEST(subspaces) {
 }
 
 /* >>in a cache */
-/* Attention through the kernel that decodes, against the slow definition, on every instruction set. */
+/* Attention that decodes these formats, compared with tkv_attend_reference, on every instruction set. */
 static void check_attention(const tkv_config *base, stream *s, int tokens, const char *what) {
     static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512, TKV_ISA_NEON, TKV_ISA_WASM};
-    static float slow[8 * 256 * 4];
+    static float reference[8 * 256 * 4];
     char reason[200];
     int i, k, at, rows = s->heads * s->v_dim * 2;
     for (i = 0; i < COUNT(isas); i++) {
@@ -568,10 +574,10 @@ static void check_attention(const tkv_config *base, stream *s, int tokens, const
         p.q = s->q;
         p.out = s->out;
         CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
-        p.out = slow;
+        p.out = reference;
         CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
-        error = sqrt(squared_error(s->out, slow, rows));
-        all = sqrt(squares(slow, rows));
+        error = sqrt(squared_error(s->out, reference, rows));
+        all = sqrt(squares(reference, rows));
         CHECK_MSG(error <= 2e-5 * all, "%s, head_dim %d and %d, %s: %g", what, s->dim, s->v_dim,
                   tkv_get_name(TKV_NAME_ISA, (int)isas[i]), error / all);
         CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
@@ -579,34 +585,34 @@ static void check_attention(const tkv_config *base, stream *s, int tokens, const
     }
 }
 
-TEST(attention_decodes) {
+TEST(attention_with_decoded_formats) {
     static const int dims[][2] = {{1, 1},   {5, 3},   {16, 16},   {31, 48},
                                   {64, 64}, {80, 33}, {128, 127}, {255, 256}};
     int f, i;
-    for (f = 0; f < COUNT(generic); f++)
+    for (f = 0; f < COUNT(decoded_formats); f++)
         for (i = 0; i < COUNT(dims); i++) {
             stream *s;
             tkv_config cfg;
             if (tkv_test_quick() && (f + i) % 3) continue;
             s = stream_of(i % 2 ? 6 : 2, 2, dims[i][0], dims[i][1], 30);
-            cfg = config_of(s, generic[f], generic[(f + i) % COUNT(generic)]);
+            cfg = config_of(s, decoded_formats[f], decoded_formats[(f + i) % COUNT(decoded_formats)]);
             cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
             cfg.format.group_size = i % 3 ? 64 : 32;
             cfg.format.rotate = (i + f) % 4;
             cfg.format.center_k = i / 2 % 2;
-            check_attention(&cfg, s, 230 + 7 * i, tkv_get_name(TKV_NAME_FORMAT, (int)generic[f]));
+            check_attention(&cfg, s, 230 + 7 * i, tkv_get_name(TKV_NAME_FORMAT, (int)decoded_formats[f]));
         }
 }
 
-/* Sizes by hand, as the allocator saw them and as estimated. */
+/* Bytes by hand, as reported and as estimated. */
 TEST(cache_counts_bytes) {
     int f, opts;
-    for (f = 0; f < COUNT(tokenwise); f++)
+    for (f = 0; f < COUNT(tokenwise_formats); f++)
         for (opts = 0; opts < 2; opts++) {
             stream *s = stream_of(2, 2, 64, 64, 40);
-            tkv_config cfg = config_of(s, tokenwise[f], tokenwise[f]);
-            tkv_codec c = codec(tokenwise[f], 0, 64, 64);
-            tkv_memory_info m, guess;
+            tkv_config cfg = config_of(s, tokenwise_formats[f], tokenwise_formats[f]);
+            tkv_codec c = make_codec(tokenwise_formats[f], 0, 64, 64);
+            tkv_memory_info m, estimate;
             tkv_cache *kv = NULL;
             int i;
             cfg.format.center_k = c.options.center_k = opts;
@@ -617,13 +623,13 @@ TEST(cache_counts_bytes) {
                 CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, 1), TKV_OK);
             }
             CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
-            CHECK_EQ(tkv_estimate_memory(&cfg, 4 + 16 + 64 * 3, 1, &guess), TKV_OK);
+            CHECK_EQ(tkv_estimate_memory(&cfg, 4 + 16 + 64 * 3, 1, &estimate), TKV_OK);
             CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].tokens % 64, 0);
             CHECK(m.tier[TKV_TIER_ARCHIVE].tokens > 0);
             CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].codes + m.tier[TKV_TIER_ARCHIVE].metadata,
                      m.tier[TKV_TIER_ARCHIVE].tokens / 64 * 2 *
                          (2 * tkv_get_block_bytes(&c) - (opts ? 128 : 0)));
-            CHECK_EQ(m.total, guess.total);
+            CHECK_EQ(m.total, estimate.total);
             tkv_destroy(kv);
         }
 }
@@ -655,14 +661,15 @@ TEST(config_refuses) {
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
 }
 
-static void serial_for(void *user, int n, tkv_task task, void *ctx) {
+static void backward_for(void *user, int n, tkv_task task, void *ctx) {
     int i;
     (void)user;
-    for (i = n - 1; i >= 0; i--) task(ctx, i); /* backwards */
+    for (i = n - 1; i >= 0; i--) task(ctx, i); /* last task first */
 }
 
-/* Runs the stream through a cache, attending after each append; mean square error of later scores. */
-static double score_error(tkv_config cfg, stream *s, int tokens, int chunk, float *decoded) {
+/* Appends the stream to a cache and attends after each append. Returns the error of later scores, relative to their
+ * squares. `decoded` receives the keys. */
+static double measure_score_error(tkv_config cfg, stream *s, int tokens, int chunk, float *decoded) {
     static float keys[1024 * 2 * 64];
     tkv_cache *kv = NULL;
     double error = 0, all = 0;
@@ -678,17 +685,17 @@ static double score_error(tkv_config cfg, stream *s, int tokens, int chunk, floa
         CHECK_EQ(tkv_attend(kv, 0, 0, s->q, n > 4 ? 4 : n, s->out), TKV_OK);
     }
     CHECK_EQ(tkv_read(kv, 0, 0, 0, tokens, decoded, NULL), TKV_OK);
-    for (i = 0; i < 200; i++) { /* other queries of the same kind */
+    for (i = 0; i < 200; i++) { /* new queries of the same directions */
         next_query(s, 1);
         for (h = 0; h < s->heads; h++) {
             int head = h / (s->heads / s->kv_heads);
             for (at = 200; at < tokens - 100; at += 3) {
                 double e = 0, k = 0;
                 for (c = 0; c < s->dim; c++) {
-                    int where = (at * s->kv_heads + head) * s->dim + c;
+                    int index = (at * s->kv_heads + head) * s->dim + c;
                     double q = (double)s->q[h * s->dim + c];
-                    e += q * ((double)decoded[where] - (double)keys[where]);
-                    k += q * (double)keys[where];
+                    e += q * ((double)decoded[index] - (double)keys[index]);
+                    k += q * (double)keys[index];
                 }
                 error += e * e;
                 all += k * k;
@@ -703,24 +710,24 @@ TEST(squat_in_a_cache) {
     static float a[1024 * 2 * 64], b[1024 * 2 * 64];
     stream *s = stream_of(4, 2, 64, 32, 50);
     tkv_config cfg = config_of(s, TKV_KIVI2, TKV_KIVI2);
-    double plain = score_error(cfg, s, 900, 7, a), squat, wide;
+    double plain = measure_score_error(cfg, s, 900, 7, a), squat, wide;
     tkv_memory_info m, without;
     tkv_estimate_memory(&cfg, 900, 1, &without);
     cfg.tiers.archive.k = TKV_SQUAT2;
     tkv_estimate_memory(&cfg, 900, 1, &m);
-    CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].codes, without.tier[TKV_TIER_ARCHIVE].codes); /* the same bytes ... */
+    CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].codes, without.tier[TKV_TIER_ARCHIVE].codes); /* the same blocks */
     CHECK_EQ(m.tier[TKV_TIER_ARCHIVE].metadata, without.tier[TKV_TIER_ARCHIVE].metadata);
-    CHECK(m.tables > without.tables + 2 * 64 * 65 / 2 * 8); /* ... and what is known of the queries */
-    squat = score_error(cfg, s, 900, 7, a);
+    CHECK(m.tables > without.tables + 2 * 64 * 65 / 2 * 8); /* and statistics of the queries */
+    squat = measure_score_error(cfg, s, 900, 7, a);
     CHECK(squat >= 0);
 #if defined(__GNUC__) || defined(__clang__)
     CHECK_LE(squat, 0.3 * plain); /* the queries have few directions */
 #endif
-    cfg.host.parallel_for = serial_for; /* the order of the work changes nothing */
-    CHECK_NEAR(score_error(cfg, s, 900, 7, b), squat, 0);
+    cfg.host.parallel_for = backward_for; /* the order of tasks changes nothing */
+    CHECK_NEAR(measure_score_error(cfg, s, 900, 7, b), squat, 0);
     CHECK_MEM(a, b, sizeof a);
     cfg.format.squat_block = 64;
-    wide = score_error(cfg, s, 900, 7, b);
+    wide = measure_score_error(cfg, s, 900, 7, b);
 #if defined(__GNUC__) || defined(__clang__)
     CHECK_LE(squat, wide);
     CHECK_LE(wide, plain);
@@ -729,8 +736,7 @@ TEST(squat_in_a_cache) {
         printf("\n    kivi2 %.4g, squat2 %.4g, in blocks of 64 %.4g\n", plain, squat, wide);
 }
 
-/* The cache adds up in the right way: factors from exactly the queries at every fourth position. */
-/* In the caller's memory, and with all options at once. */
+/* A cache in the caller's memory, with all options at once. */
 TEST(in_place) {
     stream *s = stream_of(4, 2, 48, 48, 70);
     tkv_config cfg = config_of(s, TKV_SQUAT2, TKV_FP4);
@@ -762,21 +768,21 @@ TEST(in_place) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(tokens_as_defined);
-    RUN(token_sizes);
-    RUN(token_errors);
-    RUN(extremes);
+    RUN(tokenwise_formats_by_definition);
+    RUN(tokenwise_sizes);
+    RUN(tokenwise_errors);
+    RUN(extreme_values);
     RUN(any_bytes_decode);
     RUN(codec_refuses);
     RUN(rotation);
-    RUN(options_help);
-    RUN(means);
+    RUN(options_lower_errors);
+    RUN(stored_means);
     RUN(fit_clip);
     RUN(fit_moments);
-    RUN(fit_is_of_the_encoder);
-    RUN(fit_finds_the_best);
+    RUN(fit_changes_encoders_only);
+    RUN(fit_clip_finds_the_best);
     RUN(subspaces);
-    RUN(attention_decodes);
+    RUN(attention_with_decoded_formats);
     RUN(cache_counts_bytes);
     RUN(config_refuses);
     RUN(squat_in_a_cache);
