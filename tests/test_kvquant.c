@@ -1,6 +1,6 @@
 /*
- * test_kvquant.c - KVQUANT formats: bytes and the saved table against a second reader. Then the benefit of each part
- * of the method, and the life of tables in a cache.
+ * test_kvquant.c - KVQUANT formats: bytes and the saved table compared with a second reader. Also the benefit of each
+ * part of the method, and tables in a cache: learning, saving, versions.
  *
  * cc -O2 tests/test_kvquant.c examples/tieredkv.c -o test_kvquant -lm && ./test_kvquant [filter | --list]
  */
@@ -8,14 +8,14 @@
 
 enum { BLOCK = TKV_BLOCK_TOKENS, MOST = BLOCK * TKV_MAX_HEAD_DIM };
 
-static const tkv_format formats[] = {TKV_KVQUANT2, TKV_KVQUANT3, TKV_KVQUANT4};
+static const tkv_format kvquant_formats[] = {TKV_KVQUANT2, TKV_KVQUANT3, TKV_KVQUANT4};
 
 static float in[MOST], out[MOST], want[MOST];
 static uint8_t bytes[4 * MOST], other[4 * MOST];
 
 static size_t align64(size_t n) { return (n + 63) / 64 * 64; }
 
-static tkv_codec codec(tkv_format format, int side, int dim) {
+static tkv_codec make_codec(tkv_format format, int side, int dim) {
     tkv_codec c;
     memset(&c, 0, sizeof c);
     c.format = format;
@@ -24,7 +24,7 @@ static tkv_codec codec(tkv_format format, int side, int dim) {
     return c;
 }
 
-static const char *name_of(tkv_format f) {
+static const char *format_name(tkv_format f) {
     const char *name = tkv_get_name(TKV_NAME_FORMAT, (int)f);
     return name ? name : "";
 }
@@ -37,27 +37,27 @@ static double float_at(const uint8_t *p) {
 }
 
 /* >>a second reader of the bytes */
-typedef struct reader {
-    int bits, dim, slots, k, own;
+typedef struct block_reader {
+    int bits, dim, n_slots, k, own_ranges;
     const uint8_t *src;
     double level[16];
-    const double *radius, *middle; /* of K, from a table; NULL: from the block */
-} reader;
+    const double *radius, *middle; /* of K channels, from the table; NULL: from the block */
+} block_reader;
 
-static int slots_of(int dim) { return dim == 1 ? 0 : dim <= 100 ? 1 : dim <= 200 ? 2 : 3; }
+static int n_slots_of(int dim) { return dim == 1 ? 0 : dim <= 100 ? 1 : dim <= 200 ? 2 : 3; }
 
-static reader reader_of(tkv_format f, int side, int dim, int flags, const uint8_t *src) {
-    reader r;
+static block_reader make_reader(tkv_format f, int side, int dim, int flags, const uint8_t *src) {
+    block_reader r;
     memset(&r, 0, sizeof r);
     r.bits = f == TKV_KVQUANT4 ? 4 : f == TKV_KVQUANT3 ? 3 : 2;
     r.dim = dim;
     r.k = !side;
-    r.slots = flags & TKV_KVQUANT_DENSE ? 0 : slots_of(dim);
+    r.n_slots = flags & TKV_KVQUANT_DENSE ? 0 : n_slots_of(dim);
     r.src = src;
     return r;
 }
 
-static int reader_code(const reader *r, int t, int c) {
+static int read_code(const block_reader *r, int t, int c) {
     int row = (r->dim * r->bits + 7) / 8, code = 0, b;
     for (b = 0; b < r->bits; b++) {
         int at = c * r->bits + b;
@@ -66,26 +66,26 @@ static int reader_code(const reader *r, int t, int c) {
     return code;
 }
 
-/* Before RoPE. */
-static double reader_value(const reader *r, int t, int c) {
+/* Keys are before RoPE. */
+static double read_value(const block_reader *r, int t, int c) {
     const uint8_t *meta = r->src + BLOCK * ((r->dim * r->bits + 7) / 8),
                   *slot = meta + (r->k ? 4 : 4 * BLOCK);
-    const uint8_t *own = slot + 3 * BLOCK * r->slots;
+    const uint8_t *own_ranges = slot + 3 * BLOCK * r->n_slots;
     double radius = r->k ? 0 : float16_at(meta + 2 * t),
            middle = r->k ? 0 : float16_at(meta + 2 * BLOCK + 2 * t), x;
     int i;
     if (r->k) {
-        radius = r->radius ? r->radius[c] : float16_at(own + 2 * c);
-        middle = r->middle ? r->middle[c] : float16_at(own + 2 * r->dim + 2 * c);
+        radius = r->radius ? r->radius[c] : float16_at(own_ranges + 2 * c);
+        middle = r->middle ? r->middle[c] : float16_at(own_ranges + 2 * r->dim + 2 * c);
     }
-    x = (double)(float)(r->level[reader_code(r, t, c)] * radius + middle);
-    for (i = 0; i < r->slots; i++)
-        if (slot[3 * (t * r->slots + i)] == c)
-            x = (double)(float)(x + float16_at(slot + 3 * (t * r->slots + i) + 1));
+    x = (double)(float)(r->level[read_code(r, t, c)] * radius + middle);
+    for (i = 0; i < r->n_slots; i++)
+        if (slot[3 * (t * r->n_slots + i)] == c)
+            x = (double)(float)(x + float16_at(slot + 3 * (t * r->n_slots + i) + 1));
     return x;
 }
 
-static void fill(tkv_rng *r, int kind, int n, int dim) {
+static void fill_input(tkv_rng *r, int kind, int n, int dim) {
     int i;
     for (i = 0; i < n * dim; i++) {
         double g = tkv_rng_gauss(r);
@@ -100,20 +100,20 @@ static void fill(tkv_rng *r, int kind, int n, int dim) {
     }
 }
 
-static void through(const tkv_codec *c, int n) {
+static void encode_and_decode(const tkv_codec *c, int n) {
     size_t size = tkv_get_block_bytes(c);
     CHECK_EQ(tkv_encode_block(c, in, 0, n, bytes, size), TKV_OK);
     CHECK_EQ(tkv_decode_block(c, bytes, size, n, out, 0), TKV_OK);
 }
 
-static double clamped(float x) { return x > 65504.0f ? 65504 : x < -65504.0f ? -65504 : (double)x; }
+static double clamp_to_f16(float x) { return x > 65504.0f ? 65504 : x < -65504.0f ? -65504 : (double)x; }
 
-/* Of the group that a value is coded with. */
+/* Range of the group of a value: its channel for K, its token for V. */
 static double range_of(const float *x, int n, int dim, int side, int t, int c) {
     double low = 1e9, high = -1e9;
     int i;
     for (i = 0; i < (side ? dim : n); i++) {
-        double y = clamped(side ? x[t * dim + i] : x[i * dim + c]);
+        double y = clamp_to_f16(side ? x[t * dim + i] : x[i * dim + c]);
         low = y < low ? y : low;
         high = y > high ? y : high;
     }
@@ -131,7 +131,7 @@ static double standard_level(int bits, int flags, int code) {
     return code < half ? -y : y;
 }
 
-TEST(bytes_as_drawn) {
+TEST(bytes_follow_the_layout) {
     static const int dims[] = {1, 2, 5, 16, 33, 64, 80, 100, 101, 128, 200, 201, 255, 256};
     tkv_rng rng = tkv_rng_seed(5);
     int f, i, side, flags, t, c, n;
@@ -139,91 +139,93 @@ TEST(bytes_as_drawn) {
         for (i = 0; i < COUNT(dims); i++)
             for (side = 0; side < 2; side++)
                 for (flags = 0; flags < 16; flags += tkv_test_quick() ? 6 : 2) {
-                    int dim = dims[i], bits = 2 + f, slots = flags & TKV_KVQUANT_DENSE ? 0 : slots_of(dim);
-                    tkv_codec cd = codec(formats[f], side, dim);
-                    reader r = reader_of(formats[f], side, dim, flags, bytes);
-                    int wrong = 0, spread = 0;
-                    size_t size = (size_t)(BLOCK * ((dim * bits + 7) / 8 + 3 * slots) +
+                    int dim = dims[i], bits = 2 + f,
+                        n_slots = flags & TKV_KVQUANT_DENSE ? 0 : n_slots_of(dim);
+                    tkv_codec cd = make_codec(kvquant_formats[f], side, dim);
+                    block_reader r = make_reader(kvquant_formats[f], side, dim, flags, bytes);
+                    int wrong = 0, n_far = 0;
+                    size_t size = (size_t)(BLOCK * ((dim * bits + 7) / 8 + 3 * n_slots) +
                                            (side ? 4 * BLOCK : 4 + 4 * dim));
                     cd.options.kvquant = flags;
                     CHECK_EQ(tkv_get_block_bytes(&cd),
                              align64((size_t)(BLOCK * ((dim * bits + 7) / 8))) +
                                  align64(size - (size_t)(BLOCK * ((dim * bits + 7) / 8))));
                     n = flags % 4 ? BLOCK : 1 + tkv_rng_below(&rng, BLOCK);
-                    fill(&rng, (i + flags / 2) % 6, n, dim);
-                    through(&cd, n);
+                    fill_input(&rng, (i + flags / 2) % 6, n, dim);
+                    encode_and_decode(&cd, n);
                     for (c = 0; c < 1 << bits; c++) r.level[c] = standard_level(bits, flags, c);
                     for (t = 0; t < n; t++)
                         for (c = 0; c < dim; c++) {
-                            double x = clamped(in[t * dim + c]), y = (double)out[t * dim + c];
-                            wrong += fabs(reader_value(&r, t, c) - y) > 0;
-                            /* half the widest step */
-                            spread +=
+                            double x = clamp_to_f16(in[t * dim + c]), y = (double)out[t * dim + c];
+                            wrong += fabs(read_value(&r, t, c) - y) > 0;
+                            /* half the widest step between levels */
+                            n_far +=
                                 fabs(x - y) > range_of(in, n, dim, side, t, c) * 0.18 + 1e-3 * fabs(x) + 1e-7;
                         }
-                    CHECK_MSG(wrong == 0, "%s %d, dim %d, flags %d: %d are not as drawn", name_of(formats[f]),
-                              side, dim, flags, wrong);
-                    CHECK_MSG(spread == 0, "%s %d, dim %d, flags %d: %d far off", name_of(formats[f]), side,
-                              dim, flags, spread);
+                    CHECK_MSG(wrong == 0, "%s %d, dim %d, flags %d: %d values are read otherwise",
+                              format_name(kvquant_formats[f]), side, dim, flags, wrong);
+                    CHECK_MSG(n_far == 0, "%s %d, dim %d, flags %d: %d far off",
+                              format_name(kvquant_formats[f]), side, dim, flags, n_far);
                 }
 }
 
-/* Slots hold what is far out, to the rounding of fp16. */
+/* Slots hold the differences of outliers from their levels in fp16. */
 TEST(outliers_are_kept) {
     tkv_rng rng = tkv_rng_seed(6);
     int f, t, i;
     for (f = 0; f < 3; f++) {
-        tkv_codec c = codec(formats[f], 1, 128);
+        tkv_codec c = make_codec(kvquant_formats[f], 1, 128);
         double plain, dense;
-        fill(&rng, 0, BLOCK, 128);
-        through(&c, BLOCK);
+        fill_input(&rng, 0, BLOCK, 128);
+        encode_and_decode(&c, BLOCK);
         plain = squared_error(in, out, MOST / 2);
-        for (t = 0; t < BLOCK; t++) { /* two of 128: at one end, or at both */
+        for (t = 0; t < BLOCK; t++) { /* two of 128 values: at one end of the range, or at both */
             in[t * 128 + t] = 500.0f + (float)t;
             in[t * 128 + 127 - t % 60] = t % 2 ? 900.0f : -700.0f;
         }
-        through(&c, BLOCK);
+        encode_and_decode(&c, BLOCK);
         for (t = 0, dense = 0; t < BLOCK; t++)
             for (i = 0; i < 128; i++) {
                 double e = (double)out[t * 128 + i] - (double)in[t * 128 + i];
                 if (in[t * 128 + i] > 100 || in[t * 128 + i] < -100) CHECK_NEAR(e, 0, 0.51);
                 else dense += e * e;
             }
-        CHECK_LE(dense, 1.6 * plain); /* those that had the slots before are in the range now */
+        CHECK_LE(dense, 1.6 * plain); /* the former outliers now widen the range */
         c.options.kvquant = TKV_KVQUANT_DENSE;
-        through(&c, BLOCK);
+        encode_and_decode(&c, BLOCK);
         CHECK_LE(100 * plain, squared_error(in, out, BLOCK * 128));
     }
 }
 
-/* Zeros stay, nothing is ever NaN or infinite; bytes do not depend on what is beyond the tokens. */
-TEST(extremes) {
-    static const float odd[] = {0.0f,   -0.0f,   1e-45f, -1e-40f, 6e-8f, 1e-6f,    -3e-5f, 1.0f,
-                                -1e30f, 3.4e38f, 65504,  -65504,  65505, -3.4e38f, 1e10f,  0.3f};
+/* Zeros stay zero, and no value becomes NaN or infinite. */
+TEST(extreme_values) {
+    static const float special_values[] = {0.0f,   -0.0f,   1e-45f, -1e-40f, 6e-8f, 1e-6f,    -3e-5f, 1.0f,
+                                           -1e30f, 3.4e38f, 65504,  -65504,  65505, -3.4e38f, 1e10f,  0.3f};
     tkv_rng r = tkv_rng_seed(7);
     int f, i, k, flags, side, bad;
     for (f = 0; f < 3; f++)
         for (flags = 0; flags < 16; flags++)
             for (side = 0; side < 2; side++) {
                 int dim = flags % 2 ? 38 : 64;
-                tkv_codec c = codec(formats[f], side, dim);
+                tkv_codec c = make_codec(kvquant_formats[f], side, dim);
                 c.options.kvquant = flags;
                 c.rope = rope_of(32, 0, flags / 2 % 2, 0);
                 c.position = 1000003;
                 memset(in, 0, sizeof in);
-                through(&c, BLOCK);
+                encode_and_decode(&c, BLOCK);
                 for (i = 0, bad = 0; i < BLOCK * dim; i++) bad += fabs((double)out[i]) > 0;
                 CHECK_EQ(bad, 0);
                 for (k = 0; k < 8; k++) {
-                    int n = 1 + tkv_rng_below(&r, BLOCK), few = 2 + tkv_rng_below(&r, COUNT(odd) - 1);
-                    for (i = 0; i < n * dim; i++) in[i] = odd[tkv_rng_below(&r, few)];
-                    through(&c, n);
+                    int n = 1 + tkv_rng_below(&r, BLOCK),
+                        n_values = 2 + tkv_rng_below(&r, COUNT(special_values) - 1);
+                    for (i = 0; i < n * dim; i++) in[i] = special_values[tkv_rng_below(&r, n_values)];
+                    encode_and_decode(&c, n);
                     for (i = 0, bad = 0; i < n * dim; i++) bad += !tkv_test_is_finite((double)out[i]);
-                    CHECK_MSG(bad == 0, "%s: not finite", name_of(c.format));
+                    CHECK_MSG(bad == 0, "%s: not finite", format_name(c.format));
                 }
                 if (side || flags & TKV_KVQUANT_POST_ROPE) {
-                    for (i = 0; i < BLOCK * dim; i++) in[i] = 600.25f; /* flat */
-                    through(&c, BLOCK);
+                    for (i = 0; i < BLOCK * dim; i++) in[i] = 600.25f; /* all equal */
+                    encode_and_decode(&c, BLOCK);
                     for (i = 0; i < BLOCK * dim; i++) CHECK_NEAR(out[i], 600.25, 0.3);
                 }
             }
@@ -234,7 +236,7 @@ TEST(any_bytes_decode) { /* for the sanitizers */
     size_t i;
     int k;
     for (k = 0; k < 300; k++) {
-        tkv_codec c = codec(formats[k % 3], k / 3 % 2, 1 + tkv_rng_below(&r, 256));
+        tkv_codec c = make_codec(kvquant_formats[k % 3], k / 3 % 2, 1 + tkv_rng_below(&r, 256));
         size_t size = tkv_get_block_bytes(&c);
         c.options.kvquant = tkv_rng_below(&r, 16);
         c.rope = rope_of(c.head_dim & ~1, 0, k % 2, 0);
@@ -244,8 +246,8 @@ TEST(any_bytes_decode) { /* for the sanitizers */
     }
 }
 
-/* Keys that are constant before RoPE are so again, at any position: both layouts, partial RoPE too. */
-TEST(keys_are_turned_back) {
+/* Keys that are constant before RoPE decode to the same keys at any position: both layouts, all or some channels. */
+TEST(keys_are_rotated_back) {
     static const int positions[] = {0, 77, 131000, 1048000};
     tkv_rng rng = tkv_rng_seed(9);
     int f, p, layout, t, i;
@@ -253,7 +255,7 @@ TEST(keys_are_turned_back) {
         for (p = 0; p < COUNT(positions); p++)
             for (layout = 0; layout < 4; layout++) {
                 int dim = 96;
-                tkv_codec c = codec(formats[f], 0, dim);
+                tkv_codec c = make_codec(kvquant_formats[f], 0, dim);
                 float key[96];
                 double y[96], worst = 0;
                 for (i = 0; i < dim; i++)
@@ -264,18 +266,18 @@ TEST(keys_are_turned_back) {
                     naive_rope(&c.rope, positions[p] + t, 1, key, y, dim);
                     for (i = 0; i < dim; i++) in[t * dim + i] = (float)y[i];
                 }
-                through(&c, BLOCK);
+                encode_and_decode(&c, BLOCK);
                 for (i = 0; i < BLOCK * dim; i++) {
                     double e = fabs((double)in[i] - (double)out[i]);
                     worst = e > worst ? e : worst;
                 }
-                CHECK_LE(worst, 4e-5); /* of 31: ranges are no wider than the rounding of what came */
-                c.position = 0;        /* the bytes say where */
+                CHECK_LE(worst, 4e-5); /* values reach 31: ranges are as narrow as the rounding of the keys */
+                c.position = 0;        /* the block stores its position */
                 CHECK_EQ(tkv_decode_block(&c, bytes, tkv_get_block_bytes(&c), BLOCK, want, 0), TKV_OK);
                 CHECK_MEM(want, out, (size_t)(BLOCK * dim) * sizeof *out);
-                c.options.kvquant = TKV_KVQUANT_POST_ROPE; /* as they come they are not constant */
+                c.options.kvquant = TKV_KVQUANT_POST_ROPE; /* after RoPE the keys are not constant */
                 c.position = positions[p];
-                through(&c, BLOCK);
+                encode_and_decode(&c, BLOCK);
                 CHECK_LE(1.0, sqrt(squared_error(in, out, BLOCK * dim) / (BLOCK * dim)) * (f + 1) * (f + 1));
             }
 }
@@ -291,71 +293,74 @@ TEST(golden) {
         for (i = 0; i < COUNT(dims); i++)
             for (side = 0; side < 2; side++)
                 for (flags = 0; flags < 16; flags++) {
-                    tkv_codec c = codec(formats[f], side, dims[i]);
+                    tkv_codec c = make_codec(kvquant_formats[f], side, dims[i]);
                     c.options.kvquant = flags;
                     c.rope = rope_of(dims[i], flags % 3 ? 0 : 500000, flags % 2, 0);
                     c.position = flags * 4321;
-                    fill(&r, flags % 6, 50, dims[i]);
+                    fill_input(&r, flags % 6, 50, dims[i]);
                     CHECK_EQ(tkv_encode_block(&c, in, 0, 50, bytes, sizeof bytes), TKV_OK);
                     CHECK_EQ(tkv_decode_block(&c, bytes, sizeof bytes, 50, out, 0), TKV_OK);
                     h = hash_of_floats(hash_of(h, bytes, tkv_get_block_bytes(&c)), out, 50 * dims[i]);
                 }
-        CHECK_MSG(h == known[f], "%s: %016llx", name_of(formats[f]), (unsigned long long)h);
+        CHECK_MSG(h == known[f], "%s: %016llx", format_name(kvquant_formats[f]), (unsigned long long)h);
     }
 }
 
 /* >>in a cache */
-enum { HEADS = 2, TOKENS = 2048, WIDEST = 128 };
+enum { HEADS = 2, TOKENS = 2048, MAX_DIM = 128 };
 
-typedef struct stream { /* what a model gives: keys have ranges and means of their channels before RoPE */
+/* Keys and values like those of a model: before RoPE, channels of keys have ranges and means. */
+typedef struct model_sequence {
     tkv_config cfg;
-    int dim, v_dim, tails;
+    int dim, v_dim, outlier_factor;
     tkv_rng rng;
     int at;
-    float k[TOKENS * HEADS * WIDEST], v[TOKENS * HEADS * WIDEST];
-} stream;
+    float k[TOKENS * HEADS * MAX_DIM], v[TOKENS * HEADS * MAX_DIM];
+} model_sequence;
 
-static stream flow;
-static float read_k[TOKENS * HEADS * WIDEST], read_v[TOKENS * HEADS * WIDEST];
-static float q[64 * HEADS * 2 * WIDEST], answer[64 * HEADS * 2 * WIDEST], slow[64 * HEADS * 2 * WIDEST];
+static model_sequence the_sequence;
+static float read_k[TOKENS * HEADS * MAX_DIM], read_v[TOKENS * HEADS * MAX_DIM];
+static float q[64 * HEADS * 2 * MAX_DIM], out_attend[64 * HEADS * 2 * MAX_DIM],
+    out_reference[64 * HEADS * 2 * MAX_DIM];
 
-/* tails: how far out the rare values are. */
-static stream *stream_of(tkv_format k, tkv_format v, int dim, int v_dim, int tails, uint64_t seed) {
-    stream *s = &flow;
+/* outlier_factor: one value in a hundred is multiplied by it; 0: none. */
+static model_sequence *make_sequence(tkv_format k, tkv_format v, int dim, int v_dim, int outlier_factor,
+                                     uint64_t seed) {
+    model_sequence *s = &the_sequence;
     int t, h, c;
     memset(s, 0, sizeof *s);
-    s->dim = dim, s->v_dim = v_dim, s->tails = tails;
+    s->dim = dim, s->v_dim = v_dim, s->outlier_factor = outlier_factor;
     s->cfg.model.n_layers = 1, s->cfg.model.n_heads = 2 * HEADS, s->cfg.model.n_kv_heads = HEADS;
     s->cfg.model.head_dim = dim, s->cfg.model.v_head_dim = v_dim;
     s->cfg.tiers.hot.k = s->cfg.tiers.hot.v = TKV_F32;
     s->cfg.tiers.hot_tokens = 64;
     s->cfg.tiers.warm_tokens = TKV_OFF;
     s->cfg.tiers.archive.k = k, s->cfg.tiers.archive.v = v;
-    s->cfg.tiers.warm = s->cfg.tiers.archive; /* A and R, the default, learn too */
+    s->cfg.tiers.warm = s->cfg.tiers.archive; /* the default, A and R, would learn tables, too */
     s->cfg.model.rope = rope_of(dim & ~1, 0, 0, 0);
     s->cfg.host.isa = tkv_test_isa();
     s->rng = tkv_rng_seed(seed);
     for (t = 0; t < TOKENS; t++)
         for (h = 0; h < HEADS; h++) {
-            float key[WIDEST] = {0.0f};
-            double y[WIDEST];
+            float key[MAX_DIM] = {0.0f};
+            double y[MAX_DIM];
             for (c = 0; c < dim; c++) {
                 double g = tkv_rng_gauss(&s->rng), size = c % 11 == 3 ? 6 : c % 5 ? 1 : 0.2;
-                if (tails && tkv_rng_below(&s->rng, 100) == 0) g *= tails;
+                if (outlier_factor && tkv_rng_below(&s->rng, 100) == 0) g *= outlier_factor;
                 key[c] = (float)(size * g + (c % 7 == 2 ? 12 : 0));
             }
             naive_rope(&s->cfg.model.rope, t, 1, key, y, dim);
             for (c = 0; c < dim; c++) s->k[(t * HEADS + h) * dim + c] = (float)y[c];
             for (c = 0; c < v_dim; c++) {
                 double g = tkv_rng_gauss(&s->rng);
-                if (tails && tkv_rng_below(&s->rng, 100) == 0) g *= tails;
+                if (outlier_factor && tkv_rng_below(&s->rng, 100) == 0) g *= outlier_factor;
                 s->v[(t * HEADS + h) * v_dim + c] = (float)g;
             }
         }
     return s;
 }
 
-static int feed(tkv_cache *kv, stream *s, int seq, int n, int chunk) {
+static int append_tokens(tkv_cache *kv, model_sequence *s, int seq, int n, int chunk) {
     int end = s->at + n;
     while (s->at < end) {
         int m = end - s->at < chunk ? end - s->at : chunk;
@@ -372,13 +377,13 @@ static void check_cache(const tkv_cache *kv) {
     CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
 }
 
-/* Mean square errors of K and V of the archive, as parts of the variance about zero. */
-typedef struct errors {
-    double k, v, ratio_k, ratio_v; /* and the variance of what is decoded to what it was */
-} errors;
+/* Mean square errors of K and V of the archive, relative to the mean squares. */
+typedef struct decode_errors {
+    double k, v, ratio_k, ratio_v; /* ratio: mean square after decoding / before */
+} decode_errors;
 
-static errors errors_of(tkv_config cfg, stream *s) {
-    errors e;
+static decode_errors measure_errors(tkv_config cfg, model_sequence *s) {
+    decode_errors e;
     tkv_cache *kv = NULL;
     tkv_layer_info info;
     int n;
@@ -388,7 +393,7 @@ static errors errors_of(tkv_config cfg, stream *s) {
         CHECK(0);
         return e;
     }
-    CHECK_EQ(feed(kv, s, 0, TOKENS, 100), TKV_OK);
+    CHECK_EQ(append_tokens(kv, s, 0, TOKENS, 100), TKV_OK);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     n = info.tokens[TKV_TIER_ARCHIVE];
     CHECK(n >= TOKENS - 256);
@@ -405,93 +410,94 @@ static errors errors_of(tkv_config cfg, stream *s) {
     return e;
 }
 
-TEST(what_each_part_is_good_for) {
-    errors e[3], o;
-    stream *s = NULL;
+TEST(each_part_lowers_errors) {
+    decode_errors e[3], o;
+    model_sequence *s = NULL;
     int f, show = getenv("TKV_TEST_SHOW") != NULL;
     for (f = 0; f < 3; f++) {
-        s = stream_of(formats[f], formats[f], 64, 64, 8, 20);
-        e[f] = errors_of(s->cfg, s);
+        s = make_sequence(kvquant_formats[f], kvquant_formats[f], 64, 64, 8, 20);
+        e[f] = measure_errors(s->cfg, s);
         if (show) printf("\n    %d bits: K %.4g V %.4g", 2 + f, e[f].k, e[f].v);
-        if (f) CHECK_LE(e[f].k, 0.45 * e[f - 1].k); /* bits */
+        if (f) CHECK_LE(e[f].k, 0.45 * e[f - 1].k); /* one bit more */
         if (f) CHECK_LE(e[f].v, 0.45 * e[f - 1].v);
         s->cfg.format.kvquant = TKV_KVQUANT_UNIFORM;
-        o = errors_of(s->cfg, s);
+        o = measure_errors(s->cfg, s);
         if (show) printf(", uniform %.4g %.4g", o.k, o.v);
         CHECK_LE(e[f].k, 0.85 * o.k);
         CHECK_LE(e[f].v, 0.97 * o.v);
         s->cfg.format.kvquant = TKV_KVQUANT_DENSE;
-        o = errors_of(s->cfg, s);
+        o = measure_errors(s->cfg, s);
         if (show) printf(", dense %.4g %.4g", o.k, o.v);
         CHECK_LE(e[f].k, 0.6 * o.k);
         CHECK_LE(e[f].v, 0.8 * o.v);
         s->cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
-        o = errors_of(s->cfg, s);
+        o = measure_errors(s->cfg, s);
         if (show) printf(", post-RoPE %.4g", o.k);
         CHECK_LE(e[f].k, 0.5 * o.k);
         CHECK_NEAR(e[f].v, o.v, 0);
         s->cfg.format.kvquant = TKV_KVQUANT_NORM;
-        o = errors_of(s->cfg, s);
+        o = measure_errors(s->cfg, s);
         if (show)
             printf(", norm %.4g %.4g, variance of V %.4g after %.4g", o.k, o.v, o.ratio_v, e[f].ratio_v);
-        CHECK_NEAR(o.ratio_v, 1, 0.04); /* tails differ from token to token */
+        CHECK_NEAR(o.ratio_v, 1, 0.04); /* outliers differ from token to token */
         CHECK_LE(fabs(1 - o.ratio_v), fabs(1 - e[f].ratio_v));
         CHECK_LE(fabs(1 - o.ratio_k), 0.01);
     }
-    /* without tails Q-Norm brings the variance back, of keys too */
-    s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 34);
-    o = errors_of(s->cfg, s);
+    /* without outliers Q-Norm restores the variance, also of keys */
+    s = make_sequence(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 34);
+    o = measure_errors(s->cfg, s);
     CHECK_LE(o.ratio_v, 0.93);
     s->cfg.format.kvquant = TKV_KVQUANT_NORM;
-    o = errors_of(s->cfg, s);
-    CHECK_NEAR(o.ratio_v, 1, 0.04); /* a token's middle goes against its values */
+    o = measure_errors(s->cfg, s);
+    CHECK_NEAR(o.ratio_v, 1, 0.04); /* a token's middle is correlated with its values */
     CHECK_NEAR(o.ratio_k, 1, 0.005);
-    /* without a rotation all the same */
+    /* with POST_ROPE the model's RoPE changes nothing */
     s->cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
     s->cfg.model.rope.dim = 0;
-    o = errors_of(s->cfg, s);
+    o = measure_errors(s->cfg, s);
     s->cfg.model.rope.dim = 64;
-    CHECK_NEAR(o.k, errors_of(s->cfg, s).k, 0);
+    CHECK_NEAR(o.k, measure_errors(s->cfg, s).k, 0);
 }
 
-/* Keys are never coded as they come without a word: the model's RoPE is given, or its absence is said. */
-TEST(rope_is_asked_for) {
+/* A format that codes keys before RoPE needs the model's RoPE, or the option to code them after it. */
+TEST(keys_need_rope_or_post_rope) {
     static const char *const presets[] = {"kvquant-3", "adr", "by-context", "extreme_context"};
     int i, j;
     for (i = 0; tkv_get_name(TKV_NAME_PRESET, (int)i); i++) {
         char reason[240];
         tkv_config cfg = tkv_default_config();
-        int wants = 0;
+        int needs_rope = 0;
         for (j = 0; j < COUNT(presets); j++)
-            wants |= strcmp(presets[j], tkv_get_name(TKV_NAME_PRESET, (int)i)) == 0;
+            needs_rope |= strcmp(presets[j], tkv_get_name(TKV_NAME_PRESET, (int)i)) == 0;
         cfg.model.n_layers = cfg.model.n_heads = 1;
         cfg.model.head_dim = 64;
         CHECK_EQ(tkv_apply_preset(&cfg, tkv_get_name(TKV_NAME_PRESET, (int)i)), TKV_OK);
-        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), wants ? TKV_ERR_CONFIG : TKV_OK);
-        if (wants) CHECK(strstr(reason, "rope.dim") && strstr(reason, "TKV_KVQUANT_POST_ROPE"));
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), needs_rope ? TKV_ERR_CONFIG : TKV_OK);
+        if (needs_rope) CHECK(strstr(reason, "rope.dim") && strstr(reason, "TKV_KVQUANT_POST_ROPE"));
         cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
         cfg.format.kvquant = 0;
         cfg.model.rope.dim = 64;
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
         cfg.model.rope.dim = 0;
-        cfg.tiers.warm.k = cfg.tiers.archive.k = TKV_KIVI4; /* values alone need none */
+        cfg.tiers.warm.k = cfg.tiers.archive.k = TKV_KIVI4; /* values need no RoPE */
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
         cfg.tiers.archive = pair_of(TKV_KVQUANT2, TKV_KVQUANT2);
-        cfg.tiers.warm_tokens = TKV_UNLIMITED; /* no block ever comes there */
+        cfg.tiers.warm_tokens = TKV_UNLIMITED; /* no block enters the archive */
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
     }
 }
 
-/* Bytes of the cache and of the saved table, read here, are what tkv_read says. */
-TEST(blocks_and_tables_as_drawn) {
+/* A block's bytes in the store and the saved table, read by the second reader, give the values of tkv_read. */
+TEST(offloaded_blocks_and_saved_tables) {
     int f, flags, h, t, c, i, b;
     for (f = 0; f < 3; f++)
         for (flags = 0; flags < 16; flags += tkv_test_quick() ? 5 : 1) {
             int dim = flags % 3 ? 48 : 104, v_dim = flags % 2 ? 80 : 128, bits = 2 + f, wrong = 0;
-            stream *s = stream_of(formats[f], formats[(f + flags) % 3], dim, v_dim, 5, 21);
+            model_sequence *s =
+                make_sequence(kvquant_formats[f], kvquant_formats[(f + flags) % 3], dim, v_dim, 5, 21);
             int v_bits = 2 + (f + flags) % 3, n, block = 3;
-            const uint8_t *at, *table;
+            const uint8_t *at, *saved_table;
             size_t size = 0;
             double radius[128], middle[128], worst = 0, largest = 0;
             tkv_layer_info info;
@@ -499,29 +505,29 @@ TEST(blocks_and_tables_as_drawn) {
             test_store d;
             int offloaded = 0;
             s->cfg.format.kvquant = flags;
-            s->cfg.model.rope.interleaved =
-                f % 2; /* the keys turned otherwise: nothing is promised but the bytes */
+            /* with interleaved RoPE the keys were not made for it, so only the bytes are checked */
+            s->cfg.model.rope.interleaved = f % 2;
             test_store_for(&d, &s->cfg);
             REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
-            CHECK_EQ(feed(kv, s, 0, 900, 33), TKV_OK);
+            CHECK_EQ(append_tokens(kv, s, 0, 900, 33), TKV_OK);
             CHECK_EQ(tkv_save_calibration(kv, NULL, 0, &size), TKV_OK);
             CHECK_EQ(size, 24 + 4 + 8 + 8 + 224 + HEADS * dim * 6);
             CHECK_EQ(tkv_save_calibration(kv, other, sizeof other, &size), TKV_OK);
             CHECK_EQ(other[24], 2);
-            table = other + 24 + 4 + 8;
+            saved_table = other + 24 + 4 + 8;
             CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
             n = info.tokens[TKV_TIER_ARCHIVE];
             CHECK(n >= 64 * 10);
             CHECK_EQ(tkv_offload(kv, 0, 0, 1 + block, &offloaded), TKV_OK);
-            REQUIRE(offloaded == 1 + block); /* the store has the bytes of the block, a part for each head */
+            REQUIRE(offloaded == 1 + block); /* the store has the bytes of the block, in one part per head */
             CHECK_EQ(tkv_read(kv, 0, 0, 4 + 64 * block, 64, read_k, read_v), TKV_OK);
             for (h = 0; h < HEADS; h++) {
-                reader k = reader_of(formats[f], 0, dim, flags, NULL), v;
-                v = reader_of(formats[(f + flags) % 3], 1, v_dim, flags, NULL);
+                block_reader k = make_reader(kvquant_formats[f], 0, dim, flags, NULL), v;
+                v = make_reader(kvquant_formats[(f + flags) % 3], 1, v_dim, flags, NULL);
                 k.src = d.key[d.last_key].bytes + d.key[d.last_key].at[h];
                 v.src = k.src + align64((size_t)(BLOCK * ((dim * bits + 7) / 8))) +
-                        align64((size_t)(4 + 3 * BLOCK * k.slots));
-                at = table;
+                        align64((size_t)(4 + 3 * BLOCK * k.n_slots));
+                at = saved_table;
                 for (i = 0; i < 2; i++)
                     for (b = 2; b <= 4; b++, at += 4 << (b - 1))
                         for (c = 0; c < 1 << b; c++) {
@@ -529,7 +535,7 @@ TEST(blocks_and_tables_as_drawn) {
                             if (i == 0 && b == bits) k.level[c] = x;
                             if (i == 1 && b == v_bits) v.level[c] = x;
                         }
-                CHECK(at == table + 224);
+                CHECK(at == saved_table + 224);
                 at += h * dim * 6;
                 for (c = 0; c < dim; c++) {
                     radius[c] = float16_at(at + 2 * c);
@@ -540,9 +546,8 @@ TEST(blocks_and_tables_as_drawn) {
                     float key[128];
                     double y[128];
                     for (c = 0; c < v_dim; c++)
-                        wrong +=
-                            fabs(reader_value(&v, t, c) - (double)read_v[(t * HEADS + h) * v_dim + c]) > 0;
-                    for (c = 0; c < dim; c++) key[c] = (float)reader_value(&k, t, c);
+                        wrong += fabs(read_value(&v, t, c) - (double)read_v[(t * HEADS + h) * v_dim + c]) > 0;
+                    for (c = 0; c < dim; c++) key[c] = (float)read_value(&k, t, c);
                     for (c = 0; c < dim; c++) y[c] = (double)key[c];
                     if (!(flags & TKV_KVQUANT_POST_ROPE))
                         naive_rope(&s->cfg.model.rope, 4 + 64 * block + t, 1, key, y, dim);
@@ -561,8 +566,8 @@ TEST(blocks_and_tables_as_drawn) {
         }
 }
 
-/* The saved table of the only layer: levels of a side, radius and middle of the ranges of a head's channels. */
-static void saved_levels(const tkv_cache *kv, int side, int bits, float *level) {
+/* Reads the saved table of the only layer: the levels of a side. */
+static void get_saved_levels(const tkv_cache *kv, int side, int bits, float *level) {
     const uint8_t *at = other + 24 + 4 + 8 + (side ? 112 : 0);
     size_t size;
     int b, c;
@@ -571,7 +576,8 @@ static void saved_levels(const tkv_cache *kv, int side, int bits, float *level) 
     for (c = 0; c < 1 << bits; c++) level[c] = (float)float16_at(at + 2 * c);
 }
 
-static void saved_range(const tkv_cache *kv, int head, int dim, float *range) {
+/* Reads the radius and then the middle of the ranges of a head's channels. */
+static void get_saved_range(const tkv_cache *kv, int head, int dim, float *range) {
     const uint8_t *at = other + 24 + 4 + 8 + 224 + head * dim * 6;
     size_t size;
     int c;
@@ -582,14 +588,14 @@ static void saved_range(const tkv_cache *kv, int head, int dim, float *range) {
     }
 }
 
-/* Ranges are percentiles of the keys before RoPE, of what samples a caller gives. */
+/* Ranges are percentiles of the samples' keys before RoPE. */
 TEST(ranges_are_percentiles) {
     static const int counts[] = {1, 2, 150, 199, 200, 700, 2048};
     int i, flags, t, c, h, k;
     for (i = 0; i < COUNT(counts); i++)
         for (flags = 0; flags < 16; flags += 8) {
-            int n = counts[i], out_of = flags ? 0 : n / 200;
-            stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 128, 16, 6, 22);
+            int n = counts[i], n_excluded = flags ? 0 : n / 200;
+            model_sequence *s = make_sequence(TKV_KVQUANT3, TKV_KVQUANT3, 128, 16, 6, 22);
             tkv_samples samples;
             tkv_cache *kv = NULL;
             s->cfg.format.kvquant = flags;
@@ -604,12 +610,12 @@ TEST(ranges_are_percentiles) {
                 float range[2 * 128];
                 static double keys[TOKENS][128];
                 double worst = 0;
-                saved_range(kv, h, 128, range);
+                get_saved_range(kv, h, 128, range);
                 for (t = 0; t < n; t++)
                     naive_rope(&s->cfg.model.rope, t, -1, s->k + (t * HEADS + h) * 128, keys[t], 128);
                 for (c = 0; c < 128; c++) {
                     double low = -1e9, high = 1e9, e;
-                    for (k = 0; k <= out_of; k++) { /* the next one inwards */
+                    for (k = 0; k <= n_excluded; k++) { /* the next value inwards */
                         double lo = 1e9, hi = -1e9;
                         for (t = 0; t < n; t++) {
                             if (keys[t][c] > low && keys[t][c] < lo) lo = keys[t][c];
@@ -628,10 +634,10 @@ TEST(ranges_are_percentiles) {
         }
 }
 
-/* Levels come where weights are; r^2 is part of them. */
+/* Levels move to the values with large weights. The squared range of a channel is part of its weights. */
 TEST(weights_move_levels) {
     static float weight[TOKENS * HEADS * 64];
-    stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 23);
+    model_sequence *s = make_sequence(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 23);
     tkv_samples samples;
     tkv_cache *kv = NULL;
     float level[4], before[4];
@@ -644,41 +650,41 @@ TEST(weights_move_levels) {
     samples.k = s->k;
     samples.v = s->v;
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    saved_levels(kv, TKV_V, 2, before);
+    get_saved_levels(kv, TKV_V, 2, before);
     CHECK_NEAR(before[0] + before[3], 0, 0.05);
     for (i = 0; i < COUNT(weight); i++)
-        weight[i] = s->v[i] > 0.3f ? 1e-12f : 1e-15f; /* no matter how small */
+        weight[i] = s->v[i] > 0.3f ? 1e-12f : 1e-15f; /* only ratios of weights matter */
     samples.v_weight = weight;
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    saved_levels(kv, TKV_V, 2, level);
+    get_saved_levels(kv, TKV_V, 2, level);
     for (i = 0, c = 0; i < 4; i++) c += level[i] > 0.1f;
     CHECK(c == 4 || (c == 3 && level[0] < 0.2f));
     /* the same weights for all change nothing */
     for (i = 0; i < COUNT(weight); i++) weight[i] = 1024.0f;
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    saved_levels(kv, TKV_V, 2, level);
+    get_saved_levels(kv, TKV_V, 2, level);
     CHECK_MEM(before, level, sizeof before);
     /* all zero: the standard levels */
     memset(weight, 0, sizeof weight);
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    saved_levels(kv, TKV_V, 2, level);
+    get_saved_levels(kv, TKV_V, 2, level);
     CHECK_NEAR(level[3], 1340 / 2048.0, 0);
-    /* a channel of wide values counts by its square: by hand, its levels alone */
+    /* a channel with a wide range counts by its square: it alone gives the levels */
     for (i = 0; i < TOKENS * HEADS; i++)
         for (c = 0; c < 64; c++)
             s->k[i * 64 + c] = (float)(c == 9 ? i / 2 % 4 * 100 - 150 : (i % 7 - 3) * 0.01);
     samples.v_weight = NULL;
     CHECK_EQ(tkv_fit_calibration(kv, &samples), TKV_OK);
-    saved_levels(kv, TKV_K, 2, level);
+    get_saved_levels(kv, TKV_K, 2, level);
     for (i = 0; i < 4; i++) CHECK_NEAR(level[i], -1 + i * 2 / 3.0, 2e-3);
     for (i = 0; i < 4; i++) sums[i / 2] += (double)level[i];
     CHECK_NEAR(sums[0], -sums[1], 1e-2);
     tkv_destroy(kv);
 }
 
-TEST(fit_refuses) {
+TEST(fit_refuses_bad_samples) {
     static float weight[TOKENS * HEADS * 16];
-    stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 16, 16, 0, 24);
+    model_sequence *s = make_sequence(TKV_KVQUANT2, TKV_KVQUANT2, 16, 16, 0, 24);
     tkv_layer_config layers[4];
     tkv_samples good, x;
     tkv_cache *kv = NULL;
@@ -727,9 +733,9 @@ TEST(fit_refuses) {
     tkv_destroy(kv);
 }
 
-/* Sequences restart their positions: two of 512 are as two samples of their own. */
-TEST(fit_knows_sequences) {
-    stream *s = stream_of(TKV_KVQUANT4, TKV_KVQUANT4, 32, 32, 0, 25);
+/* Each sequence of samples starts at position 0: a sequence of 512 tokens twice has the ranges of one. */
+TEST(fit_restarts_positions) {
+    model_sequence *s = make_sequence(TKV_KVQUANT4, TKV_KVQUANT4, 32, 32, 0, 25);
     tkv_cache *kv = NULL;
     tkv_samples x;
     float range[2][64];
@@ -739,34 +745,34 @@ TEST(fit_knows_sequences) {
     x.k = s->k;
     x.v = s->v;
     CHECK_EQ(tkv_fit_calibration(kv, &x), TKV_OK);
-    saved_range(kv, 1, 32, range[0]);
+    get_saved_range(kv, 1, 32, range[0]);
     memcpy(s->k + 512 * HEADS * 32, s->k, 512 * HEADS * 32 * sizeof *s->k);
     x.n = 1024;
-    x.length = 512; /* n / 200 is 5 of 1024: with doubles, the third of 512 */
+    x.length = 512; /* the sixth largest of 512 pairs is the third largest of 512 values */
     CHECK_EQ(tkv_fit_calibration(kv, &x), TKV_OK);
-    saved_range(kv, 1, 32, range[1]);
+    get_saved_range(kv, 1, 32, range[1]);
     CHECK_MEM(range[0], range[1], sizeof range[0]);
     tkv_destroy(kv);
 }
 
-/* >>the life of tables */
+/* >>tables: learning, saving, versions */
 TEST(blocks_wait_for_a_table) {
     int warm, chunk;
     for (warm = 0; warm < 2; warm++)
         for (chunk = 1; chunk <= 128; chunk *= 4) {
-            stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 32, 32, 0, 26);
+            model_sequence *s = make_sequence(TKV_KVQUANT3, TKV_KVQUANT3, 32, 32, 0, 26);
             tkv_layer_info info;
             tkv_cache *kv = NULL;
             if (warm) s->cfg.tiers.warm = s->cfg.tiers.archive, s->cfg.tiers.warm_tokens = 128;
             REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
-            CHECK_EQ(feed(kv, s, 0, 480, chunk), TKV_OK);
+            CHECK_EQ(append_tokens(kv, s, 0, 480, chunk), TKV_OK);
             CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
             CHECK_EQ(info.tokens[TKV_TIER_HOT], 480);
             CHECK_EQ(calibrated_layers(kv), 0);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, 480, read_k, read_v), TKV_OK);
             CHECK_MEM(read_k, s->k, 480 * HEADS * 32 * sizeof *read_k); /* exact */
             check_cache(kv);
-            CHECK_EQ(feed(kv, s, 0, 200, chunk), TKV_OK);
+            CHECK_EQ(append_tokens(kv, s, 0, 200, chunk), TKV_OK);
             CHECK_EQ(calibrated_layers(kv), 1);
             CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
             CHECK(info.tokens[TKV_TIER_HOT] < 4 + 64 + 64 + 128);
@@ -776,33 +782,33 @@ TEST(blocks_wait_for_a_table) {
 }
 
 TEST(short_sequences) {
-    stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 27);
+    model_sequence *s = make_sequence(TKV_KVQUANT2, TKV_KVQUANT2, 64, 64, 0, 27);
     tkv_layer_info info;
     tkv_cache *kv = NULL;
     s->cfg.limits.max_seqs = 20;
     REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
-    CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE); /* nothing to learn from */
-    CHECK_EQ(feed(kv, s, 0, 5, 5), TKV_OK);
-    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* one token and the sinks */
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE); /* no tokens to learn from */
+    CHECK_EQ(append_tokens(kv, s, 0, 5, 5), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* four sinks and one token are enough */
     CHECK_EQ(calibrated_layers(kv), 1);
-    CHECK_EQ(feed(kv, s, 0, 300, 64), TKV_OK);
+    CHECK_EQ(append_tokens(kv, s, 0, 300, 64), TKV_OK);
     CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK_EQ(info.tokens[TKV_TIER_ARCHIVE], 301);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 305, read_k, read_v), TKV_OK);
     check_cache(kv);
     tkv_destroy(kv);
-    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK); /* many of 100 tokens: after five there is a table */
+    REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK); /* sequences of 100 tokens */
     {
         int seq;
         for (seq = 0; seq < 20; seq++) {
             s->at = seq * 100;
-            CHECK_EQ(feed(kv, s, seq, 100, 7), TKV_OK);
-            CHECK_EQ(calibrated_layers(kv), seq >= 5);
+            CHECK_EQ(append_tokens(kv, s, seq, 100, 7), TKV_OK);
+            CHECK_EQ(calibrated_layers(kv), seq >= 5); /* after 600 tokens */
         }
         for (seq = 0; seq < 20; seq++) {
             s->at = seq * 100;
-            CHECK_EQ(feed(kv, s, seq, 48, 48), TKV_OK);
+            CHECK_EQ(append_tokens(kv, s, seq, 48, 48), TKV_OK);
             CHECK_EQ(tkv_get_layer(kv, seq, 0, &info), TKV_OK);
             check_cache(kv);
             CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_FULL), TKV_OK);
@@ -815,7 +821,7 @@ TEST(short_sequences) {
 }
 
 TEST(saved_tables) {
-    stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT2, 64, 48, 3, 28);
+    model_sequence *s = make_sequence(TKV_KVQUANT3, TKV_KVQUANT2, 64, 48, 3, 28);
     static uint8_t saved[8192], again[8192];
     tkv_cache *a = NULL, *b = NULL;
     tkv_layer_info info;
@@ -823,7 +829,7 @@ TEST(saved_tables) {
     tkv_config cfg;
     int wrong = 0, k;
     REQUIRE(tkv_create(&s->cfg, &a) == TKV_OK);
-    CHECK_EQ(feed(a, s, 0, 700, 50), TKV_OK);
+    CHECK_EQ(append_tokens(a, s, 0, 700, 50), TKV_OK);
     CHECK_EQ(tkv_save_calibration(a, saved, sizeof saved, &size), TKV_OK);
     CHECK_EQ(tkv_save_calibration(a, again, size - 1, &size2), TKV_ERR_CAPACITY);
     REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
@@ -832,12 +838,12 @@ TEST(saved_tables) {
     CHECK_EQ(size, size2);
     CHECK_MEM(saved, again, size);
     s->at = 0;
-    CHECK_EQ(feed(b, s, 0, 700, 50), TKV_OK); /* compresses from the first block on, to the same bytes */
+    CHECK_EQ(append_tokens(b, s, 0, 700, 50), TKV_OK); /* compresses at once */
     CHECK_EQ(tkv_read(a, 0, 0, 0, 700, read_k, read_v), TKV_OK);
     CHECK_EQ(tkv_read(b, 0, 0, 0, 700, read_k + TOKENS * HEADS * 32, NULL), TKV_OK);
     CHECK_MEM(read_k, read_k + TOKENS * HEADS * 32, 700 * HEADS * 64 * sizeof *read_k);
     tkv_destroy(b);
-    /* other widths and Q-Norm find what they need */
+    /* the table serves other widths and Q-Norm */
     cfg = s->cfg;
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KVQUANT4;
     cfg.format.kvquant = TKV_KVQUANT_NORM;
@@ -845,11 +851,11 @@ TEST(saved_tables) {
     CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
     CHECK_EQ(calibrated_layers(b), 1);
     s->at = 0;
-    CHECK_EQ(feed(b, s, 0, 300, 50), TKV_OK);
+    CHECK_EQ(append_tokens(b, s, 0, 300, 50), TKV_OK);
     CHECK_EQ(tkv_get_layer(b, 0, 0, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_ARCHIVE] >= 128);
     tkv_destroy(b);
-    /* another rotation or mode does not; nor does another model */
+    /* it does not serve another RoPE, mode or model */
     for (k = 0; k < 7; k++) {
         cfg = s->cfg;
         if (k == 0) cfg.model.rope.base = 20000;
@@ -864,7 +870,7 @@ TEST(saved_tables) {
         CHECK_EQ(calibrated_layers(b), 0);
         tkv_destroy(b);
     }
-    /* a plan without such formats takes nothing from it, and minds nothing */
+    /* a cache without these formats ignores it */
     cfg = s->cfg;
     cfg.tiers.archive.k = TKV_A30;
     cfg.tiers.archive.v = TKV_R30;
@@ -874,7 +880,7 @@ TEST(saved_tables) {
     CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
     CHECK_EQ(calibrated_layers(b), 0);
     tkv_destroy(b);
-    /* damage: every byte counts; with a right checksum, nothing that makes no sense gets in */
+    /* a damaged or truncated table is refused, and so are invalid values with a right checksum */
     REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
     for (i = 0; i < size; i++) {
         saved[i] ^= 0x10;
@@ -910,25 +916,25 @@ TEST(saved_tables) {
     tkv_destroy(a);
 }
 
-/* A and KVQUANT in one cache, and in one layer: both things are learned, saved and loaded. */
-TEST(next_to_other_tables) {
-    stream *s = stream_of(TKV_KVQUANT3, TKV_R20, 64, 64, 0, 29);
+/* KVQUANT with A or R in one cache, and in one layer: all their tables are learned, saved and loaded. */
+TEST(tables_of_several_formats) {
+    model_sequence *s = make_sequence(TKV_KVQUANT3, TKV_R20, 64, 64, 0, 29);
     static uint8_t saved[16384];
     tkv_layer_config layers[3];
     tkv_cache *a = NULL, *b = NULL;
     size_t size = 0;
     int l, k;
     memset(layers, 0, sizeof layers);
-    layers[1].archive.v = TKV_KVQUANT2; /* K and V without sharing */
+    layers[1].archive.v = TKV_KVQUANT2; /* KVQUANT for K and V */
     layers[1].warm.v = TKV_KVQUANT2;
-    layers[2].archive.k = layers[2].warm.k = TKV_A30; /* sharing alone */
+    layers[2].archive.k = layers[2].warm.k = TKV_A30; /* A and R only */
     s->cfg.model.n_layers = 3;
     s->cfg.layers = layers;
     REQUIRE(tkv_create(&s->cfg, &a) == TKV_OK);
     for (k = 0; k < 900; k += 50)
         for (l = 0; l < 3; l++) {
             CHECK_EQ(tkv_append(a, 0, l, s->k + k * HEADS * 64, s->v + k * HEADS * 64, 50), TKV_OK);
-            CHECK_EQ(tkv_attend(a, 0, l, s->k + k * HEADS * 64, 10, answer), TKV_OK);
+            CHECK_EQ(tkv_attend(a, 0, l, s->k + k * HEADS * 64, 10, out_attend), TKV_OK);
         }
     check_cache(a);
     CHECK_EQ(calibrated_layers(a), 3);
@@ -948,7 +954,7 @@ TEST(next_to_other_tables) {
     }
     check_cache(b);
     tkv_destroy(b);
-    /* where a layer needs both and finds one, it goes on learning */
+    /* a layer that needs two tables and loads one goes on learning */
     layers[1].archive.v = TKV_R20;
     REQUIRE(tkv_create(&s->cfg, &b) == TKV_OK);
     CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_OK);
@@ -959,9 +965,9 @@ TEST(next_to_other_tables) {
 
 static void count_tables(void *user, const tkv_event *e) { *(int *)user += e->kind == TKV_EVENT_TABLE; }
 
-/* Learning anew: two versions of a table live side by side. */
-TEST(versions) {
-    stream *s = stream_of(TKV_KVQUANT2, TKV_KVQUANT2, 32, 32, 0, 30);
+/* tkv_refresh_calibration: two versions of a table exist side by side. */
+TEST(table_versions) {
+    model_sequence *s = make_sequence(TKV_KVQUANT2, TKV_KVQUANT2, 32, 32, 0, 30);
     static float before[500 * HEADS * 32];
     tkv_cache *kv = NULL;
     int i, tables = 0;
@@ -969,31 +975,31 @@ TEST(versions) {
     s->cfg.host.on_event = count_tables;
     s->cfg.host.event_user = &tables;
     REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
-    CHECK_EQ(feed(kv, s, 0, 800, 64), TKV_OK);
+    CHECK_EQ(append_tokens(kv, s, 0, 800, 64), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 500, before, NULL), TKV_OK);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     for (i = 0; i < TOKENS * HEADS * 32; i++) s->k[i] *= 3;
     for (i = 0; i < 3; i++) {
         CHECK_EQ(tables, 1);
         s->at = 0;
-        CHECK_EQ(feed(kv, s, 0, 720, 64), TKV_OK);
+        CHECK_EQ(append_tokens(kv, s, 0, 720, 64), TKV_OK);
     }
     CHECK_EQ(tables, 2);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 500, read_k, NULL), TKV_OK);
     CHECK_MEM(before, read_k, sizeof before);
     check_cache(kv);
-    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the old one is free again */
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the old version is freed */
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     for (i = 0; i < 3; i++) {
         s->at = 0;
-        CHECK_EQ(feed(kv, s, 1, 720, 64), TKV_OK);
+        CHECK_EQ(append_tokens(kv, s, 1, 720, 64), TKV_OK);
     }
     CHECK_EQ(tables, 3);
     check_cache(kv);
     tkv_destroy(kv);
 }
 
-/* Attention through the kernel that decodes, against the slow definition, on every instruction set. */
+/* Attention that decodes these formats, compared with tkv_attend_reference, on every instruction set. */
 TEST(attention) {
     static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512, TKV_ISA_NEON, TKV_ISA_WASM};
     static const int dims[][2] = {{2, 1}, {6, 3}, {16, 16}, {64, 64}, {80, 33}, {127, 128}};
@@ -1001,7 +1007,8 @@ TEST(attention) {
     for (d = 0; d < COUNT(dims); d++)
         for (i = 0; i < COUNT(isas); i++)
             for (f = 0; f < 3; f++) {
-                stream *s = stream_of(formats[f], formats[(f + d) % 3], dims[d][0], dims[d][1], 4, 31);
+                model_sequence *s = make_sequence(kvquant_formats[f], kvquant_formats[(f + d) % 3],
+                                                  dims[d][0], dims[d][1], 4, 31);
                 int rows = 2 * 2 * HEADS * dims[d][1];
                 tkv_attend_params p;
                 tkv_cache *kv = NULL;
@@ -1010,52 +1017,53 @@ TEST(attention) {
                 s->cfg.host.isa = isas[i];
                 s->cfg.format.kvquant = d % 2 ? TKV_KVQUANT_NORM : 0;
                 s->cfg.model.rope.interleaved = f % 2;
-                if (d >= 3 && (d + f) % 2) s->cfg.model.rope.dim = 32; /* the other channels do not turn */
+                if (d >= 3 && (d + f) % 2)
+                    s->cfg.model.rope.dim = 32; /* the other channels are not rotated */
                 REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
-                CHECK_EQ(feed(kv, s, 0, 700 + 13 * d, 50), TKV_OK);
+                CHECK_EQ(append_tokens(kv, s, 0, 700 + 13 * d, 50), TKV_OK);
                 tkv_rng_fill(&s->rng, q, (size_t)(2 * 2 * HEADS * dims[d][0]), 1);
                 memset(&p, 0, sizeof p);
                 p.n = 2;
                 p.q = q;
-                p.out = answer;
+                p.out = out_attend;
                 CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
-                p.out = slow;
+                p.out = out_reference;
                 CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
-                error = sqrt(squared_error(answer, slow, rows) / squares(slow, rows));
-                CHECK_MSG(error <= 2e-5, "%s, head_dim %d and %d, %s: %g", name_of(formats[f]), dims[d][0],
-                          dims[d][1], tkv_get_name(TKV_NAME_ISA, (int)isas[i]), error);
+                error = sqrt(squared_error(out_attend, out_reference, rows) / squares(out_reference, rows));
+                CHECK_MSG(error <= 2e-5, "%s, head_dim %d and %d, %s: %g", format_name(kvquant_formats[f]),
+                          dims[d][0], dims[d][1], tkv_get_name(TKV_NAME_ISA, (int)isas[i]), error);
                 check_cache(kv);
                 tkv_destroy(kv);
             }
 }
 
-/* Sizes by hand, as the allocator saw them and as estimated; and in the caller's memory. */
-TEST(memory) {
+/* Bytes by hand, as reported and as estimated. Also a cache in the caller's memory. */
+TEST(bytes_of_a_cache) {
     static const double bits[3][2] = {{2.375, 2.625}, {3.375, 3.625}, {4.375, 4.625}};
     int f, side, i;
     for (f = 0; f < 3; f++) {
-        stream *s = stream_of(formats[f], formats[f], 128, 128, 0, 32);
-        tkv_memory_info m, guess;
+        model_sequence *s = make_sequence(kvquant_formats[f], kvquant_formats[f], 128, 128, 0, 32);
+        tkv_memory_info m, estimate;
         tkv_cache *kv = NULL;
         size_t size = 0, coded, want_bytes = 0;
         void *mem;
         for (side = 0; side < 2; side++) {
-            tkv_codec c = codec(formats[f], side, 128);
-            CHECK_NEAR(format_bits(&c), bits[f][side] + (side ? 0 : 0.5), 0.07); /* K: with its own ranges */
+            tkv_codec c = make_codec(kvquant_formats[f], side, 128);
+            CHECK_NEAR(format_bits(&c), bits[f][side] + (side ? 0 : 0.5), 0.07); /* K has its ranges */
             c.options.kvquant = TKV_KVQUANT_DENSE;
             CHECK_NEAR(format_bits(&c), bits[f][side] + (side ? 0 : 0.5) - 0.375, 0.07);
             want_bytes += (size_t)(BLOCK * 128 / 8 * (2 + f)) + align64(side ? 640u : 388u);
         }
         REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
-        CHECK_EQ(feed(kv, s, 0, 1500, 1), TKV_OK);
+        CHECK_EQ(append_tokens(kv, s, 0, 1500, 1), TKV_OK);
         CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
-        CHECK_EQ(tkv_estimate_memory(&s->cfg, 1500, 1, &guess), TKV_OK);
+        CHECK_EQ(tkv_estimate_memory(&s->cfg, 1500, 1, &estimate), TKV_OK);
         coded = m.tier[TKV_TIER_ARCHIVE].codes + m.tier[TKV_TIER_ARCHIVE].metadata;
         CHECK(m.tier[TKV_TIER_ARCHIVE].tokens >= 1300);
         CHECK_LE(coded, m.tier[TKV_TIER_ARCHIVE].tokens / BLOCK * HEADS * want_bytes);
         CHECK_LE(m.tier[TKV_TIER_ARCHIVE].tokens / BLOCK * HEADS * (want_bytes - 64), coded);
-        CHECK_EQ(m.total, guess.total);
-        CHECK_EQ(m.tables, guess.tables);
+        CHECK_EQ(m.total, estimate.total);
+        CHECK_EQ(m.tables, estimate.tables);
         CHECK(m.tables >= 2 * (2 * HEADS * 128 * sizeof(float) + 6 * 2 * 16 * sizeof(float)));
         tkv_destroy(kv);
         s->cfg.limits.max_tokens = 1600;
@@ -1067,8 +1075,8 @@ TEST(memory) {
         REQUIRE(tkv_create_in_place(&s->cfg, mem, size, &kv) == TKV_OK);
         s->at = 0;
         for (i = 0; i < 1600; i += 40) {
-            CHECK_EQ(feed(kv, s, 0, 40, 40), TKV_OK);
-            CHECK_EQ(tkv_attend(kv, 0, 0, s->k, 4, answer), TKV_OK);
+            CHECK_EQ(append_tokens(kv, s, 0, 40, 40), TKV_OK);
+            CHECK_EQ(tkv_attend(kv, 0, 0, s->k, 4, out_attend), TKV_OK);
         }
         check_cache(kv);
         tkv_destroy(kv);
@@ -1076,9 +1084,9 @@ TEST(memory) {
     }
 }
 
-/* The first tokens are exact, windows and cuts work as for other formats. */
-TEST(plans) {
-    stream *s = stream_of(TKV_KVQUANT3, TKV_KVQUANT3, 64, 64, 0, 33);
+/* Sinks are exact; windows and truncation work as for other formats. */
+TEST(presets_windows_and_truncation) {
+    model_sequence *s = make_sequence(TKV_KVQUANT3, TKV_KVQUANT3, 64, 64, 0, 33);
     tkv_config cfg = s->cfg;
     tkv_cache *kv = NULL;
     tkv_layer_info info;
@@ -1087,7 +1095,7 @@ TEST(plans) {
     REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
     CHECK_EQ(pair_now(kv, 0, TKV_TIER_WARM, &pair), TKV_OK);
     CHECK(pair.k == TKV_KIVI4 && pair.v == TKV_KIVI4);
-    CHECK_EQ(feed(kv, s, 0, 1500, 100), TKV_OK);
+    CHECK_EQ(append_tokens(kv, s, 0, 1500, 100), TKV_OK);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] >= 448 - 64 && info.tokens[TKV_TIER_ARCHIVE] >= 800);
     CHECK_EQ(tkv_seq_truncate(kv, 0, 1450), TKV_OK);
@@ -1097,10 +1105,10 @@ TEST(plans) {
     s->cfg.tiers.sink_tokens = 8;
     REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
     s->at = 0;
-    CHECK_EQ(feed(kv, s, 0, 600, 100), TKV_OK);
+    CHECK_EQ(append_tokens(kv, s, 0, 600, 100), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 8, read_k, read_v), TKV_OK);
     CHECK_MEM(read_k, s->k, 8 * HEADS * 64 * sizeof *read_k);
-    CHECK_EQ(feed(kv, s, 0, 1400, 100), TKV_OK);
+    CHECK_EQ(append_tokens(kv, s, 0, 1400, 100), TKV_OK);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.expired > 1000);
     check_cache(kv);
@@ -1109,26 +1117,26 @@ TEST(plans) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(bytes_as_drawn);
+    RUN(bytes_follow_the_layout);
     RUN(outliers_are_kept);
-    RUN(extremes);
+    RUN(extreme_values);
     RUN(any_bytes_decode);
-    RUN(keys_are_turned_back);
+    RUN(keys_are_rotated_back);
     RUN(golden);
-    RUN(what_each_part_is_good_for);
-    RUN(rope_is_asked_for);
-    RUN(blocks_and_tables_as_drawn);
+    RUN(each_part_lowers_errors);
+    RUN(keys_need_rope_or_post_rope);
+    RUN(offloaded_blocks_and_saved_tables);
     RUN(ranges_are_percentiles);
     RUN(weights_move_levels);
-    RUN(fit_refuses);
-    RUN(fit_knows_sequences);
+    RUN(fit_refuses_bad_samples);
+    RUN(fit_restarts_positions);
     RUN(blocks_wait_for_a_table);
     RUN(short_sequences);
     RUN(saved_tables);
-    RUN(next_to_other_tables);
-    RUN(versions);
+    RUN(tables_of_several_formats);
+    RUN(table_versions);
     RUN(attention);
-    RUN(memory);
-    RUN(plans);
+    RUN(bytes_of_a_cache);
+    RUN(presets_windows_and_truncation);
     return tkv_test_end();
 }
