@@ -8,6 +8,7 @@ repeated here. Needs numpy.
 
 A block is an array [token][channel] of float32, 1..64 tokens, 1..256 channels.
 """
+import functools
 import hashlib
 import sys
 
@@ -88,6 +89,7 @@ class Tiles:
         self.halves = int(wide.sum())
         self.bytes = self.halves + round_up(int(odd.sum()), 2) // 2 * 64
 
+    @functools.lru_cache(maxsize=None)
     def place(self, bit):
         """Byte offset, bit number in it and whether it exists, of one bit of the codes."""
         token, lane = np.indices((TOKENS, self.lanes))
@@ -162,17 +164,16 @@ class Side:
         self.bytes = round_up(self.code_bytes, 64) + round_up(self.meta_bytes, 64)
 
 
-def code_group(x, bits):
-    """Codes, scale bits and zero bits of one group of float32 values."""
+def code_groups(x, bits):
+    """Codes, scale bits and zero bits of groups of float32 values, a row each."""
     top = np.float32(2**bits - 1)
     x = np.clip(x, np.float32(-F16_MAX), np.float32(F16_MAX))
-    low, high = x[np.argmin(x)], x[np.argmax(x)]  # of equal ones, such as 0 and -0, the first
+    rows = np.arange(len(x))
+    low, high = x[rows, np.argmin(x, axis=1)], x[rows, np.argmax(x, axis=1)]  # 0 or -0: the first
     scale_bits, zero_bits = to_f16((high - low) / top), to_f16(low + np.float32(0))
-    scale, zero = np.float32(from_f16(scale_bits)), np.float32(from_f16(zero_bits))
-    if scale == 0:
-        return np.zeros(x.shape, np.uint8), scale_bits, zero_bits
-    codes = np.rint(np.clip((x - zero) / scale, np.float32(0), top))
-    return codes.astype(np.uint8), scale_bits, zero_bits
+    scale, zero = (from_f16(b).astype(np.float32)[:, None] for b in (scale_bits, zero_bits))
+    codes = np.rint(np.clip((x - zero) / np.where(scale == 0, np.float32(1), scale), np.float32(0), top))
+    return np.where(scale == 0, 0, codes).astype(np.uint8), scale_bits, zero_bits
 
 
 def encode(side, x):
@@ -194,14 +195,12 @@ def encode(side, x):
     zero = np.zeros(side.meta_shape, np.uint16)
     for g in range(side.groups):
         first, end = g * side.group, (g + 1) * side.group
-        if side.which == K:
-            for c in range(side.dim if first < n else 0):
-                group = code_group(x[first:end, c], side.bits)
-                codes[first : min(end, n), c], scale[g, c], zero[g, c] = group
-        else:
-            for t in range(n):
-                group = code_group(x[t, first:end], side.bits)
-                codes[t, first : min(end, side.dim)], scale[g, t], zero[g, t] = group
+        if side.which == K and first < n:
+            group, scale[g, : side.dim], zero[g, : side.dim] = code_groups(x[first:end].T, side.bits)
+            codes[first : min(end, n), : side.dim] = group.T
+        elif side.which == V:
+            group, scale[g, :n], zero[g, :n] = code_groups(x[:, first:end], side.bits)
+            codes[:n, first : min(end, side.dim)] = group
     side.tiles.pack(codes, out)
     meta = np.concatenate([scale.ravel(), zero.ravel()]).astype("<u2").tobytes()
     out[side.code_bytes : side.code_bytes + side.meta_bytes] = np.frombuffer(meta, np.uint8)
@@ -328,26 +327,23 @@ def a_column(x, width, top):
 
     most = 2**width - 1
 
-    def variance(v):
-        return F(n * int((v * v).sum()) - int(v.sum()) ** 2)
+    def moments(v):
+        """n times the sums of squared deviations and of products with the deviations of u, over the last axis."""
+        total = v.sum(axis=-1)
+        return (n * (v * v).sum(axis=-1) - total**2).astype(F), (n * (v * u).sum(axis=-1) - total * sum_u).astype(F)
 
-    def covariance(v):
-        return F(n * int((v * u).sum()) - int(v.sum()) * sum_u)
-
-    best, codes = F(-1), None
-    for cut in A_CUTS[width]:
-        by = 131072 * most // (4096 - 2 * cut)
-        c = np.minimum(((np.maximum(u - cut, 0) * by >> 16) + 1) // 2, most)
-        cov, var = covariance(c), variance(c)
-        score = cov / var * cov if var > 0 else F(0)
-        if score > best:
-            best, codes = score, c
+    cut = np.array(A_CUTS[width])[:, None]
+    by = 131072 * most // (4096 - 2 * cut)
+    tried = np.minimum(((np.maximum(u - cut, 0) * by >> 16) + 1) // 2, most)
+    var, cov = moments(tried)
+    best = int(np.argmax(np.where(var > 0, cov / np.where(var > 0, var, 1) * cov, 0)))
+    codes, var_codes, cov = tried[best], var[best], cov[best]
 
     unit = A_UNIT[width]
     scale = F(0)
-    cov, var = covariance(codes), variance(u)
+    var = moments(u)[0]
     if cov > 0 and var > 0:
-        scale = (np.sqrt(var / variance(codes)) if width == 1 else var / cov) * step
+        scale = (np.sqrt(var / var_codes) if width == 1 else var / cov) * step
 
     def offset_of(scale, middle):
         """With it, codes whose mean is `middle` above the middle one have the column's mean."""

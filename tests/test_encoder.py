@@ -34,9 +34,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Writes per case: size and two statuses, the block, the decoded floats. With a share the block comes from the
 # best kernels here, and the first status says whether the scalar ones agree.
 PROGRAM = r"""
-#define TIEREDKV_IMPLEMENTATION
-#define TKV_STATIC
-#include "tieredkv.h"
+#include "white.h"
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -275,8 +273,9 @@ def build(directory, flags):
     source, program = os.path.join(directory, "blocks.c"), os.path.join(directory, "blocks")
     with open(source, "w") as f:
         f.write(PROGRAM)
-    command = shlex.split(os.environ.get("CC", "cc")) + ["-O1", "-I", ROOT] + flags
-    command += [source, "-o", program, "-lm"]
+    library = [] if flags else shlex.split(os.environ.get("LIBRARY", ""))  # `make test` has compiled it
+    command = shlex.split(os.environ.get("CC", "cc")) + ["-O1", "-I", os.path.join(ROOT, "tests")] + flags
+    command += [source] + (library or [os.path.join(ROOT, "examples", "tieredkv.c")]) + ["-o", program, "-lm"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(" ".join(command))
