@@ -1,8 +1,7 @@
 /*
  * test_arguments.c - calls every public function with a number out of range: a sequence, a layer, a position, a
  * count, an index, a length. Each line EACH(...) below is a row of a table. It has the function, the argument, and
- * the caches in which the expectation holds. The limit N of the argument follows, then one letter for each value
- * tried:
+ * the caches in which the expectation holds. The limit N of the argument follows, then one letter for each value:
  *
  *     value    INT_MIN  -2  -1  N  N+1  INT_MAX  1 (a layer that shares)  2 (a layer without a cache)
  *
@@ -30,25 +29,26 @@ enum {
     LENGTH = 400, /* of sequence 0 */
     SHORT = 130,  /* of sequence 1 */
     CHUNK = 64,
-    MOST = 1000, /* max_tokens */
+    MAX_TOKENS = 1000, /* max_tokens */
     LEVELS = 3,
-    ROOM = 1024, /* tokens that every array of the test has room for */
+    CAPACITY = 1024, /* tokens that every array of the test can hold */
     BLOCKS = 64,
     PLAIN = 1, /* kinds of caches */
-    SPILL = 2,
-    REMAT = 4,
+    OFFLOAD = 2,
+    DISCARD = 4,
     EVICT = 8,
     BUDGET = 16,
     EVERY = 31
 };
 
 /* >>caches */
-typedef struct outputs { /* everything that a function may write to */
-    float k[ROOM * DIM], v[ROOM * DIM], out[ROOM * HEADS * DIM], lse[ROOM * HEADS], mass[2 * ROOM], x[ROOM];
-    uint64_t mask[ROOM / 64];
-    int list[ROOM], a, b;
+typedef struct outputs { /* the output arguments of all functions */
+    float k[CAPACITY * DIM], v[CAPACITY * DIM], out[CAPACITY * HEADS * DIM], lse[CAPACITY * HEADS],
+        scores[2 * CAPACITY], x[CAPACITY];
+    uint64_t mask[CAPACITY / 64];
+    int list[CAPACITY], a, b;
     size_t bytes;
-    uint8_t code[65536], tiers[ROOM];
+    uint8_t code[65536], tiers[CAPACITY];
     tkv_layer_info layer;
     tkv_memory_info memory;
     tkv_quality_info quality;
@@ -58,7 +58,7 @@ typedef struct outputs { /* everything that a function may write to */
     tkv_pressure pressure;
     tkv_remat remat;
     tkv_threshold found[4];
-    tkv_ranked ranked[ROOM];
+    tkv_ranked ranked[CAPACITY];
     tkv_evict_result result;
     tkv_remat_block block[BLOCKS];
     tkv_remat_action action[BLOCKS];
@@ -72,19 +72,19 @@ typedef struct rig {
     tkv_level ladder[LEVELS];
     test_store store;
     outputs o;
-    uint64_t state, written; /* hashes from before the call */
+    uint64_t state_hash, output_hash; /* hashes from before the call */
 } rig;
 
-static float k_in[ROOM * DIM], v_in[ROOM * DIM], q_in[ROOM * HEADS * DIM], mass_in[ROOM];
-static uint64_t bits_in[ROOM];
+static float k_in[CAPACITY * DIM], v_in[CAPACITY * DIM], q_in[CAPACITY * HEADS * DIM], scores_in[CAPACITY];
+static uint64_t bits_in[CAPACITY];
 
-static void configure(rig *r) {
+static void configure_cache(rig *r) {
     tkv_config *cfg = &r->cfg;
     int l;
     *cfg = shape_of(LAYERS, HEADS, 1, DIM, SEQS, CHUNK);
     memset(r->layers, 0, sizeof r->layers);
     memset(r->ladder, 0, sizeof r->ladder);
-    cfg->limits.max_tokens = MOST;
+    cfg->limits.max_tokens = MAX_TOKENS;
     cfg->tiers.warm_tokens = 64;
     cfg->tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     cfg->tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
@@ -105,12 +105,12 @@ static void configure(rig *r) {
         cfg->budget.ladder = r->ladder;
         cfg->budget.n_levels = LEVELS;
     }
-    if (r->kind == REMAT || r->kind == BUDGET) cfg->budget.discard = 1;
+    if (r->kind == DISCARD || r->kind == BUDGET) cfg->budget.discard = 1;
     if (r->kind == EVICT || r->kind == BUDGET) cfg->evict.policy = TKV_EVICT_H2O;
     if (r->kind == EVICT) cfg->tiers.n_anchors = 4;
-    if (r->kind == SPILL || r->kind == BUDGET) {
+    if (r->kind == OFFLOAD || r->kind == BUDGET) {
         test_store_for(&r->store, cfg);
-        cfg->offload.keep_exact = r->kind == SPILL;
+        cfg->offload.keep_exact = r->kind == OFFLOAD;
     }
     if (r->kind == BUDGET) {
         tkv_memory_info m;
@@ -119,7 +119,7 @@ static void configure(rig *r) {
     }
 }
 
-static void append(rig *r, int seq, int n) {
+static void append_tokens(rig *r, int seq, int n) {
     int l, at;
     for (at = 0; at < n; at += CHUNK) {
         const int some = n - at < CHUNK ? n - at : CHUNK;
@@ -132,17 +132,18 @@ static void append(rig *r, int seq, int n) {
     }
 }
 
-/* Blocks in every tier; outside RAM, discarded, with evicted tokens in them, as the kind says. */
-static void build(rig *r) {
-    uint64_t victims[ROOM / 64];
+/* Makes a cache with blocks in every tier. Its kind decides whether blocks are offloaded or discarded, or have evicted
+ * tokens. */
+static void build_cache(rig *r) {
+    uint64_t victims[CAPACITY / 64];
     int n = 0;
     r->kv = make(&r->cfg);
-    append(r, 1, SHORT);
-    append(r, 0, LENGTH);
-    if (r->kind == SPILL) CHECK_EQ(tkv_offload(r->kv, 0, TKV_ALL_LAYERS, 2, &n), TKV_OK);
-    if (r->kind == SPILL) CHECK(n > 0);
-    if (r->kind == REMAT) CHECK_EQ(tkv_seq_discard(r->kv, 0, 128, &n), TKV_OK);
-    if (r->kind == REMAT) CHECK_EQ(n, 128);
+    append_tokens(r, 1, SHORT);
+    append_tokens(r, 0, LENGTH);
+    if (r->kind == OFFLOAD) CHECK_EQ(tkv_offload(r->kv, 0, TKV_ALL_LAYERS, 2, &n), TKV_OK);
+    if (r->kind == OFFLOAD) CHECK(n > 0);
+    if (r->kind == DISCARD) CHECK_EQ(tkv_seq_discard(r->kv, 0, 128, &n), TKV_OK);
+    if (r->kind == DISCARD) CHECK_EQ(n, 128);
     if (r->kind == EVICT) {
         memset(victims, 0x11, sizeof victims);
         CHECK_EQ(evict_named(r->kv, 0, TKV_ALL_LAYERS, victims, LENGTH), TKV_OK);
@@ -151,15 +152,15 @@ static void build(rig *r) {
     if (r->kind == BUDGET) CHECK(budget_of(r->kv).level > 0 && budget_of(r->kv).offloaded > 0);
 }
 
-static void unbuild(rig *r) {
+static void destroy_cache(rig *r) {
     tkv_destroy(r->kv);
     r->kv = NULL;
 }
 
-/* Everything that a refused call must leave as it was. */
-static uint64_t state_of(rig *r) {
-    static float k[CHUNK * DIM], v[CHUNK * DIM], x[ROOM];
-    uint64_t h = HASH_START, gone[ROOM / 64];
+/* Hash of everything that a refused call must not change. */
+static uint64_t hash_cache(rig *r) {
+    static float k[CHUNK * DIM], v[CHUNK * DIM], x[CAPACITY];
+    uint64_t h = HASH_START, removed_mask[CAPACITY / 64];
     tkv_memory_info m;
     int s, l, t;
     CHECK_EQ(tkv_get_memory(r->kv, &m), TKV_OK);
@@ -171,11 +172,11 @@ static uint64_t state_of(rig *r) {
             const int n = tkv_get_length(r->kv, s, l), step = 16;
             tkv_status st;
             h = hash_of(h, (const uint8_t *)&n, sizeof n);
-            memset(gone, 0, sizeof gone);
+            memset(removed_mask, 0, sizeof removed_mask);
             memset(x, 0, sizeof x);
-            st = tkv_get_importance(r->kv, s, l, 0, n, x, gone);
+            st = tkv_get_importance(r->kv, s, l, 0, n, x, removed_mask);
             h = hash_of(h, (const uint8_t *)&st, sizeof st);
-            h = hash_of(hash_of_floats(h, x, n), (const uint8_t *)gone, sizeof gone);
+            h = hash_of(hash_of_floats(h, x, n), (const uint8_t *)removed_mask, sizeof removed_mask);
             for (t = 0; t < n && l != 1; t += step) {
                 const int some = n - t < step ? n - t : step;
                 st = tkv_read(r->kv, s, l, t, some, k, v);
@@ -187,17 +188,19 @@ static uint64_t state_of(rig *r) {
     return h;
 }
 
-static uint64_t written_to(const rig *r) { return hash_of(HASH_START, (const uint8_t *)&r->o, sizeof r->o); }
+static uint64_t hash_outputs(const rig *r) {
+    return hash_of(HASH_START, (const uint8_t *)&r->o, sizeof r->o);
+}
 
 /* >>rows */
-static int value_of(int i, int n) {
+static int value_to_try(int i, int n) {
     const int values[] = {INT_MIN, -2, -1, n, n < INT_MAX ? n + 1 : n, INT_MAX, 1, 2};
     return values[i];
 }
 
-static void before(rig *r) {
+static void prepare_outputs(rig *r) {
     memset(&r->o, 0xa5, sizeof r->o);
-    r->written = written_to(r);
+    r->output_hash = hash_outputs(r);
 }
 
 static int is_right(char want, int got) {
@@ -213,84 +216,84 @@ static int is_right(char want, int got) {
     }
 }
 
-static void judge(rig *r, const char *name, const char *argument, int home, int untouched, int x, char want,
-                  int got) {
+static void check_result(rig *r, const char *name, const char *argument, int caches, int untouched, int x,
+                         char want, int got) {
     char reason[200] = "";
-    uint64_t state;
-    CHECK_MSG(!(home & r->kind) || is_right(want, got), "%s, %s = %d, cache %d: %d (%s), not %c: %s", name,
+    uint64_t state_hash;
+    CHECK_MSG(!(caches & r->kind) || is_right(want, got), "%s, %s = %d, cache %d: %d (%s), not %c: %s", name,
               argument, x, r->kind, got, tkv_get_status_text((tkv_status)got), want,
               tkv_get_last_error(r->kv));
     if (tkv_check(r->kv, reason, sizeof reason) != TKV_OK)
         CHECK_MSG(0, "after %s, %s = %d: %s", name, argument, x, reason);
-    state = state_of(r);
+    state_hash = hash_cache(r);
     if (got < 0)
-        CHECK_MSG(state == r->state, "%s, %s = %d, cache %d: %d, and it changed the cache", name, argument, x,
-                  r->kind, got);
-    if (got < 0 && untouched && home & r->kind)
-        CHECK_MSG(written_to(r) == r->written, "%s, %s = %d: what it was to write is not untouched", name,
-                  argument, x);
-    if (state == r->state) return;
-    unbuild(r); /* the next row finds it as it was */
-    build(r);
-    r->state = state_of(r);
+        CHECK_MSG(state_hash == r->state_hash, "%s, %s = %d, cache %d: %d, and it changed the cache", name,
+                  argument, x, r->kind, got);
+    if (got < 0 && untouched && caches & r->kind)
+        CHECK_MSG(hash_outputs(r) == r->output_hash, "%s, %s = %d: the output was changed", name, argument,
+                  x);
+    if (state_hash == r->state_hash) return;
+    destroy_cache(r); /* the next row starts with the same cache */
+    build_cache(r);
+    r->state_hash = hash_cache(r);
 }
 
-#define TRY(name, argument, home, untouched, n, want, call)                                                  \
+#define TRY(name, argument, caches, untouched, n, want, call)                                                \
     do {                                                                                                     \
         const char *want_ = (want);                                                                          \
         int i_;                                                                                              \
         for (i_ = 0; want_[i_]; i_++) {                                                                      \
-            const int x = value_of(i_, (n));                                                                 \
+            const int x = value_to_try(i_, (n));                                                             \
             if (want_[i_] == '.') continue;                                                                  \
-            before(r);                                                                                       \
-            judge(r, name, argument, home, untouched, x, want_[i_], (int)(call));                            \
+            prepare_outputs(r);                                                                              \
+            check_result(r, name, argument, caches, untouched, x, want_[i_], (int)(call));                   \
         }                                                                                                    \
     } while (0)
-#define EACH(name, argument, home, n, want, call) TRY(name, argument, home, 0, n, want, call)
-/* The same, and an error leaves untouched what the function writes to. */
-#define SAFE(name, argument, home, n, want, call) TRY(name, argument, home, 1, n, want, call)
+#define EACH(name, argument, caches, n, want, call) TRY(name, argument, caches, 0, n, want, call)
+/* The same. An error must also leave the output arguments unchanged. */
+#define SAFE(name, argument, caches, n, want, call) TRY(name, argument, caches, 1, n, want, call)
 
 /* A field of a struct that is an int or an enum. */
 #define OF(type, field) offsetof(type, field)
-static void set(void *whole, size_t at, int x) { memcpy((char *)whole + at, &x, sizeof x); }
+static void set_int(void *object, size_t at, int x) { memcpy((char *)object + at, &x, sizeof x); }
 
 static int sign_of(double x) { return (x > 0.0) - (x < 0.0); }
 
-/* >>plans and presets */
-static int tier_for(size_t at, int x) {
+/* >>configs, names and estimates */
+static int compute_tier(size_t at, int x) {
     tkv_config cfg = tkv_default_config();
-    set(&cfg, at, x);
+    set_int(&cfg, at, x);
     return (int)tkv_compute_tier(&cfg, 100);
 }
 
-static int parse_room(rig *r, size_t at, int x) {
+static int parse_config_arrays(rig *r, size_t at, int x) {
     static const char text[] = "model.n_layers = 2\nlayers[1].window = 9\nbudget.n_levels = 1\n"
                                "budget.ladder[0].hot_tokens = 9\nmodel.rope.dim = 2\n"
                                "model.rope.frequencies = [1]\n";
     tkv_layer_config layers[2];
     tkv_level ladder[1];
     float frequencies[1];
-    tkv_config_arrays room;
+    tkv_config_arrays arrays;
     tkv_config cfg = tkv_default_config();
     (void)r;
-    room.layers = layers;
-    room.n_layers = 2;
-    room.ladder = ladder;
-    room.n_levels = 1;
-    room.frequencies = frequencies;
-    room.n_frequencies = 1;
-    set(&room, at, x);
-    return tkv_parse_config(&cfg, &room, text, sizeof text - 1, NULL, 0);
+    arrays.layers = layers;
+    arrays.n_layers = 2;
+    arrays.ladder = ladder;
+    arrays.n_levels = 1;
+    arrays.frequencies = frequencies;
+    arrays.n_frequencies = 1;
+    set_int(&arrays, at, x);
+    return tkv_parse_config(&cfg, &arrays, text, sizeof text - 1, NULL, 0);
 }
 
 /* Finds the name of value 1. Returns 1 if that gives 1 again. */
-static int find_first(rig *r, tkv_name_kind kind) {
+static int find_first_name(rig *r, tkv_name_kind kind) {
     const char *name = tkv_get_name(kind, 1);
     const tkv_status st = tkv_find_name(kind, name ? name : "no such kind", &r->o.a);
     return st ? (int)st : r->o.a == 1;
 }
 
-static void try_plans(rig *r) {
+static void try_configs(rig *r) {
     static const struct {
         tkv_name_kind kind;
         int n; /* values are below n */
@@ -303,10 +306,11 @@ static void try_plans(rig *r) {
     int i;
     CHECK_EQ(COUNT(kinds), TKV_NAME_COUNT);
     for (i = 0; i < COUNT(kinds); i++) {
-        const int most = kinds[i].n - 1;
-        EACH("tkv_get_name", "value", PLAIN, most + 1, "OOOOOO++", tkv_get_name(kinds[i].kind, x) != NULL);
-        EACH("tkv_get_name", "value", PLAIN, most, "OOO+OO", tkv_get_name(kinds[i].kind, x) != NULL);
-        SAFE("tkv_find_name", "kind", PLAIN, (int)kinds[i].kind, "AAA+", find_first(r, (tkv_name_kind)x));
+        const int last = kinds[i].n - 1;
+        EACH("tkv_get_name", "value", PLAIN, last + 1, "OOOOOO++", tkv_get_name(kinds[i].kind, x) != NULL);
+        EACH("tkv_get_name", "value", PLAIN, last, "OOO+OO", tkv_get_name(kinds[i].kind, x) != NULL);
+        SAFE("tkv_find_name", "kind", PLAIN, (int)kinds[i].kind, "AAA+",
+             find_first_name(r, (tkv_name_kind)x));
     }
     EACH("tkv_get_name", "kind", PLAIN, TKV_NAME_COUNT, "OOOOOO++",
          tkv_get_name((tkv_name_kind)x, 1) != NULL);
@@ -314,35 +318,35 @@ static void try_plans(rig *r) {
          tkv_find_name((tkv_name_kind)x, "no such name", &r->o.a));
     EACH("tkv_compute_tier", "age", PLAIN, 511, "OOO+++", tkv_compute_tier(NULL, x));
     EACH("tkv_compute_tier", "hot_tokens", PLAIN, 101, "*O+OOO",
-         tier_for(OF(tkv_config, tiers.hot_tokens), x));
+         compute_tier(OF(tkv_config, tiers.hot_tokens), x));
     EACH("tkv_compute_tier", "warm_tokens", PLAIN, 36, "*+++++",
-         tier_for(OF(tkv_config, tiers.warm_tokens), x));
+         compute_tier(OF(tkv_config, tiers.warm_tokens), x));
     EACH("tkv_parse_config", "room.n_layers", PLAIN, 2, "GGGO..",
-         parse_room(r, OF(tkv_config_arrays, n_layers), x));
+         parse_config_arrays(r, OF(tkv_config_arrays, n_layers), x));
     EACH("tkv_parse_config", "room.n_levels", PLAIN, 1, "GGGO..",
-         parse_room(r, OF(tkv_config_arrays, n_levels), x));
+         parse_config_arrays(r, OF(tkv_config_arrays, n_levels), x));
     EACH("tkv_parse_config", "room.n_frequencies", PLAIN, 1, "GGGO..",
-         parse_room(r, OF(tkv_config_arrays, n_frequencies), x));
+         parse_config_arrays(r, OF(tkv_config_arrays, n_frequencies), x));
     EACH("tkv_print_config", "json", PLAIN, 1, "OOOOOO", tkv_print_config(&r->cfg, x, NULL, 0, &r->o.bytes));
-    EACH("tkv_estimate_memory", "n_tokens", PLAIN, MOST, "AAAOAA",
+    EACH("tkv_estimate_memory", "n_tokens", PLAIN, MAX_TOKENS, "AAAOAA",
          tkv_estimate_memory(&r->cfg, x, 1, &r->o.memory));
     SAFE("tkv_estimate_memory", "n_seqs", EVERY, SEQS, "AAA*AA",
          tkv_estimate_memory(&r->cfg, 100, x, &r->o.memory));
     SAFE("tkv_estimate_context", "n_seqs", BUDGET, SEQS, "AAAOAA", tkv_estimate_context(&r->cfg, x, &r->o.a));
 }
 
-/* >>tokens come and go */
-static int append_ex(rig *r, size_t at, int x) {
+/* >>appending, steps, truncation */
+static int append_with(rig *r, size_t at, int x) {
     tkv_append_params p;
     memset(&p, 0, sizeof p);
     p.k = k_in;
     p.v = v_in;
     p.n = 1;
-    set(&p, at, x);
+    set_int(&p, at, x);
     return tkv_append_ex(r->kv, &p);
 }
 
-/* Entry 1 of a batch, or n_batch. */
+/* Sets a field of entry 1 of a batch, or n_batch. */
 static int append_batch(rig *r, size_t at, int x, int n_batch) {
     tkv_append_params p;
     tkv_rows rows[3];
@@ -350,7 +354,7 @@ static int append_batch(rig *r, size_t at, int x, int n_batch) {
     memset(rows, 0, sizeof rows);
     rows[0].n = rows[1].n = 1;
     rows[1].seq = 1;
-    set(&rows[1], at, x);
+    set_int(&rows[1], at, x);
     p.k = k_in;
     p.v = v_in;
     p.batch = rows;
@@ -375,16 +379,16 @@ static int append_positions(rig *r, int x) {
     return tkv_append_ex(r->kv, &p);
 }
 
-static int in_step(rig *r, tkv_status (*step)(tkv_cache *, int), int x) {
+static int end_step(rig *r, tkv_status (*step)(tkv_cache *, int), int x) {
     tkv_status st;
     if (tkv_seq_begin(r->kv, 0) != TKV_OK) return TKV_ERR_BROKEN;
-    r->state = state_of(r); /* tkv_seq_begin did what was due */
+    r->state_hash = hash_cache(r); /* tkv_seq_begin may recode blocks */
     st = step(r->kv, x);
     (void)tkv_seq_abort(r->kv, 0);
     return st;
 }
 
-static void try_tokens(rig *r) {
+static void try_appends(rig *r) {
     EACH("tkv_append", "seq", EVERY, SEQS, "AAAAAA", tkv_append(r->kv, x, 0, k_in, v_in, 1));
     EACH("tkv_append", "layer", EVERY, LAYERS, "AAAAAAAA", tkv_append(r->kv, 0, x, k_in, v_in, 1));
     EACH("tkv_append", "n", EVERY, CHUNK, "AAAOCC", tkv_append(r->kv, 0, 0, k_in, v_in, x));
@@ -400,19 +404,20 @@ static void try_tokens(rig *r) {
     EACH("tkv_append_ex", "n, positions", EVERY, CHUNK, "AAAOCC",
          append_at(r->kv, 0, 0, LENGTH, k_in, v_in, x));
     EACH("tkv_append_ex", "positions[1]", EVERY, SHORT, "RRRORRRR", append_positions(r, x));
-    EACH("tkv_append_ex", "seq", EVERY, SEQS, "AAAAAA", append_ex(r, OF(tkv_append_params, seq), x));
-    EACH("tkv_append_ex", "layer", EVERY, LAYERS, "AAAAAAAA", append_ex(r, OF(tkv_append_params, layer), x));
+    EACH("tkv_append_ex", "seq", EVERY, SEQS, "AAAAAA", append_with(r, OF(tkv_append_params, seq), x));
+    EACH("tkv_append_ex", "layer", EVERY, LAYERS, "AAAAAAAA",
+         append_with(r, OF(tkv_append_params, layer), x));
     EACH("tkv_append_ex", "layer", EVERY, TKV_ALL_LAYERS, "...A",
-         append_ex(r, OF(tkv_append_params, layer), x));
-    EACH("tkv_append_ex", "n", EVERY, CHUNK, "AAAOCC", append_ex(r, OF(tkv_append_params, n), x));
-    EACH("tkv_append_ex", "k_type", EVERY, 3, "AAAAAA", append_ex(r, OF(tkv_append_params, k_type), x));
-    EACH("tkv_append_ex", "v_type", EVERY, 3, "AAAAAA", append_ex(r, OF(tkv_append_params, v_type), x));
+         append_with(r, OF(tkv_append_params, layer), x));
+    EACH("tkv_append_ex", "n", EVERY, CHUNK, "AAAOCC", append_with(r, OF(tkv_append_params, n), x));
+    EACH("tkv_append_ex", "k_type", EVERY, 3, "AAAAAA", append_with(r, OF(tkv_append_params, k_type), x));
+    EACH("tkv_append_ex", "v_type", EVERY, 3, "AAAAAA", append_with(r, OF(tkv_append_params, v_type), x));
     EACH("tkv_append_ex", "batch[1].seq", EVERY, SEQS, "AAAAAA", append_batch(r, OF(tkv_rows, seq), x, 2));
     EACH("tkv_append_ex", "batch[1].n", EVERY, CHUNK, "AAAOCC", append_batch(r, OF(tkv_rows, n), x, 2));
     EACH("tkv_append_ex", "n_batch", EVERY, SEQS, "AAAOAA", append_batch(r, OF(tkv_rows, n), 1, x));
     EACH("tkv_seq_begin", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_begin(r->kv, x));
-    EACH("tkv_seq_commit", "seq", EVERY, SEQS, "AAAAAA", in_step(r, tkv_seq_commit, x));
-    EACH("tkv_seq_abort", "seq", EVERY, SEQS, "AAAAAA", in_step(r, tkv_seq_abort, x));
+    EACH("tkv_seq_commit", "seq", EVERY, SEQS, "AAAAAA", end_step(r, tkv_seq_commit, x));
+    EACH("tkv_seq_abort", "seq", EVERY, SEQS, "AAAAAA", end_step(r, tkv_seq_abort, x));
     EACH("tkv_seq_reserve", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_reserve(r->kv, x, 1));
     EACH("tkv_seq_reserve", "n", EVERY, CHUNK, "AAAOAA", tkv_seq_reserve(r->kv, 0, x));
     EACH("tkv_seq_flush", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_flush(r->kv, x, TKV_FLUSH_DUE));
@@ -428,38 +433,38 @@ static void try_tokens(rig *r) {
 }
 
 /* >>attention and reading */
-typedef tkv_status (*attention)(tkv_cache *, const tkv_attend_params *);
+typedef tkv_status (*attend_fn)(tkv_cache *, const tkv_attend_params *);
 
-static int attend_ex(rig *r, attention run, size_t at, int x) {
+static int attend_with(rig *r, attend_fn run, size_t at, int x) {
     tkv_attend_params p;
     memset(&p, 0, sizeof p);
     p.n = 1;
     p.q = q_in;
     p.out = r->o.out;
-    set(&p, at, x);
+    set_int(&p, at, x);
     if (at == OF(tkv_attend_params, n_mask_bits)) p.mask_bits = bits_in;
     return run(r->kv, &p);
 }
 
-static int attend_batch(rig *r, attention run, size_t at, int x, int n_batch) {
+static int attend_batch(rig *r, attend_fn run, size_t at, int x, int n_batch) {
     tkv_attend_params p;
     tkv_rows rows[3];
     memset(&p, 0, sizeof p);
     memset(rows, 0, sizeof rows);
     rows[0].n = rows[1].n = 1;
     rows[1].seq = 1;
-    set(&rows[1], at, x);
+    set_int(&rows[1], at, x);
     p.q = q_in;
     p.out = r->o.out;
     p.lse = r->o.lse;
-    p.scores = r->o.mass;
+    p.scores = r->o.scores;
     p.batch = rows;
     p.n_batch = n_batch;
     return run(r->kv, &p);
 }
 
-/* The number of queries where every query sees every key: there may be more of them than tokens. */
-static int attend_all(rig *r, attention run, int x) {
+/* With non_causal, there may be more queries than tokens. */
+static int attend_non_causal(rig *r, attend_fn run, int x) {
     tkv_attend_params p;
     memset(&p, 0, sizeof p);
     p.n = x;
@@ -469,36 +474,36 @@ static int attend_all(rig *r, attention run, int x) {
     return run(r->kv, &p);
 }
 
-static void try_attention(rig *r, const char *name, attention run) {
-    SAFE(name, "layer", EVERY, LAYERS, "AAAAAA*A", attend_ex(r, run, OF(tkv_attend_params, layer), x));
-    SAFE(name, "layer", PLAIN, LAYERS, "AAAAAAOA", attend_ex(r, run, OF(tkv_attend_params, layer), x));
-    SAFE(name, "layer", EVERY, TKV_ALL_LAYERS, "...A", attend_ex(r, run, OF(tkv_attend_params, layer), x));
-    SAFE(name, "seq", EVERY, SEQS, "AAAAAA", attend_ex(r, run, OF(tkv_attend_params, seq), x));
-    SAFE(name, "n", PLAIN, LENGTH, "AAAORR", attend_ex(r, run, OF(tkv_attend_params, n), x));
-    SAFE(name, "n, non_causal", PLAIN, LENGTH, "AAAOOA", attend_all(r, run, x));
-    SAFE(name, "q_type", PLAIN, 3, "AAAAAA", attend_ex(r, run, OF(tkv_attend_params, q_type), x));
-    SAFE(name, "out_type", PLAIN, 3, "AAAAAA", attend_ex(r, run, OF(tkv_attend_params, out_type), x));
-    SAFE(name, "window", PLAIN, LENGTH, "AAOOOO", attend_ex(r, run, OF(tkv_attend_params, window), x));
-    SAFE(name, "n_mask_bits", PLAIN, MOST, "AAAOAA",
-         attend_ex(r, run, OF(tkv_attend_params, n_mask_bits), x));
-    SAFE(name, "batch[1].seq", PLAIN | SPILL | EVICT, SEQS, "AAAAAA",
+static void try_attention(rig *r, const char *name, attend_fn run) {
+    SAFE(name, "layer", EVERY, LAYERS, "AAAAAA*A", attend_with(r, run, OF(tkv_attend_params, layer), x));
+    SAFE(name, "layer", PLAIN, LAYERS, "AAAAAAOA", attend_with(r, run, OF(tkv_attend_params, layer), x));
+    SAFE(name, "layer", EVERY, TKV_ALL_LAYERS, "...A", attend_with(r, run, OF(tkv_attend_params, layer), x));
+    SAFE(name, "seq", EVERY, SEQS, "AAAAAA", attend_with(r, run, OF(tkv_attend_params, seq), x));
+    SAFE(name, "n", PLAIN, LENGTH, "AAAORR", attend_with(r, run, OF(tkv_attend_params, n), x));
+    SAFE(name, "n, non_causal", PLAIN, LENGTH, "AAAOOA", attend_non_causal(r, run, x));
+    SAFE(name, "q_type", PLAIN, 3, "AAAAAA", attend_with(r, run, OF(tkv_attend_params, q_type), x));
+    SAFE(name, "out_type", PLAIN, 3, "AAAAAA", attend_with(r, run, OF(tkv_attend_params, out_type), x));
+    SAFE(name, "window", PLAIN, LENGTH, "AAOOOO", attend_with(r, run, OF(tkv_attend_params, window), x));
+    SAFE(name, "n_mask_bits", PLAIN, MAX_TOKENS, "AAAOAA",
+         attend_with(r, run, OF(tkv_attend_params, n_mask_bits), x));
+    SAFE(name, "batch[1].seq", PLAIN | OFFLOAD | EVICT, SEQS, "AAAAAA",
          attend_batch(r, run, OF(tkv_rows, seq), x, 2));
     SAFE(name, "batch[1].n", PLAIN, SHORT, "AAAORR", attend_batch(r, run, OF(tkv_rows, n), x, 2));
     SAFE(name, "n_batch", PLAIN, SEQS, "AAAOAA", attend_batch(r, run, OF(tkv_rows, n), 1, x));
 }
 
-static int merge(rig *r, int n_rows, int dim) {
+static int merge_rows(rig *r, int n_rows, int dim) {
     int i;
     for (i = 0; i < 2; i++) r->o.lse[i] = 0.0f;
     for (i = 0; i < 2 * DIM; i++) r->o.out[i] = 1.0f;
-    tkv_merge_attention(r->o.out, r->o.lse, q_in, mass_in, n_rows, dim);
+    tkv_merge_attention(r->o.out, r->o.lse, q_in, scores_in, n_rows, dim);
     if (n_rows < 0 || dim < 0) CHECK(r->o.lse[0] >= 0.0f && r->o.lse[0] <= 0.0f);
     return TKV_OK;
 }
 
-static int merge_empty(rig *r, int dim) { /* a row without keys on this side is copied */
+static int merge_empty_row(rig *r, int dim) { /* a row without keys on this side is copied */
     r->o.lse[0] = -tkv_test_float(0x7f800000u);
-    tkv_merge_attention(r->o.out, r->o.lse, q_in, mass_in, 1, dim);
+    tkv_merge_attention(r->o.out, r->o.lse, q_in, scores_in, 1, dim);
     return TKV_OK;
 }
 
@@ -509,9 +514,9 @@ static void try_reading(rig *r) {
     SAFE("tkv_attend", "n", EVERY, LENGTH, "AAA*RR", tkv_attend(r->kv, 0, 0, q_in, x, r->o.out));
     try_attention(r, "tkv_attend_ex", tkv_attend_ex);
     try_attention(r, "tkv_attend_reference", tkv_attend_reference);
-    EACH("tkv_merge_attention", "n_rows", PLAIN, 2, "OOOO..", merge(r, x, DIM));
-    EACH("tkv_merge_attention", "dim", PLAIN, DIM, "OOOO..", merge(r, 2, x));
-    EACH("tkv_merge_attention", "dim, no keys", PLAIN, DIM, "OOOO..", merge_empty(r, x));
+    EACH("tkv_merge_attention", "n_rows", PLAIN, 2, "OOOO..", merge_rows(r, x, DIM));
+    EACH("tkv_merge_attention", "dim", PLAIN, DIM, "OOOO..", merge_rows(r, 2, x));
+    EACH("tkv_merge_attention", "dim, no keys", PLAIN, DIM, "OOOO..", merge_empty_row(r, x));
     SAFE("tkv_read", "seq", EVERY, SEQS, "AAAAAA", tkv_read(r->kv, x, 0, 0, 1, r->o.k, r->o.v));
     SAFE("tkv_read", "layer", EVERY, LAYERS, "AAAAAA*A", tkv_read(r->kv, 0, x, 0, 1, r->o.k, r->o.v));
     SAFE("tkv_read", "layer", EVERY, TKV_ALL_LAYERS, "...A", tkv_read(r->kv, 0, x, 0, 1, r->o.k, r->o.v));
@@ -521,23 +526,28 @@ static void try_reading(rig *r) {
 }
 
 /* >>tables and reports */
-static int fit(rig *r, size_t at, int x) {
+static int fit_calibration(rig *r, size_t at, int x) {
     tkv_samples s;
     memset(&s, 0, sizeof s);
     s.layer = 4;
     s.n = 512;
     s.k = k_in;
     s.v = v_in;
-    set(&s, at, x);
+    set_int(&s, at, x);
     return tkv_fit_calibration(r->kv, &s);
 }
 
 static void try_reports(rig *r) {
-    EACH("tkv_fit_calibration", "layer", EVERY, LAYERS, "AAAAAAAA", fit(r, OF(tkv_samples, layer), x));
-    EACH("tkv_fit_calibration", "n", EVERY, (1 << 18) + 1, "AAAAAA", fit(r, OF(tkv_samples, n), x));
-    EACH("tkv_fit_calibration", "start", PLAIN, (1 << 30) - 512, "AAAOAA", fit(r, OF(tkv_samples, start), x));
-    EACH("tkv_fit_calibration", "length", PLAIN, 512, "AAAOOO", fit(r, OF(tkv_samples, length), x));
-    EACH("tkv_fit_calibration", "layer", EVERY, TKV_ALL_LAYERS, "...A", fit(r, OF(tkv_samples, layer), x));
+    EACH("tkv_fit_calibration", "layer", EVERY, LAYERS, "AAAAAAAA",
+         fit_calibration(r, OF(tkv_samples, layer), x));
+    EACH("tkv_fit_calibration", "n", EVERY, (1 << 18) + 1, "AAAAAA",
+         fit_calibration(r, OF(tkv_samples, n), x));
+    EACH("tkv_fit_calibration", "start", PLAIN, (1 << 30) - 512, "AAAOAA",
+         fit_calibration(r, OF(tkv_samples, start), x));
+    EACH("tkv_fit_calibration", "length", PLAIN, 512, "AAAOOO",
+         fit_calibration(r, OF(tkv_samples, length), x));
+    EACH("tkv_fit_calibration", "layer", EVERY, TKV_ALL_LAYERS, "...A",
+         fit_calibration(r, OF(tkv_samples, layer), x));
     SAFE("tkv_get_layer", "seq", EVERY, SEQS, "AAAAAA", tkv_get_layer(r->kv, x, 0, &r->o.layer));
     SAFE("tkv_get_layer", "layer", EVERY, LAYERS, "AAAAAAOA", tkv_get_layer(r->kv, 0, x, &r->o.layer));
     SAFE("tkv_get_layer", "layer", EVERY, TKV_ALL_LAYERS, "...A", tkv_get_layer(r->kv, 0, x, &r->o.layer));
@@ -557,47 +567,47 @@ static void try_reports(rig *r) {
     EACH("tkv_get_status_text", "s", PLAIN, 1, "++++++", tkv_get_status_text((tkv_status)x) != NULL);
 }
 
-/* >>pressure, budget, places outside RAM */
-static int policy_init(rig *r, size_t at, int x) {
+/* >>pressure, budget, offloading */
+static int init_pressure(rig *r, size_t at, int x) {
     tkv_pressure_config cfg;
     memset(&cfg, 0, sizeof cfg);
-    set(&cfg, at, x);
+    set_int(&cfg, at, x);
     return tkv_init_pressure(&r->o.pressure, &cfg, NULL, 0);
 }
 
-static int policy_target(size_t at, int x, int level) {
+static int compute_level(size_t at, int x, int level) {
     tkv_pressure_config cfg;
     memset(&cfg, 0, sizeof cfg);
-    set(&cfg, at, x);
+    set_int(&cfg, at, x);
     return tkv_compute_level(&cfg, .9f, level);
 }
 
 static void try_budget(rig *r) {
     SAFE("tkv_init_pressure", "profile", PLAIN, TKV_PROFILE_COUNT, "GGGGGGOO",
-         policy_init(r, OF(tkv_pressure_config, profile), x));
+         init_pressure(r, OF(tkv_pressure_config, profile), x));
     SAFE("tkv_init_pressure", "min_level", PLAIN, 3, "GGGGGG",
-         policy_init(r, OF(tkv_pressure_config, min_level), x));
+         init_pressure(r, OF(tkv_pressure_config, min_level), x));
     SAFE("tkv_init_pressure", "max_level", PLAIN, 2, "GGOOGG",
-         policy_init(r, OF(tkv_pressure_config, max_level), x));
+         init_pressure(r, OF(tkv_pressure_config, max_level), x));
     EACH("tkv_compute_level", "level", PLAIN, 2, "++++++",
-         policy_target(OF(tkv_pressure_config, min_level), 0, x));
+         compute_level(OF(tkv_pressure_config, min_level), 0, x));
     EACH("tkv_compute_level", "profile", PLAIN, TKV_PROFILE_COUNT, "OOOOOOO+",
-         policy_target(OF(tkv_pressure_config, profile), x, 0));
+         compute_level(OF(tkv_pressure_config, profile), x, 0));
     EACH("tkv_compute_level", "min_level", PLAIN, 2, "OOO+OO",
-         policy_target(OF(tkv_pressure_config, min_level), x, 0));
+         compute_level(OF(tkv_pressure_config, min_level), x, 0));
     EACH("tkv_compute_level", "max_level", PLAIN, 2, "OOO+OO",
-         policy_target(OF(tkv_pressure_config, max_level), x, 0));
+         compute_level(OF(tkv_pressure_config, max_level), x, 0));
     EACH("tkv_set_level", "level", EVERY, LEVELS, "AAAAAA", tkv_set_level(r->kv, x));
     EACH("tkv_set_hot_tokens", "hot_tokens", EVERY, (1 << 30) - 2, "AAAOAA", tkv_set_hot_tokens(r->kv, x));
     EACH("tkv_maintain", "max_work", EVERY, 1, "AAAOOO", tkv_maintain(r->kv, x, &r->o.a));
     EACH("tkv_offload", "seq", EVERY, SEQS, "AAAAAA", tkv_offload(r->kv, x, 0, 1, &r->o.a));
     EACH("tkv_offload", "layer", EVERY, LAYERS, "AAAAAAAA", tkv_offload(r->kv, 0, x, 1, &r->o.a));
-    EACH("tkv_offload", "layer", SPILL | BUDGET, TKV_ALL_LAYERS, "...O",
+    EACH("tkv_offload", "layer", OFFLOAD | BUDGET, TKV_ALL_LAYERS, "...O",
          tkv_offload(r->kv, 0, x, 1, &r->o.a));
     EACH("tkv_offload", "layer, seq = 1", EVERY, LAYERS, "AAAAAAAA", tkv_offload(r->kv, 1, x, 1, &r->o.a));
-    EACH("tkv_offload", "layer, seq = 1", SPILL | BUDGET, TKV_ALL_LAYERS, "...O",
+    EACH("tkv_offload", "layer, seq = 1", OFFLOAD | BUDGET, TKV_ALL_LAYERS, "...O",
          tkv_offload(r->kv, 1, x, 1, &r->o.a));
-    EACH("tkv_offload", "n_blocks", SPILL | BUDGET, LENGTH, "AAAOOO", tkv_offload(r->kv, 0, 0, x, &r->o.a));
+    EACH("tkv_offload", "n_blocks", OFFLOAD | BUDGET, LENGTH, "AAAOOO", tkv_offload(r->kv, 0, 0, x, &r->o.a));
     EACH("tkv_promote", "seq", EVERY, SEQS, "AAAAAA", tkv_promote(r->kv, x, 0, 10));
     EACH("tkv_promote", "layer", EVERY, LAYERS, "AAAAAAAA", tkv_promote(r->kv, 0, x, 10));
     EACH("tkv_promote", "layer", EVERY, TKV_ALL_LAYERS, "...A", tkv_promote(r->kv, 0, x, 10));
@@ -606,7 +616,7 @@ static void try_budget(rig *r) {
 }
 
 /* >>feedback and thresholds */
-static int score(rig *r, int source) {
+static int compute_score(rig *r, int source) {
     tkv_score_params p;
     tkv_quality_info meter;
     memset(&p, 0, sizeof p);
@@ -619,31 +629,31 @@ static int score(rig *r, int source) {
     return tkv_compute_score(&p, r->o.x);
 }
 
-static int feedback_init(rig *r, size_t at, int x) {
+static int init_feedback(rig *r, size_t at, int x) {
     tkv_feedback_config cfg;
     memset(&cfg, 0, sizeof cfg);
-    set(&cfg, at, x);
+    set_int(&cfg, at, x);
     return tkv_init_feedback(&r->o.controller, &cfg, NULL, 0);
 }
 
-static tkv_feedback scores_of(int n) {
+static tkv_feedback make_feedback(int n) {
     tkv_feedback f;
     CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
     while (n-- > 0) CHECK_EQ(tkv_observe_score(&f, .5f), TKV_OK);
     return f;
 }
 
-static int advise(rig *r, int hot_tokens, int level) {
-    tkv_feedback f = scores_of(120);
+static int get_advice(rig *r, int hot_tokens, int level) {
+    tkv_feedback f = make_feedback(120);
     return tkv_get_advice(&f, hot_tokens, level, &r->o.advice);
 }
 
-static int scores_read(rig *r, int last) {
-    tkv_feedback f = scores_of(1200);
+static int get_feedback(rig *r, int last) {
+    tkv_feedback f = make_feedback(1200);
     return tkv_get_feedback(&f, last, &r->o.feedback);
 }
 
-static tkv_threshold an_entry(void) {
+static tkv_threshold make_entry(void) {
     tkv_threshold e;
     memset(&e, 0, sizeof e);
     memcpy(e.model, "model", 6);
@@ -653,21 +663,21 @@ static tkv_threshold an_entry(void) {
 }
 
 static int put_entry(size_t at, int x) {
-    tkv_threshold memory[4], e = an_entry();
+    tkv_threshold memory[4], e = make_entry();
     tkv_thresholds t;
     memset(memory, 0, sizeof memory);
     t.entry = memory;
     t.n = 0;
     t.capacity = 4;
-    set(&e, at, x);
+    set_int(&e, at, x);
     return tkv_put_threshold(&t, &e);
 }
 
 enum { PUT, FIND, COPY, PRINT, PARSE };
 
-/* A store with two entries whose n or capacity is x. */
-static int in_store(rig *r, int what, size_t at, int x) {
-    tkv_threshold memory[4], copy[4], e = an_entry();
+/* Calls a function with two thresholds, whose n or capacity is x. */
+static int call_with_thresholds(rig *r, int what, size_t at, int x) {
+    tkv_threshold memory[4], copy[4], e = make_entry();
     tkv_thresholds t;
     int n, st;
     memset(memory, 0, sizeof memory);
@@ -677,7 +687,7 @@ static int in_store(rig *r, int what, size_t at, int x) {
     CHECK_EQ(tkv_put_threshold(&t, &e), TKV_OK);
     e.layer = 1;
     CHECK_EQ(tkv_put_threshold(&t, &e), TKV_OK);
-    set(&t, at, x);
+    set_int(&t, at, x);
     e.layer = 2;
     n = t.n;
     memcpy(copy, memory, sizeof copy);
@@ -693,37 +703,37 @@ static int in_store(rig *r, int what, size_t at, int x) {
     return st;
 }
 
-static int find_entry(rig *r, int of_layer, int layer, int context, int most) {
+static int find_entry(rig *r, int entry_layer, int layer, int context, int capacity) {
     tkv_threshold memory[1];
     tkv_thresholds t;
     int found = -1, st;
-    memory[0] = an_entry();
-    memory[0].layer = of_layer;
+    memory[0] = make_entry();
+    memory[0].layer = entry_layer;
     t.entry = memory;
     t.n = t.capacity = 1;
-    st = tkv_find_thresholds(&t, "model", layer, context, r->o.found, most, &found);
+    st = tkv_find_thresholds(&t, "model", layer, context, r->o.found, capacity, &found);
     CHECK(st ? found <= 0 : found == 1);
     return st;
 }
 
-static void try_stores(rig *r) {
-    const int mosts[] = {1, 4};
+static void try_thresholds(rig *r) {
+    const int capacities[] = {1, 4};
     int i;
     SAFE("tkv_init_feedback", "cooldown", PLAIN, 1000, "GGOOGG",
-         feedback_init(r, OF(tkv_feedback_config, cooldown), x));
+         init_feedback(r, OF(tkv_feedback_config, cooldown), x));
     SAFE("tkv_init_feedback", "min_hot", PLAIN, (1 << 30) - 1, "GGGOGG",
-         feedback_init(r, OF(tkv_feedback_config, min_hot), x));
+         init_feedback(r, OF(tkv_feedback_config, min_hot), x));
     SAFE("tkv_init_feedback", "max_hot", PLAIN, (1 << 30) - 1, "GGGOGG",
-         feedback_init(r, OF(tkv_feedback_config, max_hot), x));
+         init_feedback(r, OF(tkv_feedback_config, max_hot), x));
     SAFE("tkv_init_feedback", "min_level", PLAIN, 7, "GGGOGG",
-         feedback_init(r, OF(tkv_feedback_config, min_level), x));
+         init_feedback(r, OF(tkv_feedback_config, min_level), x));
     SAFE("tkv_init_feedback", "max_level", PLAIN, 7, "GGOOGG",
-         feedback_init(r, OF(tkv_feedback_config, max_level), x));
-    SAFE("tkv_get_advice", "hot_tokens", PLAIN, (1 << 30) - 1, "AAAOAA", advise(r, x, 0));
-    SAFE("tkv_get_advice", "level", PLAIN, 7, "AAAOAA", advise(r, 64, x));
-    SAFE("tkv_get_feedback", "last", PLAIN, 1000, "AAAOAA", scores_read(r, x));
-    SAFE("tkv_compute_score", "source", PLAIN, TKV_SCORE_COUNT, "RRRRRROO", score(r, x));
-    SAFE("tkv_compute_score", "source", PLAIN, TKV_SCORE_METER, "...O", score(r, x));
+         init_feedback(r, OF(tkv_feedback_config, max_level), x));
+    SAFE("tkv_get_advice", "hot_tokens", PLAIN, (1 << 30) - 1, "AAAOAA", get_advice(r, x, 0));
+    SAFE("tkv_get_advice", "level", PLAIN, 7, "AAAOAA", get_advice(r, 64, x));
+    SAFE("tkv_get_feedback", "last", PLAIN, 1000, "AAAOAA", get_feedback(r, x));
+    SAFE("tkv_compute_score", "source", PLAIN, TKV_SCORE_COUNT, "RRRRRROO", compute_score(r, x));
+    SAFE("tkv_compute_score", "source", PLAIN, TKV_SCORE_METER, "...O", compute_score(r, x));
     EACH("tkv_put_threshold", "layer", PLAIN, 4095, "AAAOAA", put_entry(OF(tkv_threshold, layer), x));
     EACH("tkv_put_threshold", "layer", PLAIN, TKV_ALL_LAYERS, "...O", put_entry(OF(tkv_threshold, layer), x));
     EACH("tkv_put_threshold", "layer", PLAIN, TKV_NO_SEQ, "...A", put_entry(OF(tkv_threshold, layer), x));
@@ -742,33 +752,39 @@ static void try_stores(rig *r) {
          put_entry(OF(tkv_threshold, archive.k), x));
     EACH("tkv_put_threshold", "archive.v", PLAIN, TKV_FORMAT_COUNT, "AAAAAA",
          put_entry(OF(tkv_threshold, archive.v), x));
-    EACH("tkv_put_threshold", "n", PLAIN, 5, "AAAAAA", in_store(r, PUT, OF(tkv_thresholds, n), x));
+    EACH("tkv_put_threshold", "n", PLAIN, 5, "AAAAAA",
+         call_with_thresholds(r, PUT, OF(tkv_thresholds, n), x));
     EACH("tkv_put_threshold", "capacity", PLAIN, 2, "AAAC..",
-         in_store(r, PUT, OF(tkv_thresholds, capacity), x));
-    for (i = 0; i < COUNT(mosts); i++) {
-        const int most = mosts[i];
-        SAFE("tkv_find_thresholds", "layer", PLAIN, 0, "RRRORR", find_entry(r, 0, x, 900, most));
-        SAFE("tkv_find_thresholds", "layer", PLAIN, TKV_ALL_LAYERS, "...R", find_entry(r, 0, x, 900, most));
+         call_with_thresholds(r, PUT, OF(tkv_thresholds, capacity), x));
+    for (i = 0; i < COUNT(capacities); i++) {
+        const int capacity = capacities[i];
+        SAFE("tkv_find_thresholds", "layer", PLAIN, 0, "RRRORR", find_entry(r, 0, x, 900, capacity));
+        SAFE("tkv_find_thresholds", "layer", PLAIN, TKV_ALL_LAYERS, "...R",
+             find_entry(r, 0, x, 900, capacity));
         SAFE("tkv_find_thresholds", "layer, entry of all", PLAIN, 4095, "RRRORR",
-             find_entry(r, TKV_ALL_LAYERS, x, 900, most));
+             find_entry(r, TKV_ALL_LAYERS, x, 900, capacity));
         SAFE("tkv_find_thresholds", "layer, entry of all", PLAIN, TKV_ALL_LAYERS, "...O",
-             find_entry(r, TKV_ALL_LAYERS, x, 900, most));
-        SAFE("tkv_find_thresholds", "context", PLAIN, (1 << 30) - 1, "RRRORR", find_entry(r, 0, 0, x, most));
+             find_entry(r, TKV_ALL_LAYERS, x, 900, capacity));
+        SAFE("tkv_find_thresholds", "context", PLAIN, (1 << 30) - 1, "RRRORR",
+             find_entry(r, 0, 0, x, capacity));
     }
     SAFE("tkv_find_thresholds", "most", PLAIN, 0, "AAAAOO", find_entry(r, 0, 0, 1000, x));
     SAFE("tkv_find_thresholds", "most", PLAIN, TKV_THRESHOLD_CANDIDATES, "AAAOOO",
          find_entry(r, 0, 0, 1000, x));
-    SAFE("tkv_find_thresholds", "n", PLAIN, 5, "AAAAAA", in_store(r, FIND, OF(tkv_thresholds, n), x));
+    SAFE("tkv_find_thresholds", "n", PLAIN, 5, "AAAAAA",
+         call_with_thresholds(r, FIND, OF(tkv_thresholds, n), x));
     SAFE("tkv_find_thresholds", "capacity", PLAIN, 2, "AAAO..",
-         in_store(r, FIND, OF(tkv_thresholds, capacity), x));
-    EACH("tkv_copy_thresholds", "n", PLAIN, 5, "AAAAAA", in_store(r, COPY, OF(tkv_thresholds, n), x));
+         call_with_thresholds(r, FIND, OF(tkv_thresholds, capacity), x));
+    EACH("tkv_copy_thresholds", "n", PLAIN, 5, "AAAAAA",
+         call_with_thresholds(r, COPY, OF(tkv_thresholds, n), x));
     EACH("tkv_copy_thresholds", "capacity", PLAIN, 2, "AAAC..",
-         in_store(r, COPY, OF(tkv_thresholds, capacity), x));
-    SAFE("tkv_print_thresholds", "n", PLAIN, 5, "AAAAAA", in_store(r, PRINT, OF(tkv_thresholds, n), x));
+         call_with_thresholds(r, COPY, OF(tkv_thresholds, capacity), x));
+    SAFE("tkv_print_thresholds", "n", PLAIN, 5, "AAAAAA",
+         call_with_thresholds(r, PRINT, OF(tkv_thresholds, n), x));
     SAFE("tkv_print_thresholds", "capacity", PLAIN, 2, "AAAO..",
-         in_store(r, PRINT, OF(tkv_thresholds, capacity), x));
+         call_with_thresholds(r, PRINT, OF(tkv_thresholds, capacity), x));
     EACH("tkv_parse_thresholds", "capacity", PLAIN, 1, "AAA*..",
-         in_store(r, PARSE, OF(tkv_thresholds, capacity), x));
+         call_with_thresholds(r, PARSE, OF(tkv_thresholds, capacity), x));
 }
 
 /* >>importance */
@@ -776,41 +792,41 @@ static void try_stores(rig *r) {
 enum { ADD = 1, COMPUTE = 2 };
 
 /* An error must leave the tokens as they were. */
-static int update(rig *r, const tkv_importance_config *cfg, int mode, tkv_token_importance *tokens,
-                  const int *positions, int n, int now) {
+static int update_importance(rig *r, const tkv_importance_config *cfg, int mode, tkv_token_importance *tokens,
+                             const int *positions, int n, int now) {
     tkv_token_importance copy[4];
     tkv_status st;
     memcpy(copy, tokens, sizeof copy);
-    st = tkv_update_importance(cfg, tokens, positions, mode & ADD ? mass_in : NULL, n, now,
+    st = tkv_update_importance(cfg, tokens, positions, mode & ADD ? scores_in : NULL, n, now,
                                mode & COMPUTE ? r->o.x : NULL);
     if (st) CHECK_MEM(tokens, copy, sizeof copy);
     return st;
 }
 
-/* Token 3 has this step and this position. */
-static int importance(rig *r, int mode, int n, int now, int step, int position) {
+/* Sets the step and the position of token 3. */
+static int update_token(rig *r, int mode, int n, int now, int step, int position) {
     tkv_token_importance tokens[4];
     int positions[4] = {0, 1, 2, 3};
     memset(tokens, 0, sizeof tokens);
     tokens[3].step = step;
     positions[3] = position;
-    return update(r, NULL, mode, tokens, positions, n, now);
+    return update_importance(r, NULL, mode, tokens, positions, n, now);
 }
 
 /* Without an array of positions, tokens have positions 0 to 3. */
-static int importance_plain(rig *r, int mode, int now) {
+static int update_without_positions(rig *r, int mode, int now) {
     tkv_token_importance tokens[4];
     memset(tokens, 0, sizeof tokens);
-    return update(r, NULL, mode, tokens, NULL, 4, now);
+    return update_importance(r, NULL, mode, tokens, NULL, 4, now);
 }
 
-static int importance_config(rig *r, int mode, size_t at, int x) {
+static int update_with_config(rig *r, int mode, size_t at, int x) {
     tkv_token_importance tokens[4];
     tkv_importance_config cfg;
     memset(tokens, 0, sizeof tokens);
     memset(&cfg, 0, sizeof cfg);
-    set(&cfg, at, x);
-    return update(r, &cfg, mode, tokens, NULL, 1, 1);
+    set_int(&cfg, at, x);
+    return update_importance(r, &cfg, mode, tokens, NULL, 1, 1);
 }
 
 enum { CFG_PER_STEP, CFG_COOLDOWN, P_STEP, P_USED };
@@ -828,82 +844,86 @@ static int promote_blocks(rig *r, int seq, int layer, int what, int x) {
 static void try_importance_rules(rig *r) {
     int mode;
     for (mode = ADD; mode <= (ADD | COMPUTE); mode++) {
-        SAFE("tkv_update_importance", "n", PLAIN, 4, "AAAO..", importance(r, mode, x, 9, 9, 3));
-        SAFE("tkv_update_importance", "now", PLAIN, 9, "AAAOOO", importance(r, mode, 4, x, 9, 3));
-        SAFE("tkv_update_importance", "now", PLAIN, 8, "AAAAOO", importance(r, mode, 4, x, 9, 3));
+        SAFE("tkv_update_importance", "n", PLAIN, 4, "AAAO..", update_token(r, mode, x, 9, 9, 3));
+        SAFE("tkv_update_importance", "now", PLAIN, 9, "AAAOOO", update_token(r, mode, 4, x, 9, 3));
+        SAFE("tkv_update_importance", "now", PLAIN, 8, "AAAAOO", update_token(r, mode, 4, x, 9, 3));
         SAFE("tkv_update_importance", "now, no positions", PLAIN, 3, "AAAOOOAA",
-             importance_plain(r, mode, x));
-        SAFE("tkv_update_importance", "step", PLAIN, 9, "AAAOAA", importance(r, mode, 4, 9, x, 3));
-        SAFE("tkv_update_importance", "position", PLAIN, 9, "AAAOAA", importance(r, mode, 4, 9, 9, x));
+             update_without_positions(r, mode, x));
+        SAFE("tkv_update_importance", "step", PLAIN, 9, "AAAOAA", update_token(r, mode, 4, 9, x, 3));
+        SAFE("tkv_update_importance", "position", PLAIN, 9, "AAAOAA", update_token(r, mode, 4, 9, 9, x));
         SAFE("tkv_update_importance", "strategy", PLAIN, TKV_IMPORTANCE_COUNT, "GGGGGG",
-             importance_config(r, mode, OF(tkv_importance_config, strategy), x));
+             update_with_config(r, mode, OF(tkv_importance_config, strategy), x));
         SAFE("tkv_update_importance", "heads", PLAIN, 3, "GGGGGG",
-             importance_config(r, mode, OF(tkv_importance_config, heads), x));
+             update_with_config(r, mode, OF(tkv_importance_config, heads), x));
         SAFE("tkv_update_importance", "sample_every", PLAIN, (1 << 30) - 1, "GGGOGG",
-             importance_config(r, mode, OF(tkv_importance_config, sample_every), x));
+             update_with_config(r, mode, OF(tkv_importance_config, sample_every), x));
     }
     for (mode = 0; mode <= (ADD | COMPUTE); mode++)
-        SAFE("tkv_update_importance", "now, n = 0", PLAIN, 9, "AAAOOO", importance(r, mode, 0, x, 9, 3));
+        SAFE("tkv_update_importance", "now, n = 0", PLAIN, 9, "AAAOOO", update_token(r, mode, 0, x, 9, 3));
     EACH("tkv_bound_score", "head_dim", PLAIN, DIM, "OOO*..",
          sign_of((double)tkv_bound_score(q_in, k_in, k_in, x)));
 }
 
 static void try_importance(rig *r) {
-    const int kept = SPILL | REMAT | EVICT | BUDGET;
+    const int with_scores = OFFLOAD | DISCARD | EVICT | BUDGET;
     SAFE("tkv_get_importance", "seq", EVERY, SEQS, "AAAAAA",
          tkv_get_importance(r->kv, x, 0, 0, 1, r->o.x, r->o.mask));
-    SAFE("tkv_get_importance", "layer", kept, LAYERS, "AAAAAAOA",
+    SAFE("tkv_get_importance", "layer", with_scores, LAYERS, "AAAAAAOA",
          tkv_get_importance(r->kv, 0, x, 0, 1, r->o.x, r->o.mask));
     SAFE("tkv_get_importance", "layer", EVERY, TKV_ALL_LAYERS, "...A",
          tkv_get_importance(r->kv, 0, x, 0, 1, r->o.x, r->o.mask));
-    SAFE("tkv_get_importance", "start", kept, LENGTH, "RRRRRR",
+    SAFE("tkv_get_importance", "start", with_scores, LENGTH, "RRRRRR",
          tkv_get_importance(r->kv, 0, 0, x, 1, r->o.x, r->o.mask));
-    SAFE("tkv_get_importance", "n", kept, LENGTH, "AAAORR",
+    SAFE("tkv_get_importance", "n", with_scores, LENGTH, "AAAORR",
          tkv_get_importance(r->kv, 0, 0, 0, x, r->o.x, r->o.mask));
-    EACH("tkv_add_scores", "seq", EVERY, SEQS, "AAAAAA", tkv_add_scores(r->kv, x, 0, 0, 1, mass_in));
-    EACH("tkv_add_scores", "layer", kept, LAYERS, "AAAAAAOA", tkv_add_scores(r->kv, 0, x, 0, 1, mass_in));
+    EACH("tkv_add_scores", "seq", EVERY, SEQS, "AAAAAA", tkv_add_scores(r->kv, x, 0, 0, 1, scores_in));
+    EACH("tkv_add_scores", "layer", with_scores, LAYERS, "AAAAAAOA",
+         tkv_add_scores(r->kv, 0, x, 0, 1, scores_in));
     EACH("tkv_add_scores", "layer", EVERY, TKV_ALL_LAYERS, "...A",
-         tkv_add_scores(r->kv, 0, x, 0, 1, mass_in));
-    EACH("tkv_add_scores", "start", kept, LENGTH, "RRRRRR", tkv_add_scores(r->kv, 0, 0, x, 1, mass_in));
-    EACH("tkv_add_scores", "n", kept, LENGTH, "AAAORR", tkv_add_scores(r->kv, 0, 0, 0, x, mass_in));
+         tkv_add_scores(r->kv, 0, x, 0, 1, scores_in));
+    EACH("tkv_add_scores", "start", with_scores, LENGTH, "RRRRRR",
+         tkv_add_scores(r->kv, 0, 0, x, 1, scores_in));
+    EACH("tkv_add_scores", "n", with_scores, LENGTH, "AAAORR", tkv_add_scores(r->kv, 0, 0, 0, x, scores_in));
     SAFE("tkv_find_top_tokens", "seq", EVERY, SEQS, "AAAAAA",
          tkv_find_top_tokens(r->kv, x, 0, 3, 0, r->o.ranked, &r->o.a));
-    SAFE("tkv_find_top_tokens", "layer", kept, LAYERS, "AAAAAAOA",
+    SAFE("tkv_find_top_tokens", "layer", with_scores, LAYERS, "AAAAAAOA",
          tkv_find_top_tokens(r->kv, 0, x, 3, 0, r->o.ranked, &r->o.a));
     SAFE("tkv_find_top_tokens", "layer", EVERY, TKV_ALL_LAYERS, "...A",
          tkv_find_top_tokens(r->kv, 0, x, 3, 0, r->o.ranked, &r->o.a));
-    SAFE("tkv_find_top_tokens", "k", kept, LENGTH, "AAAOOO",
+    SAFE("tkv_find_top_tokens", "k", with_scores, LENGTH, "AAAOOO",
          tkv_find_top_tokens(r->kv, 0, 0, x, 0, r->o.ranked, &r->o.a));
-    SAFE("tkv_find_top_tokens", "protect", kept, 1, "OOOOOO",
+    SAFE("tkv_find_top_tokens", "protect", with_scores, 1, "OOOOOO",
          tkv_find_top_tokens(r->kv, 0, 0, 3, x, r->o.ranked, &r->o.a));
     EACH("tkv_promote_important", "seq", EVERY, SEQS, "AAAAAA", promote_blocks(r, x, 0, -1, 0));
     EACH("tkv_promote_important", "layer", EVERY, LAYERS, "AAAAAAAA", promote_blocks(r, 0, x, -1, 0));
     EACH("tkv_promote_important", "layer, seq = 1", EVERY, LAYERS, "AAAAAAAA",
          promote_blocks(r, 1, x, -1, 0));
     EACH("tkv_promote_important", "layer", EVERY, TKV_ALL_LAYERS, "...A", promote_blocks(r, 0, x, -1, 0));
-    EACH("tkv_promote_important", "per_step", kept, 64, "GGG*GG", promote_blocks(r, 0, 0, CFG_PER_STEP, x));
-    EACH("tkv_promote_important", "cooldown", kept, 4, "GG****", promote_blocks(r, 0, 0, CFG_COOLDOWN, x));
-    EACH("tkv_promote_important", "step", kept, LENGTH, "******", promote_blocks(r, 0, 0, P_STEP, x));
-    EACH("tkv_promote_important", "used", kept, 8, "AAA***", promote_blocks(r, 0, 0, P_USED, x));
+    EACH("tkv_promote_important", "per_step", with_scores, 64, "GGG*GG",
+         promote_blocks(r, 0, 0, CFG_PER_STEP, x));
+    EACH("tkv_promote_important", "cooldown", with_scores, 4, "GG****",
+         promote_blocks(r, 0, 0, CFG_COOLDOWN, x));
+    EACH("tkv_promote_important", "step", with_scores, LENGTH, "******", promote_blocks(r, 0, 0, P_STEP, x));
+    EACH("tkv_promote_important", "used", with_scores, 8, "AAA***", promote_blocks(r, 0, 0, P_USED, x));
 }
 
 /* >>eviction: rules */
-static int evict_view(rig *r, tkv_evict_policy policy, size_t at, int x) {
+static int select_from_view(rig *r, tkv_evict_policy policy, size_t at, int x) {
     tkv_evict_config cfg;
     tkv_evict_view v;
     memset(&cfg, 0, sizeof cfg);
     memset(&v, 0, sizeof v);
     cfg.policy = policy;
     v.n = 40;
-    v.prompt_scores = v.total_scores = mass_in;
+    v.prompt_scores = v.total_scores = scores_in;
     v.keys = k_in;
     v.n_kv_heads = 1;
     v.head_dim = DIM;
-    set(&v, at, x);
+    set_int(&v, at, x);
     return tkv_select_victims(&cfg, &v, 8, r->o.x, r->o.mask, &r->o.result);
 }
 
-static int evict_position(rig *r, int x) {
+static int select_with_position(rig *r, int x) {
     tkv_evict_config cfg;
     tkv_evict_view v;
     int at[4] = {0, 1, 2, 3};
@@ -916,45 +936,45 @@ static int evict_position(rig *r, int x) {
     return tkv_select_victims(&cfg, &v, 2, r->o.x, r->o.mask, &r->o.result);
 }
 
-static int evict_config(rig *r, size_t at, int x) {
+static int select_with_config(rig *r, size_t at, int x) {
     tkv_evict_config cfg;
     tkv_evict_view v;
     memset(&cfg, 0, sizeof cfg);
     memset(&v, 0, sizeof v);
     cfg.policy = TKV_EVICT_SNAPKV;
     v.n = 40;
-    v.prompt_scores = mass_in;
-    set(&cfg, at, x);
+    v.prompt_scores = scores_in;
+    set_int(&cfg, at, x);
     return tkv_select_victims(&cfg, &v, 8, r->o.x, r->o.mask, &r->o.result);
 }
 
-static int evict_keep(rig *r, tkv_evict_policy policy, int n, int keep) {
+static int select_with_keep(rig *r, tkv_evict_policy policy, int n, int keep) {
     tkv_evict_config cfg;
     tkv_evict_view v;
     memset(&cfg, 0, sizeof cfg);
     memset(&v, 0, sizeof v);
     cfg.policy = policy;
     v.n = n;
-    v.total_scores = mass_in;
+    v.total_scores = scores_in;
     return tkv_select_victims(&cfg, &v, keep, r->o.x, r->o.mask, &r->o.result);
 }
 
-static int evict_budgets(rig *r, tkv_evict_shape shape, size_t at, int x) {
+static int split_budget(rig *r, tkv_evict_shape shape, size_t at, int x) {
     tkv_evict_budget b;
     memset(&b, 0, sizeof b);
     b.shape = shape;
     b.n_layers = 4;
     b.total = 400;
     b.n_tokens = 1000;
-    set(&b, at, x);
+    set_int(&b, at, x);
     return tkv_split_evict_budget(&b, r->o.list);
 }
 
-static int evict_budgets_total(rig *r, tkv_evict_shape shape, int64_t total) {
+static int split_total(rig *r, tkv_evict_shape shape, int64_t total) {
     tkv_evict_budget b;
     memset(&b, 0, sizeof b);
     b.shape = shape;
-    b.n_layers = ROOM;
+    b.n_layers = CAPACITY;
     b.total = total;
     b.n_tokens = (1 << 30) - 1;
     b.beta = 100;
@@ -964,64 +984,67 @@ static int evict_budgets_total(rig *r, tkv_evict_shape shape, int64_t total) {
 static void try_eviction_rules(rig *r) {
     int shape;
     SAFE("tkv_select_victims", "n", PLAIN, 1 << 30, "AAAAAA",
-         evict_view(r, TKV_EVICT_H2O, OF(tkv_evict_view, n), x));
-    SAFE("tkv_select_victims", "n", PLAIN, ROOM, "AAAO",
-         evict_view(r, TKV_EVICT_H2O, OF(tkv_evict_view, n), x));
+         select_from_view(r, TKV_EVICT_H2O, OF(tkv_evict_view, n), x));
+    SAFE("tkv_select_victims", "n", PLAIN, CAPACITY, "AAAO",
+         select_from_view(r, TKV_EVICT_H2O, OF(tkv_evict_view, n), x));
     SAFE("tkv_select_victims", "n_kv_heads", PLAIN, 1, "AAAO..",
-         evict_view(r, TKV_EVICT_KEYDIFF, OF(tkv_evict_view, n_kv_heads), x));
+         select_from_view(r, TKV_EVICT_KEYDIFF, OF(tkv_evict_view, n_kv_heads), x));
     SAFE("tkv_select_victims", "head_dim", PLAIN, 256, "AAAOAA",
-         evict_view(r, TKV_EVICT_KEYDIFF, OF(tkv_evict_view, head_dim), x));
-    SAFE("tkv_select_victims", "position", PLAIN, 3, "AAAOOO", evict_position(r, x));
+         select_from_view(r, TKV_EVICT_KEYDIFF, OF(tkv_evict_view, head_dim), x));
+    SAFE("tkv_select_victims", "position", PLAIN, 3, "AAAOOO", select_with_position(r, x));
     SAFE("tkv_select_victims", "policy", PLAIN, TKV_EVICT_COUNT, "GGGGGG",
-         evict_config(r, OF(tkv_evict_config, policy), x));
+         select_with_config(r, OF(tkv_evict_config, policy), x));
     SAFE("tkv_select_victims", "keep_tokens", PLAIN, (1 << 30) - 1, "GGGOGG",
-         evict_config(r, OF(tkv_evict_config, keep_tokens), x));
+         select_with_config(r, OF(tkv_evict_config, keep_tokens), x));
     SAFE("tkv_select_victims", "sink_tokens", PLAIN, 40, "GGOOOO",
-         evict_config(r, OF(tkv_evict_config, sink_tokens), x));
+         select_with_config(r, OF(tkv_evict_config, sink_tokens), x));
     SAFE("tkv_select_victims", "recent_tokens", PLAIN, 40, "GGOOOO",
-         evict_config(r, OF(tkv_evict_config, recent_tokens), x));
-    SAFE("tkv_select_victims", "pool", PLAIN, 63, "GGGOGG", evict_config(r, OF(tkv_evict_config, pool), x));
-    SAFE("tkv_select_victims", "seed", PLAIN, 1, "OOOOOO", evict_config(r, OF(tkv_evict_config, seed), x));
-    SAFE("tkv_select_victims", "batch", PLAIN, 1, "GGGOOO", evict_config(r, OF(tkv_evict_config, batch), x));
-    SAFE("tkv_select_victims", "keep", PLAIN, 40, "AAAOOO", evict_keep(r, TKV_EVICT_FIFO, 40, x));
-    SAFE("tkv_select_victims", "keep, h2o", PLAIN, 0, "AAAOOO", evict_keep(r, TKV_EVICT_H2O, 40, x));
-    SAFE("tkv_select_victims", "keep, n = 0", PLAIN, 0, "AAAOOO", evict_keep(r, TKV_EVICT_FIFO, 0, x));
+         select_with_config(r, OF(tkv_evict_config, recent_tokens), x));
+    SAFE("tkv_select_victims", "pool", PLAIN, 63, "GGGOGG",
+         select_with_config(r, OF(tkv_evict_config, pool), x));
+    SAFE("tkv_select_victims", "seed", PLAIN, 1, "OOOOOO",
+         select_with_config(r, OF(tkv_evict_config, seed), x));
+    SAFE("tkv_select_victims", "batch", PLAIN, 1, "GGGOOO",
+         select_with_config(r, OF(tkv_evict_config, batch), x));
+    SAFE("tkv_select_victims", "keep", PLAIN, 40, "AAAOOO", select_with_keep(r, TKV_EVICT_FIFO, 40, x));
+    SAFE("tkv_select_victims", "keep, h2o", PLAIN, 0, "AAAOOO", select_with_keep(r, TKV_EVICT_H2O, 40, x));
+    SAFE("tkv_select_victims", "keep, n = 0", PLAIN, 0, "AAAOOO", select_with_keep(r, TKV_EVICT_FIFO, 0, x));
     SAFE("tkv_split_evict_budget", "shape", PLAIN, 3, "AAAAAA",
-         evict_budgets(r, TKV_EVICT_UNIFORM, OF(tkv_evict_budget, shape), x));
+         split_budget(r, TKV_EVICT_UNIFORM, OF(tkv_evict_budget, shape), x));
     for (shape = TKV_EVICT_UNIFORM; shape <= TKV_EVICT_LINEAR; shape++) {
         const tkv_evict_shape s = (tkv_evict_shape)shape;
         SAFE("tkv_split_evict_budget", "n_layers", PLAIN, 4097, "AAAAAA",
-             evict_budgets(r, s, OF(tkv_evict_budget, n_layers), x));
+             split_budget(r, s, OF(tkv_evict_budget, n_layers), x));
         SAFE("tkv_split_evict_budget", "n_tokens", PLAIN, (1 << 30) - 1, "AAAOAA",
-             evict_budgets(r, s, OF(tkv_evict_budget, n_tokens), x));
+             split_budget(r, s, OF(tkv_evict_budget, n_tokens), x));
         SAFE("tkv_split_evict_budget", "window", PLAIN, (1 << 30) - 1, "AAOOAA",
-             evict_budgets(r, s, OF(tkv_evict_budget, window), x));
+             split_budget(r, s, OF(tkv_evict_budget, window), x));
         SAFE("tkv_split_evict_budget", "beta", PLAIN, 100, "AAAOAA",
-             evict_budgets(r, s, OF(tkv_evict_budget, beta), x));
+             split_budget(r, s, OF(tkv_evict_budget, beta), x));
         SAFE("tkv_split_evict_budget", "total", PLAIN, (1 << 30) - 1, "AAA*AA",
-             evict_budgets_total(r, s, x < 0 ? x : (int64_t)x * ROOM));
+             split_total(r, s, x < 0 ? x : (int64_t)x * CAPACITY));
     }
 }
 
 /* >>eviction in a cache */
-static int evict(rig *r, const uint64_t *victims, size_t at, int x) {
+static int evict_tokens(rig *r, const uint64_t *victims, size_t at, int x) {
     tkv_evict_params p;
     memset(&p, 0, sizeof p);
     p.layer = TKV_ALL_LAYERS;
     p.victims = victims;
     p.n_victims = LENGTH;
     p.keep = 100;
-    set(&p, at, x);
+    set_int(&p, at, x);
     return tkv_evict(r->kv, &p);
 }
 
-static int evict_by(rig *r, tkv_evict_policy kind, size_t at, int x) {
+static int evict_with_config(rig *r, tkv_evict_policy kind, size_t at, int x) {
     tkv_evict_config cfg;
     tkv_evict_params p;
     memset(&cfg, 0, sizeof cfg);
     memset(&p, 0, sizeof p);
     cfg.policy = kind;
-    set(&cfg, at, x);
+    set_int(&cfg, at, x);
     p.layer = TKV_ALL_LAYERS;
     p.keep = 100;
     p.evict = &cfg;
@@ -1029,27 +1052,28 @@ static int evict_by(rig *r, tkv_evict_policy kind, size_t at, int x) {
 }
 
 static void try_eviction(rig *r) {
-    const int untils[] = {TKV_UNLIMITED, TKV_OFF, 500};
+    const int ends[] = {TKV_UNLIMITED, TKV_OFF, 500};
     int i;
-    EACH("tkv_evict", "seq", EVERY, SEQS, "AAAAAA", evict(r, NULL, OF(tkv_evict_params, seq), x));
-    EACH("tkv_evict", "layer", EVERY, LAYERS, "AAAAAAAA", evict(r, NULL, OF(tkv_evict_params, layer), x));
+    EACH("tkv_evict", "seq", EVERY, SEQS, "AAAAAA", evict_tokens(r, NULL, OF(tkv_evict_params, seq), x));
+    EACH("tkv_evict", "layer", EVERY, LAYERS, "AAAAAAAA",
+         evict_tokens(r, NULL, OF(tkv_evict_params, layer), x));
     EACH("tkv_evict", "layer", EVICT | BUDGET, TKV_ALL_LAYERS, "...O",
-         evict(r, NULL, OF(tkv_evict_params, layer), x));
-    EACH("tkv_evict", "keep", EVICT, LENGTH, "AAAOOO", evict(r, NULL, OF(tkv_evict_params, keep), x));
+         evict_tokens(r, NULL, OF(tkv_evict_params, layer), x));
+    EACH("tkv_evict", "keep", EVICT, LENGTH, "AAAOOO", evict_tokens(r, NULL, OF(tkv_evict_params, keep), x));
     EACH("tkv_evict", "evict.policy", EVICT, TKV_EVICT_COUNT, "GGGGGG",
-         evict_by(r, TKV_EVICT_H2O, OF(tkv_evict_config, policy), x));
+         evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, policy), x));
     EACH("tkv_evict", "evict.keep_tokens", EVICT, (1 << 30) - 1, "GGGOGG",
-         evict_by(r, TKV_EVICT_H2O, OF(tkv_evict_config, keep_tokens), x));
+         evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, keep_tokens), x));
     EACH("tkv_evict", "evict.sink_tokens", EVICT, LENGTH, "GGOOOO",
-         evict_by(r, TKV_EVICT_H2O, OF(tkv_evict_config, sink_tokens), x));
+         evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, sink_tokens), x));
     EACH("tkv_evict", "evict.recent_tokens", EVICT, LENGTH, "GGOOOO",
-         evict_by(r, TKV_EVICT_H2O, OF(tkv_evict_config, recent_tokens), x));
+         evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, recent_tokens), x));
     EACH("tkv_evict", "evict.pool", EVICT, 63, "GGGOGG",
-         evict_by(r, TKV_EVICT_H2O, OF(tkv_evict_config, pool), x));
+         evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, pool), x));
     EACH("tkv_evict", "evict.seed", EVICT, 1, "OOOOOO",
-         evict_by(r, TKV_EVICT_FIFO, OF(tkv_evict_config, seed), x));
+         evict_with_config(r, TKV_EVICT_FIFO, OF(tkv_evict_config, seed), x));
     EACH("tkv_evict", "evict.batch", EVICT, LENGTH, "GGGOOO",
-         evict_by(r, TKV_EVICT_FIFO, OF(tkv_evict_config, batch), x));
+         evict_with_config(r, TKV_EVICT_FIFO, OF(tkv_evict_config, batch), x));
     EACH("tkv_evict", "seq, victims", EVERY, SEQS, "AAAAAA", evict_named(r->kv, x, 0, bits_in, 64));
     EACH("tkv_evict", "layer, victims", EVERY, LAYERS, "AAAAAAAA", evict_named(r->kv, 0, x, bits_in, 64));
     EACH("tkv_evict", "layer, victims", EVICT | BUDGET, TKV_ALL_LAYERS, "...O",
@@ -1058,10 +1082,10 @@ static void try_eviction(rig *r) {
     EACH("tkv_evict", "n_victims, all layers", EVICT | BUDGET, LENGTH, "AAAOOO",
          evict_named(r->kv, 0, TKV_ALL_LAYERS, bits_in, x));
     EACH("tkv_evict", "keep, victims", EVICT | BUDGET, LENGTH, "OOOOOO",
-         evict(r, bits_in, OF(tkv_evict_params, keep), x));
+         evict_tokens(r, bits_in, OF(tkv_evict_params, keep), x));
     EACH("tkv_seq_pin", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_pin(r->kv, x, 0, 1, TKV_UNLIMITED));
-    for (i = 0; i < COUNT(untils); i++) {
-        const int until = untils[i];
+    for (i = 0; i < COUNT(ends); i++) {
+        const int until = ends[i];
         EACH("tkv_seq_pin", "start", EVICT | BUDGET, LENGTH, "AAAOOA", tkv_seq_pin(r->kv, 0, x, 1, until));
         EACH("tkv_seq_pin", "n", EVICT | BUDGET, LENGTH, "AAAOOA", tkv_seq_pin(r->kv, 0, 1, x, until));
     }
@@ -1072,8 +1096,8 @@ static void try_eviction(rig *r) {
          tkv_seq_pin(r->kv, 0, 1, 0, x));
 }
 
-/* >>what is computed again */
-static tkv_remat_config model(void) {
+/* >>discarding and recomputation */
+static tkv_remat_config make_remat_config(void) {
     tkv_remat_config cfg;
     memset(&cfg, 0, sizeof cfg);
     cfg.n_layers = LAYERS;
@@ -1084,42 +1108,42 @@ static tkv_remat_config model(void) {
     return cfg;
 }
 
-static tkv_remat remat_of(void) {
-    const tkv_remat_config cfg = model();
-    tkv_remat m;
-    CHECK_EQ(tkv_init_remat(&m, &cfg, NULL, 0), TKV_OK);
-    return m;
+static tkv_remat make_remat(void) {
+    const tkv_remat_config cfg = make_remat_config();
+    tkv_remat remat;
+    CHECK_EQ(tkv_init_remat(&remat, &cfg, NULL, 0), TKV_OK);
+    return remat;
 }
 
-static int remat_init(rig *r, size_t at, int x) {
-    tkv_remat_config cfg = model();
-    set(&cfg, at, x);
+static int init_remat(rig *r, size_t at, int x) {
+    tkv_remat_config cfg = make_remat_config();
+    set_int(&cfg, at, x);
     return tkv_init_remat(&r->o.remat, &cfg, NULL, 0);
 }
 
 enum { OF_N, OF_NOW, OF_BLOCK };
 
 /* An error must leave the controller as it was. */
-static int decide(rig *r, int what, size_t at, int x) {
-    tkv_remat m = remat_of(), copy;
-    tkv_remat_block b[2];
+static int decide_discard(rig *r, int what, size_t at, int x) {
+    tkv_remat remat = make_remat(), copy;
+    tkv_remat_block block[2];
     tkv_status st;
     int n = 2, now = 200;
-    memset(b, 0, sizeof b);
-    b[0].end = b[1].start = 64;
-    b[1].end = 128;
-    b[0].bytes = b[1].bytes = 1000;
-    m.step = 100;
+    memset(block, 0, sizeof block);
+    block[0].end = block[1].start = 64;
+    block[1].end = 128;
+    block[0].bytes = block[1].bytes = 1000;
+    remat.step = 100;
     if (what == OF_N) n = x;
     if (what == OF_NOW) now = x;
-    if (what == OF_BLOCK) set(&b[1], at, x);
-    memcpy(&copy, &m, sizeof copy);
-    st = tkv_decide_discard(&m, b, n, now, 1.0f, 500, r->o.action, &r->o.bytes);
-    if (st) CHECK_MEM(&m, &copy, sizeof m);
+    if (what == OF_BLOCK) set_int(&block[1], at, x);
+    memcpy(&copy, &remat, sizeof copy);
+    st = tkv_decide_discard(&remat, block, n, now, 1.0f, 500, r->o.action, &r->o.bytes);
+    if (st) CHECK_MEM(&remat, &copy, sizeof remat);
     return st;
 }
 
-static tkv_status give_all(void *user, tkv_cache *kv, int seq, int first, int n_layers, int start, int n) {
+static tkv_status restore_all(void *user, tkv_cache *kv, int seq, int first, int n_layers, int start, int n) {
     tkv_status st = TKV_OK;
     int l;
     (void)user;
@@ -1129,34 +1153,36 @@ static tkv_status give_all(void *user, tkv_cache *kv, int seq, int first, int n_
 }
 
 static int recompute(rig *r, int seq, int last, int step) {
-    tkv_remat m = remat_of();
-    m.step = last;
-    return tkv_seq_recompute(r->kv, seq, &m, step, give_all, NULL, &r->o.a);
+    tkv_remat remat = make_remat();
+    remat.step = last;
+    return tkv_seq_recompute(r->kv, seq, &remat, step, restore_all, NULL, &r->o.a);
 }
 
-static int remat_free(rig *r, int seq, int capacity) {
-    tkv_remat m = remat_of();
-    return tkv_seq_free_bytes(r->kv, seq, &m, 1.0f, 100000, r->o.block, r->o.action, capacity, &r->o.bytes);
+static int free_bytes(rig *r, int seq, int capacity) {
+    tkv_remat remat = make_remat();
+    return tkv_seq_free_bytes(r->kv, seq, &remat, 1.0f, 100000, r->o.block, r->o.action, capacity,
+                              &r->o.bytes);
 }
 
 static void try_remat(rig *r) {
     SAFE("tkv_init_remat", "n_layers", PLAIN, 4096, "GGGOGG",
-         remat_init(r, OF(tkv_remat_config, n_layers), x));
+         init_remat(r, OF(tkv_remat_config, n_layers), x));
     SAFE("tkv_init_remat", "n_heads", PLAIN, 65536, "GGGOGG",
-         remat_init(r, OF(tkv_remat_config, n_heads), x));
+         init_remat(r, OF(tkv_remat_config, n_heads), x));
     SAFE("tkv_init_remat", "head_dim", PLAIN, 256, "GGGOGG",
-         remat_init(r, OF(tkv_remat_config, head_dim), x));
+         init_remat(r, OF(tkv_remat_config, head_dim), x));
     SAFE("tkv_init_remat", "min_materialized", PLAIN, 1, "GGOOOO",
-         remat_init(r, OF(tkv_remat_config, min_materialized), x));
+         init_remat(r, OF(tkv_remat_config, min_materialized), x));
     SAFE("tkv_init_remat", "sink_tokens", PLAIN, 1, "GGOOOO",
-         remat_init(r, OF(tkv_remat_config, sink_tokens), x));
-    SAFE("tkv_decide_discard", "n", PLAIN, 2, "AAAO..", decide(r, OF_N, 0, x));
-    SAFE("tkv_decide_discard", "now", PLAIN, 127, "AAAOOO", decide(r, OF_NOW, 0, x));
+         init_remat(r, OF(tkv_remat_config, sink_tokens), x));
+    SAFE("tkv_decide_discard", "n", PLAIN, 2, "AAAO..", decide_discard(r, OF_N, 0, x));
+    SAFE("tkv_decide_discard", "now", PLAIN, 127, "AAAOOO", decide_discard(r, OF_NOW, 0, x));
     SAFE("tkv_decide_discard", "start", PLAIN, 65, "AAAAAA",
-         decide(r, OF_BLOCK, OF(tkv_remat_block, start), x));
-    SAFE("tkv_decide_discard", "end", PLAIN, 201, "AAAOAA", decide(r, OF_BLOCK, OF(tkv_remat_block, end), x));
+         decide_discard(r, OF_BLOCK, OF(tkv_remat_block, start), x));
+    SAFE("tkv_decide_discard", "end", PLAIN, 201, "AAAOAA",
+         decide_discard(r, OF_BLOCK, OF(tkv_remat_block, end), x));
     SAFE("tkv_decide_discard", "layers", PLAIN, LAYERS, "AAAOAA",
-         decide(r, OF_BLOCK, OF(tkv_remat_block, layers), x));
+         decide_discard(r, OF_BLOCK, OF(tkv_remat_block, layers), x));
     EACH("tkv_seq_discard", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_discard(r->kv, x, 64, &r->o.a));
     EACH("tkv_seq_discard", "n_tokens", EVERY, LENGTH, "AAAOOO", tkv_seq_discard(r->kv, 0, x, &r->o.a));
     SAFE("tkv_seq_find_discarded", "seq", EVERY, SEQS, "AAAAAA",
@@ -1167,29 +1193,29 @@ static void try_remat(rig *r) {
          tkv_restore(r->kv, 1, x, 4, k_in, v_in, 64));
     EACH("tkv_restore", "layer", EVERY, TKV_ALL_LAYERS, "...A", tkv_restore(r->kv, 0, x, 4, k_in, v_in, 64));
     EACH("tkv_restore", "start", EVERY, LENGTH, "AAARRR", tkv_restore(r->kv, 0, 0, x, k_in, v_in, 64));
-    EACH("tkv_restore", "n", REMAT, LENGTH - 4, "AAAORR", tkv_restore(r->kv, 0, 0, 4, k_in, v_in, x));
+    EACH("tkv_restore", "n", DISCARD, LENGTH - 4, "AAAORR", tkv_restore(r->kv, 0, 0, 4, k_in, v_in, x));
     EACH("tkv_seq_recompute", "seq", EVERY, SEQS, "AAAAAA", recompute(r, x, 0, 1));
-    EACH("tkv_seq_recompute", "step", REMAT, 9, "AAAOOO", recompute(r, 0, 9, x));
-    EACH("tkv_seq_recompute", "r.step", REMAT, 9, "OOOOAA", recompute(r, 0, x, 9));
+    EACH("tkv_seq_recompute", "step", DISCARD, 9, "AAAOOO", recompute(r, 0, 9, x));
+    EACH("tkv_seq_recompute", "r.step", DISCARD, 9, "OOOOAA", recompute(r, 0, x, 9));
     SAFE("tkv_seq_list_blocks", "seq", EVERY, SEQS, "AAAAAA",
          tkv_seq_list_blocks(r->kv, x, r->o.block, BLOCKS, &r->o.a));
     SAFE("tkv_seq_list_blocks", "capacity", EVERY, BLOCKS, "AAAOOO",
          tkv_seq_list_blocks(r->kv, 0, r->o.block, x, &r->o.a));
-    EACH("tkv_seq_free_bytes", "seq", EVERY, SEQS, "AAAAAA", remat_free(r, x, BLOCKS));
-    EACH("tkv_seq_free_bytes", "capacity", EVERY, 1, "AAAAAO", remat_free(r, 0, x));
+    EACH("tkv_seq_free_bytes", "seq", EVERY, SEQS, "AAAAAA", free_bytes(r, x, BLOCKS));
+    EACH("tkv_seq_free_bytes", "capacity", EVERY, 1, "AAAAAO", free_bytes(r, 0, x));
 }
 
 /* >>codec */
 enum { SIZE, ENCODE, DECODE };
 
-static int codec(rig *r, int what, tkv_format format, size_t at, int x) {
+static int call_codec(rig *r, int what, tkv_format format, size_t at, int x) {
     tkv_codec c;
     size_t size;
     memset(&c, 0, sizeof c);
     c.format = format;
     c.head_dim = DIM;
     c.rope.dim = DIM;
-    set(&c, at, x);
+    set_int(&c, at, x);
     if (what == SIZE) return tkv_get_block_bytes(&c) > 0 ? TKV_OK : TKV_ERR_ARG;
     size = tkv_get_block_bytes(&c) ? tkv_get_block_bytes(&c) : sizeof r->o.code;
     if (size > sizeof r->o.code) return TKV_ERR_BROKEN;
@@ -1197,7 +1223,7 @@ static int codec(rig *r, int what, tkv_format format, size_t at, int x) {
     return tkv_decode_block(&c, r->o.code, size, 64, r->o.k, 0);
 }
 
-static int coded(rig *r, int decode, int n_tokens) {
+static int code_tokens(rig *r, int decode, int n_tokens) {
     tkv_codec c;
     memset(&c, 0, sizeof c);
     c.format = TKV_KIVI4;
@@ -1211,28 +1237,30 @@ static void try_codec(rig *r) {
     int i;
     for (i = 0; i < COUNT(names); i++) {
         SAFE(names[i], "format", PLAIN, TKV_FORMAT_COUNT, "AAAAAA",
-             codec(r, i, TKV_KIVI4, OF(tkv_codec, format), x));
-        SAFE(names[i], "side", PLAIN, 2, "AAAAAA", codec(r, i, TKV_KIVI4, OF(tkv_codec, side), x));
-        SAFE(names[i], "head_dim", PLAIN, 256, "AAAOAA", codec(r, i, TKV_KIVI4, OF(tkv_codec, head_dim), x));
+             call_codec(r, i, TKV_KIVI4, OF(tkv_codec, format), x));
+        SAFE(names[i], "side", PLAIN, 2, "AAAAAA", call_codec(r, i, TKV_KIVI4, OF(tkv_codec, side), x));
+        SAFE(names[i], "head_dim", PLAIN, 256, "AAAOAA",
+             call_codec(r, i, TKV_KIVI4, OF(tkv_codec, head_dim), x));
         SAFE(names[i], "group_size", PLAIN, 64, "AAAOAA",
-             codec(r, i, TKV_KIVI4, OF(tkv_codec, options.group_size), x));
-        SAFE(names[i], "fit", PLAIN, 5, "AAAOAA", codec(r, i, TKV_KIVI4, OF(tkv_codec, options.fit), x));
-        SAFE(names[i], "rotate", PLAIN, 3, "AAAOAA", codec(r, i, TKV_INT8, OF(tkv_codec, options.rotate), x));
+             call_codec(r, i, TKV_KIVI4, OF(tkv_codec, options.group_size), x));
+        SAFE(names[i], "fit", PLAIN, 5, "AAAOAA", call_codec(r, i, TKV_KIVI4, OF(tkv_codec, options.fit), x));
+        SAFE(names[i], "rotate", PLAIN, 3, "AAAOAA",
+             call_codec(r, i, TKV_INT8, OF(tkv_codec, options.rotate), x));
         SAFE(names[i], "center_k", PLAIN, 1, "AAAOAA",
-             codec(r, i, TKV_INT8, OF(tkv_codec, options.center_k), x));
+             call_codec(r, i, TKV_INT8, OF(tkv_codec, options.center_k), x));
         SAFE(names[i], "subspaces", PLAIN, 16, "AAAOAA",
-             codec(r, i, TKV_SUBSPACE4, OF(tkv_codec, options.subspaces), x));
+             call_codec(r, i, TKV_SUBSPACE4, OF(tkv_codec, options.subspaces), x));
         SAFE(names[i], "kvquant", PLAIN, 15, "AAAOAA",
-             codec(r, i, TKV_KVQUANT3, OF(tkv_codec, options.kvquant), x));
+             call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, options.kvquant), x));
         SAFE(names[i], "position", PLAIN, 1 << 30, "AAAOOO",
-             codec(r, i, TKV_KVQUANT3, OF(tkv_codec, position), x));
+             call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, position), x));
         SAFE(names[i], "rope.dim", PLAIN, DIM, "AAAOAA",
-             codec(r, i, TKV_KVQUANT3, OF(tkv_codec, rope.dim), x));
+             call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, rope.dim), x));
         SAFE(names[i], "rope.interleaved", PLAIN, 1, "AAAOAA",
-             codec(r, i, TKV_KVQUANT3, OF(tkv_codec, rope.interleaved), x));
+             call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, rope.interleaved), x));
     }
-    SAFE("tkv_encode_block", "n_tokens", PLAIN, 64, "AAAOAA", coded(r, 0, x));
-    SAFE("tkv_decode_block", "n_tokens", PLAIN, 64, "AAAOAA", coded(r, 1, x));
+    SAFE("tkv_encode_block", "n_tokens", PLAIN, 64, "AAAOAA", code_tokens(r, 0, x));
+    SAFE("tkv_decode_block", "n_tokens", PLAIN, 64, "AAAOAA", code_tokens(r, 1, x));
 }
 
 /* >>all rows in all caches */
@@ -1240,35 +1268,35 @@ static void try_all(int kind) {
     rig *r = (rig *)calloc(1, sizeof *r);
     if (!r) exit(2);
     r->kind = kind;
-    configure(r);
-    build(r);
-    r->state = state_of(r);
-    CHECK(state_of(r) == r->state);
-    try_tokens(r);
+    configure_cache(r);
+    build_cache(r);
+    r->state_hash = hash_cache(r);
+    CHECK(hash_cache(r) == r->state_hash);
+    try_appends(r);
     try_reading(r);
     try_reports(r);
     try_budget(r);
     try_eviction(r);
     try_remat(r);
     try_importance(r);
-    try_plans(r);
-    if (kind == PLAIN) { /* these know no cache */
-        try_stores(r);
+    try_configs(r);
+    if (kind == PLAIN) { /* these functions take no cache */
+        try_thresholds(r);
         try_importance_rules(r);
         try_eviction_rules(r);
         try_codec(r);
     }
-    unbuild(r);
+    destroy_cache(r);
     if (r->cfg.offload.write) test_store_end(&r->store);
     free(r);
 }
 
 TEST(plain_cache) { try_all(PLAIN); }
-TEST(blocks_outside_ram) {
+TEST(offloaded_blocks) {
     if (tkv_test_quick()) SKIP("slow under emulators");
-    try_all(SPILL);
+    try_all(OFFLOAD);
 }
-TEST(discarded_blocks) { try_all(REMAT); }
+TEST(discarded_blocks) { try_all(DISCARD); }
 TEST(evicted_tokens) {
     if (tkv_test_quick()) SKIP("slow under emulators");
     try_all(EVICT);
@@ -1278,16 +1306,16 @@ TEST(everything_under_a_budget) { try_all(BUDGET); }
 int main(int argc, char **argv) {
     tkv_rng rng = tkv_rng_seed(20);
     int i;
-    tkv_rng_fill(&rng, k_in, ROOM * DIM, 1.0);
-    tkv_rng_fill(&rng, v_in, ROOM * DIM, 1.0);
-    tkv_rng_fill(&rng, q_in, ROOM * HEADS * DIM, 1.0);
-    for (i = 0; i < ROOM; i++) {
-        mass_in[i] = (float)tkv_rng_uniform(&rng);
+    tkv_rng_fill(&rng, k_in, CAPACITY * DIM, 1.0);
+    tkv_rng_fill(&rng, v_in, CAPACITY * DIM, 1.0);
+    tkv_rng_fill(&rng, q_in, CAPACITY * HEADS * DIM, 1.0);
+    for (i = 0; i < CAPACITY; i++) {
+        scores_in[i] = (float)tkv_rng_uniform(&rng);
         bits_in[i] = tkv_rng_u64(&rng);
     }
     tkv_test_begin(argc, argv);
     RUN(plain_cache);
-    RUN(blocks_outside_ram);
+    RUN(offloaded_blocks);
     RUN(discarded_blocks);
     RUN(evicted_tokens);
     RUN(everything_under_a_budget);
