@@ -53,14 +53,14 @@ build/tests/%: tests/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS)
 
-build/tests/%: tests/%.cpp tieredkv_cuda.cu $(HEADERS)
+build/tests/%: tests/%.cpp $(wildcard tests/cuda_*.cpp) tieredkv_cuda.cu $(HEADERS)
 	@mkdir -p $(@D)
-	$(CXX) -std=c++17 -O1 $< -o $@ $(LDLIBS)
+	$(CXX) -std=c++17 -O2 $< -o $@ $(LDLIBS)
 
 build/tests/test_threads build/tests/test_policy build/tests/test_spill_file: LDLIBS += -pthread
 
 # On a GPU.
-build/gpu_check: tests/test_cuda_cache.cpp tieredkv_cuda.cu $(HEADERS)
+build/gpu_check: tests/cuda_cache.cpp tieredkv_cuda.cu $(HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) -O3 $(NVCC_FLAGS) -x cu $< -o $@
 

@@ -1,6 +1,5 @@
 /*
- * cuda_rig.h - the same cache on the host and on the emulated device (cuda_on_cpu.h), and attention of both. Define
- * RIG_QUERIES first: the most queries of a call.
+ * cuda_rig.h - the same cache on the host and on the emulated device (cuda_on_cpu.h), and attention of both.
  */
 #ifndef CUDA_RIG_H
 #define CUDA_RIG_H
@@ -16,6 +15,7 @@ typedef struct rig {
     void *cache, *work;
     tkv_rng rng;
     float k_size, v_size; /* factors on keys and values that are appended */
+    int max_queries;      /* of a call */
     int no_reference;     /* 1: attend() returns the device's output and computes no reference */
 } rig;
 
@@ -31,7 +31,7 @@ static void rig_close(rig *r) {
 }
 
 static int device_open(rig *r, const tkv_config *cfg) {
-    tkvcu_config config = {cfg, 0, 0, RIG_QUERIES};
+    tkvcu_config config = {cfg, 0, 0, r->max_queries};
     size_t cache = 0, work = 0;
     char reason[160] = "";
     int st = tkvcu_get_required_bytes(&config, &cache, &work, reason, sizeof reason);
@@ -46,10 +46,11 @@ static int device_open(rig *r, const tkv_config *cfg) {
     return st == TKV_OK;
 }
 
-static int rig_open(rig *r, const tkv_config *cfg) {
+static int rig_open(rig *r, const tkv_config *cfg, int max_queries) {
     int st;
     memset(r, 0, sizeof *r);
     r->cfg = *cfg;
+    r->max_queries = max_queries;
     r->rng = tkv_rng_seed(11);
     r->k_size = r->v_size = 1.0f;
     st = tkv_create(cfg, &r->kv);

@@ -1,9 +1,8 @@
 /*
  * tieredkv_cuda.cu as a whole: sizes, transfer, append, attention, graphs, truncation, errors. It runs on an emulated
- * GPU (cuda_on_cpu.h), or on a GPU:
+ * GPU (cuda_on_cpu.h) as a part of test_cuda.cpp, or on a GPU:
  *
- *     g++ -std=c++17 -O1 tests/test_cuda_cache.cpp -o test_cuda_cache -lm
- *     nvcc -O3 -arch=native -x cu tests/test_cuda_cache.cpp -o gpu_check         make gpu-check
+ *     nvcc -O3 -arch=native -x cu tests/cuda_cache.cpp -o gpu_check         make gpu-check
  *
  * A cache of tieredkv.h gets the same tokens. The tests compare the bytes of all blocks with it, and attention with
  * tkv_attend_reference. Device memory is filled with NaN first, and has borders that must not change.

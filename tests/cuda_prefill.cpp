@@ -1,11 +1,10 @@
 /*
  * Prefill attention of tieredkv_cuda.cu (9 to 64 queries) on an emulated GPU (cuda_on_cpu.h), against double
- * precision on decoded values, as in test_cuda_attend.cpp.
- *
- *     g++ -std=c++17 -O1 tests/test_cuda_prefill.cpp -o test_cuda_prefill -lm
+ * precision on decoded values, as in cuda_attend.cpp.
  */
-#define RIG_QUERIES 64
 #include "cuda_rig.h"
+
+enum { MAX_QUERIES = 64 }; /* of a call */
 
 static options with_queries(int queries) {
     options o = plain;
@@ -39,7 +38,7 @@ TEST(formats) {
             cfg.tiers.warm.k = i % 2 ? TKV_KIVI4 : TKV_A40;
             cfg.tiers.warm.v = i % 2 ? TKV_R40 : TKV_KIVI3;
             name_formats(&cfg, pairs[i]);
-            if (!rig_open(&r, &cfg)) return;
+            if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
             append_random(&r, 0, 640);
             import_all(&r);
             snprintf(name, sizeof name, "%s, %d", pairs[i], dim);
@@ -60,7 +59,7 @@ TEST(groups_and_queries) {
         cfg.tiers.warm_tokens = i % 2 ? 64 : TKV_OFF;
         cfg.tiers.archive.k = cfg.tiers.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
         cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 4 + 128 + 3);
         append_random(&r, 1, 4 + 7 * (int)i);
         import_all(&r);
@@ -99,7 +98,7 @@ TEST(exact_and_lengths) {
         cfg.tiers.sink_tokens = row[i].sinks;
         cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
         o.type = row[i].type;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         for (l = 0; l < sizeof lengths / sizeof *lengths; l++) { /* the second sequence is shorter */
             append_random(&r, 0, lengths[l]);
             append_random(&r, 1, lengths[l > 3 ? l - 3 : 0]);
@@ -130,7 +129,7 @@ TEST(options_of_a_call) {
         rig r;
         cfg.limits.max_seqs = 1;
         if (own) cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 600);
         /* only the device has the window: the host would free blocks */
         if (own) {
@@ -163,7 +162,7 @@ TEST(rows_by_map) {
     cfg.limits.max_seqs = 5;
     cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
     o.map = known;
-    if (!rig_open(&r, &cfg)) return;
+    if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     for (s = 0; s < 5; s++) append_random(&r, (int)s, length[s]);
     import_all(&r);
     check_attend(&r, &o, "map");
@@ -191,7 +190,7 @@ TEST(table_versions) {
     CHECK_EQ(tkv_apply_preset(&cfg, "extreme"), TKV_OK);
     cfg.tiers.warm_tokens = 256;
     cfg.limits.max_seqs = 1;
-    if (!rig_open(&r, &cfg)) return;
+    if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     append_random(&r, 0, 2300);
     import_all(&r);
     v = tkvcu_find_view(r.cu, 0);
@@ -211,7 +210,7 @@ TEST(same_as_decode_kernel) {
         std::vector<float> q((size_t)(2 * queries * row)), part, out(q.size()), few((size_t)(2 * last * row));
         rig r;
         name_formats(&cfg, pairs[i]);
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 700);
         append_random(&r, 1, 90);
         import_all(&r);
@@ -242,7 +241,7 @@ TEST(same_bits) {
     std::vector<float> first;
     size_t i;
     rig r;
-    if (!rig_open(&r, &cfg)) return;
+    if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     append_random(&r, 0, 560);
     append_random(&r, 1, 70);
     for (i = 0; i < sizeof processors / sizeof *processors; i++) {
@@ -285,7 +284,7 @@ TEST(sizes_of_values) {
             name_formats(&cfg, pairs[i]);
             cfg.tiers.warm = cfg.tiers.archive;
             if (k > 3) cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_BF16;
-            if (!rig_open(&r, &cfg)) return;
+            if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
             r.k_size = sizes[k][0];
             r.v_size = sizes[k][1];
             append_random(&r, 0, 580);
@@ -314,7 +313,7 @@ TEST(a_prompt_in_chunks) {
     cfg.tiers.warm_tokens = 64;
     cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no tables: the host would learn others */
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
-    if (!rig_open(&r, &cfg)) return;
+    if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     CHECK_EQ(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeThreadLocal), cudaSuccess);
     CHECK_EQ(tkvcu_append(r.cu, 0, k.data(), v.data(), TKV_TYPE_F32, CHUNK, NULL, NULL), TKV_OK);
     CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, CHUNK, NULL, out.data(), lse.data(), NULL, NULL),
@@ -352,7 +351,7 @@ TEST(flat_keys) {
         cfg.limits.max_append = 600;
         cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
         cfg.tiers.warm.v = cfg.tiers.archive.v = TKV_KIVI4;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         tkv_rng_fill(&r.rng, v.data(), v.size(), 1.0);
         CHECK_EQ(tkv_append(r.kv, 0, 0, k.data(), v.data(), 600), TKV_OK);
         import_all(&r);

@@ -2,12 +2,11 @@
  * Decode attention of tieredkv_cuda.cu on an emulated GPU (cuda_on_cpu.h), against double precision on decoded
  * values.
  *
- *     g++ -std=c++17 -O1 tests/test_cuda_attend.cpp -o test_cuda_attend -lm
- *
  * The tests fill a cache of tieredkv.h and import it. The kernels and tkv_attend_reference get the same queries.
  */
-#define RIG_QUERIES 8
 #include "cuda_rig.h"
+
+enum { MAX_QUERIES = 8 }; /* of a call */
 
 /* >>unpacking: every width and plane, as K and as V, against core/tile.h */
 #define PACKED 16 /* tiles */
@@ -175,7 +174,7 @@ TEST(formats) {
             cfg.tiers.archive.v = format_named(v ? v + 1 : k);
             cfg.tiers.warm.k = TKV_KIVI4;
             cfg.tiers.warm.v = TKV_R40;
-            if (!rig_open(&r, &cfg)) return;
+            if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
             append_random(&r, 0, 1100);
             append_random(&r, 1, 400);
             import_all(&r);
@@ -209,7 +208,7 @@ TEST(exact_and_lengths) {
         cfg.tiers.hot_tokens = row[i].hot;
         cfg.tiers.sink_tokens = row[i].sinks;
         o.type = row[i].type;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         for (l = 0; l < n; l++) { /* the second sequence is shorter */
             append_random(&r, 0, lengths[l]);
             append_random(&r, 1, lengths[l > 3 ? l - 3 : 0]);
@@ -234,7 +233,7 @@ TEST(groups_and_queries) {
         cfg.tiers.archive.k = cfg.tiers.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
         cfg.tiers.warm.k = i % 4 == 1 ? TKV_KIVI4 : TKV_KIVI2;
         cfg.tiers.warm.v = TKV_KIVI4;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 4 + 192 + 3);
         append_random(&r, 1, 4 + 64 + 1 + (int)i);
         import_all(&r);
@@ -269,7 +268,7 @@ TEST(options_of_a_call) {
         tkv_config cfg = config_of(own ? 128 : 64, 4, 2);
         rig r;
         if (own) cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 1000);
         append_random(&r, 1, own ? 100 : 600);
         /* only the device has the window: the host would free blocks */
@@ -302,7 +301,7 @@ TEST(rows_by_map) {
     cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
     o.map = map;
     o.queries = 2;
-    if (!rig_open(&r, &cfg)) return;
+    if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     for (s = 0; s < 5; s++) append_random(&r, (int)s, length[s]);
     import_all(&r);
     {
@@ -344,7 +343,7 @@ TEST(table_versions) {
         rig r;
         CHECK_EQ(tkv_apply_preset(&cfg, presets[i]), TKV_OK);
         cfg.tiers.warm_tokens = 256;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 3000);
         import_all(&r);
         v = tkvcu_find_view(r.cu, 0);
@@ -365,7 +364,7 @@ TEST(same_bits) {
     std::vector<float> first;
     size_t i;
     rig r;
-    if (!rig_open(&r, &cfg)) return;
+    if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     append_random(&r, 0, 900);
     append_random(&r, 1, 600);
     for (i = 0; i < sizeof processors / sizeof *processors; i++) {
@@ -408,7 +407,7 @@ TEST(sizes_of_values) {
             *strchr(format, '/') = 0;
             cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(format);
             cfg.tiers.warm.v = cfg.tiers.archive.v = format_named(strchr(pairs[i], '/') + 1);
-            if (!rig_open(&r, &cfg)) return;
+            if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
             r.k_size = sizes[k][0];
             r.v_size = sizes[k][1];
             append_random(&r, 0, 700);
@@ -431,7 +430,7 @@ TEST(blocks_that_one_query_sees) {
         rig r;
         cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
         cfg.tiers.warm.v = cfg.tiers.archive.v = i ? TKV_R30 : TKV_KIVI4;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 1100);
         import_all(&r);
         for (window = 517; window <= 521; window++)
@@ -464,7 +463,7 @@ TEST(heads_that_differ) {
         cfg.limits.max_append = LEN;
         cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
         cfg.tiers.warm.v = cfg.tiers.archive.v = TKV_R40;
-        if (!rig_open(&r, &cfg)) return;
+        if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         tkv_rng_fill(&r.rng, k.data(), k.size(), 1.0);
         tkv_rng_fill(&r.rng, v.data(), v.size(), 1.0);
         for (c = 5; c < LEN * DIM; c += DIM) k[(size_t)c] *= 30.0f; /* a channel that one head reads */
