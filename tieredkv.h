@@ -3142,6 +3142,210 @@ static void tkvi_unlock(int *lock) {
 }
 
 #endif /* TKVI_CORE_BASE_H */
+/* ======== core/decimal.h ======== */
+/*
+ * core/decimal.h - converts floats to decimal text and back, exactly. It does not use strtod and printf, because
+ * their results depend on the locale and on compiler flags.
+ *
+ * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Both directions use only
+ * this comparison. Reading finds the nearest float by bisection; the midpoint of two neighbouring floats is a float
+ * with one bit more. Writing finds the shortest text that reads back as the same float.
+ */
+#ifndef TKVI_CORE_DECIMAL_H
+#define TKVI_CORE_DECIMAL_H
+
+
+#define TKVI_DECIMAL_LEAST                                                                                   \
+    (-64) /* exponents: below this one, 19 digits are less than half of the smallest float */
+#define TKVI_DECIMAL_MOST 39 /* above it, one digit is more than the largest float */
+#define TKVI_FLOAT_TEXT 24   /* bytes that hold any float, final zero included */
+
+typedef struct tkvi_wide {
+    uint32_t word[12]; /* lowest word first */
+} tkvi_wide;
+
+static tkvi_wide tkvi_wide_of(uint64_t x) {
+    tkvi_wide a;
+    memset(&a, 0, sizeof a);
+    a.word[0] = (uint32_t)(x & 0xffffffffu);
+    a.word[1] = (uint32_t)(x >> 32);
+    return a;
+}
+
+static void tkvi_wide_times(tkvi_wide *a, uint32_t by) {
+    uint64_t carry = 0;
+    int i;
+    for (i = 0; i < 12; i++) {
+        carry += (uint64_t)a->word[i] * by;
+        a->word[i] = (uint32_t)(carry & 0xffffffffu);
+        carry >>= 32;
+    }
+}
+
+/* Multiplies by 5^fives * 2^twos; an exponent below 0 counts as 0. */
+static void tkvi_wide_scale(tkvi_wide *a, int fives, int twos) {
+    for (; fives >= 13; fives -= 13) tkvi_wide_times(a, 1220703125u);
+    for (; fives > 0; fives--) tkvi_wide_times(a, 5u);
+    for (; twos >= 31; twos -= 31) tkvi_wide_times(a, 1u << 31);
+    if (twos > 0) tkvi_wide_times(a, 1u << twos);
+}
+
+/* Returns the sign of m * 10^e - c * 2^x. e is from TKVI_DECIMAL_LEAST to TKVI_DECIMAL_MOST. c * 2^x is a
+ * float or the midpoint of two. So both sides have at most 344 bits. */
+static int tkvi_decimal_compare(uint64_t m, int e, uint32_t c, int x) {
+    tkvi_wide a = tkvi_wide_of(m), b = tkvi_wide_of(c);
+    int i;
+    tkvi_wide_scale(&a, e, e - x);
+    tkvi_wide_scale(&b, -e, x - e);
+    for (i = 11; i >= 0; i--)
+        if (a.word[i] != b.word[i]) return a.word[i] > b.word[i] ? 1 : -1;
+    return 0;
+}
+
+/* Splits a positive float into c * 2^x. */
+static void tkvi_float_parts(uint32_t bits, uint32_t *c, int *x) {
+    uint32_t exponent = bits >> 23;
+    *c = (bits & 0x7fffffu) | (exponent ? 0x800000u : 0u);
+    *x = (exponent ? (int)exponent : 1) - 150;
+}
+
+/* Does m * 10^e round to the float with these bits, or to a larger one? Ties go to even. */
+static int tkvi_decimal_reaches(uint64_t m, int e, uint32_t bits) {
+    uint32_t c;
+    int x, order;
+    if (!bits) return 1;
+    tkvi_float_parts(bits - 1, &c, &x);
+    order = tkvi_decimal_compare(m, e, 2 * c + 1, x - 1);
+    return order > 0 || (order == 0 && bits % 2 == 0);
+}
+
+/* >>reading */
+#ifndef TKV_NO_REPORTS
+/* Reads the float nearest to a decimal number: sign, digits, point, exponent. Digits after the 19th count as zeros.
+ * Returns 0 if the text is no number, has more than 64 characters, or is too large for a float. */
+static int tkvi_float_read(const char *s, size_t n, float *out) {
+    uint64_t m = 0;
+    uint32_t low = 0, high = 0x7f800000u;
+    int e = 0, given = 0, point = 0, any = 0, negative, down;
+    size_t i = 0;
+    if (n < 1 || n > 64) return 0;
+    negative = s[0] == '-';
+    if (s[0] == '-' || s[0] == '+') i++;
+    for (; i < n && ((s[i] >= '0' && s[i] <= '9') || (s[i] == '.' && !point)); i++) {
+        if (s[i] == '.') {
+            point = 1;
+            continue;
+        }
+        any = 1;
+        if (m < 1000000000000000000u) {
+            m = 10u * m + (uint64_t)(s[i] - '0');
+            e -= point;
+        } else {
+            e += !point;
+        }
+    }
+    if (!any) return 0;
+    if (i < n && (s[i] == 'e' || s[i] == 'E')) {
+        i++;
+        down = i < n && s[i] == '-';
+        if (i < n && (s[i] == '-' || s[i] == '+')) i++;
+        if (i == n) return 0;
+        for (; i < n && s[i] >= '0' && s[i] <= '9'; i++)
+            if (given < 1000) given = 10 * given + (s[i] - '0');
+        e += down ? -given : given;
+    }
+    if (i < n) return 0;
+    if (m == 0 || e < TKVI_DECIMAL_LEAST) high = 1; /* zero */
+    else if (e > TKVI_DECIMAL_MOST || tkvi_decimal_reaches(m, e, high)) return 0;
+    while (high - low > 1) { /* invariant: the number reaches low and does not reach high */
+        uint32_t middle = low + (high - low) / 2;
+        if (tkvi_decimal_reaches(m, e, middle)) low = middle;
+        else high = middle;
+    }
+    *out = tkvi_from_bits(low | (negative ? 0x80000000u : 0u));
+    return 1;
+}
+#endif /* TKV_NO_REPORTS */
+
+/* >>writing */
+/* Finds the number m * 10^e with the fewest digits that reads back as this float, and returns m. bits: of a
+ * positive float. */
+static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
+    uint64_t m, low = 100000000u, high = 1000000000u, power = high;
+    uint32_t c;
+    int x, first, n, i, up;
+    tkvi_float_parts(bits, &c, &x);
+    first = bits >> 23 ? ((int)(bits >> 23) - 127) * 77 / 256 - 2
+                       : -46; /* a lower bound of the first digit's exponent */
+    while (tkvi_decimal_compare(1, first + 1, c, x) <= 0) first++;
+    while (high - low > 1) { /* the first nine digits, truncated */
+        m = low + (high - low) / 2;
+        if (tkvi_decimal_compare(m, first - 8, c, x) <= 0) low = m;
+        else high = m;
+    }
+    for (n = 1; n <= 9; n++) {
+        power /= 10u;
+        *e = first - n + 1;
+        up = tkvi_decimal_compare(2u * (low / power) + 1u, *e, c, x + 1) < 0; /* rounding up is nearer */
+        for (i = 0; i < 2; i++) {
+            m = low / power + (uint64_t)(up ^ i);
+            if (tkvi_decimal_reaches(m, *e, bits) && !tkvi_decimal_reaches(m, *e, bits + 1)) return m;
+        }
+    }
+    return m; /* not reached: nine digits identify any float */
+}
+
+/* Writes a finite float as text, such as 0.05, 1000, 1.5e-7, to TKVI_FLOAT_TEXT bytes. The text is valid JSON. */
+static void tkvi_float_write(float x, char *out) {
+    uint32_t bits = tkvi_bits(x);
+    char digits[12];
+    uint64_t m = 0;
+    int e = 0, n = 0, at, i;
+    tkvi_text t = tkvi_text_begin(out, TKVI_FLOAT_TEXT);
+    if (bits >> 31) tkvi_append_text(&t, "-");
+    if (bits & 0x7fffffffu) m = tkvi_float_shortest(bits & 0x7fffffffu, &e);
+    for (; m && m % 10u == 0; m /= 10u) e++;
+    {
+        tkvi_text d = tkvi_text_begin(digits, sizeof digits);
+        tkvi_append_int(&d, (int64_t)m);
+    }
+    while (digits[n]) n++;
+    at = n + e; /* the point's place: the value is 0.digits * 10^at */
+    if (at < -3 || at > 9) {
+        char head[2] = {digits[0], 0};
+        tkvi_append_text(&t, head);
+        if (n > 1) tkvi_append_text(&t, ".");
+        tkvi_append_text(&t, digits + 1);
+        tkvi_append_text(&t, "e");
+        tkvi_append_int(&t, at - 1);
+        return;
+    }
+    if (at <= 0) tkvi_append_text(&t, "0.");
+    for (i = at; i < 0; i++) tkvi_append_text(&t, "0");
+    for (i = 0; i < n || i < at; i++) {
+        char one[2] = {i < n ? digits[i] : '0', 0};
+        if (i == at && i > 0) tkvi_append_text(&t, ".");
+        tkvi_append_text(&t, one);
+    }
+}
+
+/* Appends a number of a sentence: a whole one as such, another one as the float nearest to it. */
+static void tkvi_append_double(tkvi_text *t, double x) {
+    char text[TKVI_FLOAT_TEXT];
+    const float rounded = (float)x;
+    if (!tkvi_is_finite(rounded)) {
+        tkvi_append_text(t, (tkvi_bits(rounded) & 0x7fffffu) ? "NaN"
+                            : tkvi_bits(rounded) >> 31       ? "-infinity"
+                                                             : "infinity");
+    } else if (x >= -9e15 && x <= 9e15 && x == (double)(int64_t)x) {
+        tkvi_append_int(t, (int64_t)x);
+    } else {
+        tkvi_float_write(rounded, text);
+        tkvi_append_text(t, text);
+    }
+}
+
+#endif /* TKVI_CORE_DECIMAL_H */
 /* ======== core/checksum.h ======== */
 /*
  * core/checksum.h - checksums of bytes that leave the library and come back: XXH64 for blocks in a store, FNV-1a
@@ -3416,34 +3620,35 @@ static uint64_t tkvi_rope_ratio(float base, int pairs) {
 }
 
 /* Checks a descriptor. Returns the rule that it breaks, with field and value, or NULL if it is valid. */
-static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, float *value) {
+static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, double *value) {
     int j;
     *field = "model.rope.dim";
-    *value = (float)r->dim;
+    *value = (double)r->dim;
     if (r->dim < 0 || r->dim > head_dim || r->dim % 2)
         return "it must be even and at most head_dim, or 0 for none";
     *field = "model.rope.interleaved";
-    *value = (float)r->interleaved;
+    *value = (double)r->interleaved;
     if (r->interleaved & ~1) return "it must be 0 or 1";
     *field = "model.rope.scale";
-    *value = r->scale;
+    *value = (double)r->scale;
     if (!tkvi_is_finite(r->scale) || r->scale < 0.0f || r->scale > 4.0f)
         return "it must be more than 0 and at most 4, or 0 for 1";
     *field = "model.rope.base";
-    *value = r->base;
+    *value = (double)r->base;
     if (!tkvi_is_finite(r->base) || (r->base != 0.0f && !(r->base >= 2.0f && r->base <= 1e9f)))
         return "it must be 2 to 1e9, or 0 for 10000";
     *field = "one of model.rope.frequencies";
     for (j = 0; r->frequencies && j < r->dim / 2; j++) {
-        *value = r->frequencies[j];
-        if (!tkvi_is_finite(*value) || *value < 0.0f || *value > 1.0f) return "it must be 0 to 1, in radians";
+        *value = (double)r->frequencies[j];
+        if (!tkvi_is_finite(r->frequencies[j]) || *value < 0.0 || *value > 1.0)
+            return "it must be 0 to 1, in radians";
     }
     return NULL;
 }
 
 static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
     const char *field;
-    float value;
+    double value;
     return tkvi_rope_fault(r, head_dim, &field, &value);
 }
 
@@ -13486,12 +13691,10 @@ static tkv_status tkvi_compute_importance(const tkv_importance_config *cfg,
 TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
                                          const int *positions, const float *scores, int n, int now,
                                          float *out) {
-    tkv_importance_config full;
     tkv_status st = TKV_OK;
-    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     int i;
+    if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     if (n < 0 || now < 0 || (n > 0 && !scores && !out)) return TKV_ERR_ARG;
-    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
     for (i = 0; i < n; i++) { /* before any token changes */
         const int at = positions ? positions[i] : i;
         if (at < 0 || at > now) return TKV_ERR_ARG;
@@ -14043,20 +14246,52 @@ static int tkvi_evict_length(int given, int otherwise) {
     return given == 0 ? otherwise : given < 0 ? -2 : given;
 }
 
+/* Checks a config. Returns NULL, or what the first invalid field must be, with its name and value. */
+static const char *tkvi_evict_fault(const tkv_evict_config *cfg, const char **field, double *value) {
+    *field = "evict.keep_tokens";
+    *value = cfg->keep_tokens;
+    if (cfg->keep_tokens < 0 || cfg->keep_tokens >= 1 << 30)
+        return "it must be 1 to 2^30 - 1, or 0 for what the budget has room for";
+    *field = "evict.policy";
+    *value = (int)cfg->policy;
+    if (!tkvi_evict_row_of(cfg->policy)) return "it must be a tkv_evict_policy";
+    *field = "evict.batch";
+    *value = cfg->batch;
+    if (cfg->batch < 0 || cfg->batch >= 1 << 30) return "it must be 1 to 2^30 - 1, or 0 for the default";
+    *field = "evict.sink_tokens";
+    *value = cfg->sink_tokens;
+    if (cfg->sink_tokens < TKV_OFF || cfg->sink_tokens >= 1 << 30)
+        return "it must be a length, 0 (default) or TKV_OFF";
+    *field = "evict.recent_tokens";
+    *value = cfg->recent_tokens;
+    if (cfg->recent_tokens < TKV_OFF || cfg->recent_tokens >= 1 << 30)
+        return "it must be a length, 0 (default) or TKV_OFF";
+    *field = "evict.pool";
+    *value = cfg->pool;
+    if (cfg->pool && (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0))
+        return "it must be odd, 1 to 63, or 0 for 5";
+    *field = "evict.trigger";
+    *value = (double)cfg->trigger;
+    if (!tkvi_within(tkvi_or(cfg->trigger, 1.0f), 1e-6f, 1.0f))
+        return "it must be above 0 and at most 1, or 0 for 1";
+    *field = "evict.scorer";
+    *value = 0;
+    return cfg->policy == TKV_EVICT_USER && !cfg->scorer ? "it must be set for the policy \"user\"" : NULL;
+}
+
 /* Copies *from to *cfg and fills in defaults. Returns the policy's row, or NULL if the config is invalid. */
 static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
-    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->policy) : NULL;
-    if (!row) return NULL;
+    const tkvi_evict_row *row;
+    const char *field;
+    double value;
+    if (!from || tkvi_evict_fault(from, &field, &value)) return NULL;
+    row = tkvi_evict_row_of(from->policy);
     *cfg = *from;
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
     cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
     cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;
     cfg->trigger = tkvi_or(cfg->trigger, 1.0f);
-    if (cfg->keep_tokens < 0 || cfg->keep_tokens >= 1 << 30) return NULL;
-    if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
-    if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
-    if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
-    return cfg->policy == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
+    return row;
 }
 
 static int tkvi_view_is_sound(const tkv_evict_view *v) {
@@ -14788,18 +15023,18 @@ static void tkvi_take_level(tkvi_tables *t, int level) {
 
 /* >>validate */
 /* Writes "field is value; want" to `reason`, and returns TKV_ERR_CONFIG. */
-static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
+static tkv_status tkvi_bad(char *reason, size_t size, const char *field, double value, const char *want) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_append_text(&t, field);
     tkvi_append_text(&t, " is ");
-    tkvi_append_int(&t, value);
+    tkvi_append_double(&t, value);
     tkvi_append_text(&t, "; ");
     tkvi_append_text(&t, want);
     return TKV_ERR_CONFIG;
 }
 
 /* The same, with the name of the struct that has the field, such as "tiers." */
-static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, const char *field, int64_t value,
+static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, const char *field, double value,
                               const char *want) {
     char name[64];
     tkvi_text t = tkvi_text_begin(name, sizeof name);
@@ -14809,7 +15044,7 @@ static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, cons
 }
 
 /* The same for a field of a feature that this build leaves out: TKV_ERR_UNSUPPORTED. */
-static tkv_status tkvi_bad_here(char *reason, size_t size, const char *field, int64_t value,
+static tkv_status tkvi_bad_here(char *reason, size_t size, const char *field, double value,
                                 const char *sentence) {
     (void)tkvi_bad(reason, size, field, value, sentence);
     return TKV_ERR_UNSUPPORTED;
@@ -15298,9 +15533,6 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     return TKV_OK;
 }
 
-/* The integer part of a number, for a sentence. -1 if the number is not finite. */
-static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
-
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
     tkv_status st = TKV_OK;
     int i;
@@ -15350,7 +15582,7 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
     const char *wrong, *field;
-    float value;
+    double value;
     tkv_layer_config wide;
     tkv_status st;
     if (reason && size) *reason = 0;
@@ -15370,7 +15602,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
     TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for model.head_dim");
     if (!tkvi_is_finite(cfg->model.scale) || cfg->model.scale < 0.0f)
-        return tkvi_bad(reason, size, "model.scale", tkvi_whole(cfg->model.scale),
+        return tkvi_bad(reason, size, "model.scale", (double)cfg->model.scale,
                         "it must be a positive number, or 0 for 1/sqrt(head_dim)");
     TKVI_RANGE_(limits.max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
     TKVI_RANGE_(limits.max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
@@ -15390,7 +15622,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(format.subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
     TKVI_RANGE_(format.kvquant, 0, 15, "it must be bits of tkv_kvquant");
     wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
-    if (wrong) return tkvi_bad(reason, size, field, tkvi_whole(value), wrong);
+    if (wrong) return tkvi_bad(reason, size, field, value, wrong);
     if (cfg->format.squat_block != 0 && cfg->format.squat_block != 16 && cfg->format.squat_block != 64)
         return tkvi_bad(reason, size, "format.squat_block", cfg->format.squat_block, "it must be 16 or 64");
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
@@ -15406,25 +15638,13 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad(reason, size, "budget.n_levels", cfg->budget.n_levels,
                         "ladder and n_levels must both be set, or neither");
     TKVI_RANGE_(meter.every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
-    TKVI_RANGE_(evict.keep_tokens, 0, TKVI_FOREVER,
-                "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
-    TKVI_RANGE_(evict.policy, 0, TKV_EVICT_COUNT - 1, "it must be a tkv_evict_policy");
-    TKVI_RANGE_(evict.batch, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for the default");
-    TKVI_RANGE_(evict.sink_tokens, TKV_OFF, TKVI_FOREVER, "it must be a length, 0 (default) or TKV_OFF");
-    TKVI_RANGE_(evict.recent_tokens, TKV_OFF, TKVI_FOREVER, "it must be a length, 0 (default) or TKV_OFF");
-    if (cfg->evict.pool && (cfg->evict.pool < 1 || cfg->evict.pool > 63 || cfg->evict.pool % 2 == 0))
-        return tkvi_bad(reason, size, "evict.pool", cfg->evict.pool, "it must be odd, 1 to 63, or 0 for 5");
-    if (cfg->evict.policy == TKV_EVICT_USER && !cfg->evict.scorer)
-        return tkvi_bad(reason, size, "evict.scorer", 0, "it must be set for the policy \"user\"");
+    wrong = tkvi_evict_fault(&cfg->evict, &field, &value);
+    if (wrong) return tkvi_bad(reason, size, field, value, wrong);
     TKVI_RANGE_(tiers.n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
     TKVI_RANGE_(importance.sample_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
     {
-        tkv_evict_config evict;
         tkv_importance_config importance;
-        if (TKVI_HAS_EVICT && !tkvi_evict_fill(&cfg->evict, &evict))
-            return tkvi_bad(reason, size, "evict", (int)cfg->evict.policy,
-                            "its trigger must be above 0 and at most 1, or 0 for 1");
         if (TKVI_HAS_EVICT && !tkvi_importance_fill(&cfg->importance, &importance))
             return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
                             "one of its fields is out of range (tkv_importance_config)");
@@ -24519,8 +24739,10 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     const tkv_evict_config *cfg;
     tkv_evict_config full;
+    const char *wrong, *field;
     tkvi_choice c;
     tkv_status st;
+    double value;
     int layer, pass, keep;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
@@ -24533,8 +24755,9 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     if (keep < 1)
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
-    if (!tkvi_evict_fill(cfg, &full))
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
+    wrong = tkvi_evict_fault(cfg, &field, &value);
+    if (wrong) return tkvi_bad(kv->error, sizeof kv->error, field, value, wrong);
+    (void)tkvi_evict_fill(cfg, &full);
     if (!p->scores && !tkvi_collects_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,
@@ -26207,195 +26430,6 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
 }
 
 #endif /* TKVI_REPORT_INFO_H */
-/* ======== report/decimal.h ======== */
-/*
- * report/decimal.h - converts floats to decimal text and back, exactly. It does not use strtod and printf, because
- * their results depend on the locale and on compiler flags.
- *
- * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Both directions use only
- * this comparison. Reading finds the nearest float by bisection; the midpoint of two neighbouring floats is a float
- * with one bit more. Writing finds the shortest text that reads back as the same float.
- */
-#ifndef TKVI_REPORT_DECIMAL_H
-#define TKVI_REPORT_DECIMAL_H
-
-#ifndef TKV_NO_REPORTS
-
-
-#define TKVI_DECIMAL_LEAST                                                                                   \
-    (-64) /* exponents: below this one, 19 digits are less than half of the smallest float */
-#define TKVI_DECIMAL_MOST 39 /* above it, one digit is more than the largest float */
-#define TKVI_FLOAT_TEXT 24   /* bytes that hold any float, final zero included */
-
-typedef struct tkvi_wide {
-    uint32_t word[12]; /* lowest word first */
-} tkvi_wide;
-
-static tkvi_wide tkvi_wide_of(uint64_t x) {
-    tkvi_wide a;
-    memset(&a, 0, sizeof a);
-    a.word[0] = (uint32_t)(x & 0xffffffffu);
-    a.word[1] = (uint32_t)(x >> 32);
-    return a;
-}
-
-static void tkvi_wide_times(tkvi_wide *a, uint32_t by) {
-    uint64_t carry = 0;
-    int i;
-    for (i = 0; i < 12; i++) {
-        carry += (uint64_t)a->word[i] * by;
-        a->word[i] = (uint32_t)(carry & 0xffffffffu);
-        carry >>= 32;
-    }
-}
-
-/* Multiplies by 5^fives * 2^twos; an exponent below 0 counts as 0. */
-static void tkvi_wide_scale(tkvi_wide *a, int fives, int twos) {
-    for (; fives >= 13; fives -= 13) tkvi_wide_times(a, 1220703125u);
-    for (; fives > 0; fives--) tkvi_wide_times(a, 5u);
-    for (; twos >= 31; twos -= 31) tkvi_wide_times(a, 1u << 31);
-    if (twos > 0) tkvi_wide_times(a, 1u << twos);
-}
-
-/* Returns the sign of m * 10^e - c * 2^x. e is from TKVI_DECIMAL_LEAST to TKVI_DECIMAL_MOST. c * 2^x is a
- * float or the midpoint of two. So both sides have at most 344 bits. */
-static int tkvi_decimal_compare(uint64_t m, int e, uint32_t c, int x) {
-    tkvi_wide a = tkvi_wide_of(m), b = tkvi_wide_of(c);
-    int i;
-    tkvi_wide_scale(&a, e, e - x);
-    tkvi_wide_scale(&b, -e, x - e);
-    for (i = 11; i >= 0; i--)
-        if (a.word[i] != b.word[i]) return a.word[i] > b.word[i] ? 1 : -1;
-    return 0;
-}
-
-/* Splits a positive float into c * 2^x. */
-static void tkvi_float_parts(uint32_t bits, uint32_t *c, int *x) {
-    uint32_t exponent = bits >> 23;
-    *c = (bits & 0x7fffffu) | (exponent ? 0x800000u : 0u);
-    *x = (exponent ? (int)exponent : 1) - 150;
-}
-
-/* Does m * 10^e round to the float with these bits, or to a larger one? Ties go to even. */
-static int tkvi_decimal_reaches(uint64_t m, int e, uint32_t bits) {
-    uint32_t c;
-    int x, order;
-    if (!bits) return 1;
-    tkvi_float_parts(bits - 1, &c, &x);
-    order = tkvi_decimal_compare(m, e, 2 * c + 1, x - 1);
-    return order > 0 || (order == 0 && bits % 2 == 0);
-}
-
-/* >>reading */
-/* Reads the float nearest to a decimal number: sign, digits, point, exponent. Digits after the 19th count as zeros.
- * Returns 0 if the text is no number, has more than 64 characters, or is too large for a float. */
-static int tkvi_float_read(const char *s, size_t n, float *out) {
-    uint64_t m = 0;
-    uint32_t low = 0, high = 0x7f800000u;
-    int e = 0, given = 0, point = 0, any = 0, negative, down;
-    size_t i = 0;
-    if (n < 1 || n > 64) return 0;
-    negative = s[0] == '-';
-    if (s[0] == '-' || s[0] == '+') i++;
-    for (; i < n && ((s[i] >= '0' && s[i] <= '9') || (s[i] == '.' && !point)); i++) {
-        if (s[i] == '.') {
-            point = 1;
-            continue;
-        }
-        any = 1;
-        if (m < 1000000000000000000u) {
-            m = 10u * m + (uint64_t)(s[i] - '0');
-            e -= point;
-        } else {
-            e += !point;
-        }
-    }
-    if (!any) return 0;
-    if (i < n && (s[i] == 'e' || s[i] == 'E')) {
-        i++;
-        down = i < n && s[i] == '-';
-        if (i < n && (s[i] == '-' || s[i] == '+')) i++;
-        if (i == n) return 0;
-        for (; i < n && s[i] >= '0' && s[i] <= '9'; i++)
-            if (given < 1000) given = 10 * given + (s[i] - '0');
-        e += down ? -given : given;
-    }
-    if (i < n) return 0;
-    if (m == 0 || e < TKVI_DECIMAL_LEAST) high = 1; /* zero */
-    else if (e > TKVI_DECIMAL_MOST || tkvi_decimal_reaches(m, e, high)) return 0;
-    while (high - low > 1) { /* invariant: the number reaches low and does not reach high */
-        uint32_t middle = low + (high - low) / 2;
-        if (tkvi_decimal_reaches(m, e, middle)) low = middle;
-        else high = middle;
-    }
-    *out = tkvi_from_bits(low | (negative ? 0x80000000u : 0u));
-    return 1;
-}
-
-/* >>writing */
-/* Finds the number m * 10^e with the fewest digits that reads back as this float, and returns m. bits: of a
- * positive float. */
-static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
-    uint64_t m, low = 100000000u, high = 1000000000u, power = high;
-    uint32_t c;
-    int x, first, n, i, up;
-    tkvi_float_parts(bits, &c, &x);
-    first = bits >> 23 ? ((int)(bits >> 23) - 127) * 77 / 256 - 2
-                       : -46; /* a lower bound of the first digit's exponent */
-    while (tkvi_decimal_compare(1, first + 1, c, x) <= 0) first++;
-    while (high - low > 1) { /* the first nine digits, truncated */
-        m = low + (high - low) / 2;
-        if (tkvi_decimal_compare(m, first - 8, c, x) <= 0) low = m;
-        else high = m;
-    }
-    for (n = 1; n <= 9; n++) {
-        power /= 10u;
-        *e = first - n + 1;
-        up = tkvi_decimal_compare(2u * (low / power) + 1u, *e, c, x + 1) < 0; /* rounding up is nearer */
-        for (i = 0; i < 2; i++) {
-            m = low / power + (uint64_t)(up ^ i);
-            if (tkvi_decimal_reaches(m, *e, bits) && !tkvi_decimal_reaches(m, *e, bits + 1)) return m;
-        }
-    }
-    return m; /* not reached: nine digits identify any float */
-}
-
-/* Writes a finite float as text, such as 0.05, 1000, 1.5e-7, to TKVI_FLOAT_TEXT bytes. The text is valid JSON. */
-static void tkvi_float_write(float x, char *out) {
-    uint32_t bits = tkvi_bits(x);
-    char digits[12];
-    uint64_t m = 0;
-    int e = 0, n = 0, at, i;
-    tkvi_text t = tkvi_text_begin(out, TKVI_FLOAT_TEXT);
-    if (bits >> 31) tkvi_append_text(&t, "-");
-    if (bits & 0x7fffffffu) m = tkvi_float_shortest(bits & 0x7fffffffu, &e);
-    for (; m && m % 10u == 0; m /= 10u) e++;
-    {
-        tkvi_text d = tkvi_text_begin(digits, sizeof digits);
-        tkvi_append_int(&d, (int64_t)m);
-    }
-    while (digits[n]) n++;
-    at = n + e; /* the point's place: the value is 0.digits * 10^at */
-    if (at < -3 || at > 9) {
-        char head[2] = {digits[0], 0};
-        tkvi_append_text(&t, head);
-        if (n > 1) tkvi_append_text(&t, ".");
-        tkvi_append_text(&t, digits + 1);
-        tkvi_append_text(&t, "e");
-        tkvi_append_int(&t, at - 1);
-        return;
-    }
-    if (at <= 0) tkvi_append_text(&t, "0.");
-    for (i = at; i < 0; i++) tkvi_append_text(&t, "0");
-    for (i = 0; i < n || i < at; i++) {
-        char one[2] = {i < n ? digits[i] : '0', 0};
-        if (i == at && i > 0) tkvi_append_text(&t, ".");
-        tkvi_append_text(&t, one);
-    }
-}
-
-#endif /* TKV_NO_REPORTS */
-#endif /* TKVI_REPORT_DECIMAL_H */
 /* ======== report/text.h ======== */
 /*
  * report/text.h - reads and writes configs as text: lines of `key = value`, or one flat JSON object. The keys are

@@ -33,6 +33,7 @@ extern "C" {
 #endif
 #include "core/switches.h"
 #include "core/base.h"
+#include "core/decimal.h"
 #include "core/checksum.h"
 #include "core/log_scale.h"
 #include "core/rotate.h"
@@ -121,7 +122,6 @@ extern "C" {
 #include "step/ranking.h"
 #include "step/promotion.h"
 #include "report/info.h"
-#include "report/decimal.h"
 #include "report/text.h"
 #include "report/create.h"
 #include "report/state.h"

@@ -996,15 +996,15 @@ static void try_eviction_rules(rig *r) {
          select_with_config(r, OF(tkv_evict_config, policy), x));
     SAFE("tkv_select_victims", "keep_tokens", PLAIN, (1 << 30) - 1, "GGGOGG",
          select_with_config(r, OF(tkv_evict_config, keep_tokens), x));
-    SAFE("tkv_select_victims", "sink_tokens", PLAIN, 40, "GGOOOO",
+    SAFE("tkv_select_victims", "sink_tokens", PLAIN, (1 << 30) - 1, "GGOOGG",
          select_with_config(r, OF(tkv_evict_config, sink_tokens), x));
-    SAFE("tkv_select_victims", "recent_tokens", PLAIN, 40, "GGOOOO",
+    SAFE("tkv_select_victims", "recent_tokens", PLAIN, (1 << 30) - 1, "GGOOGG",
          select_with_config(r, OF(tkv_evict_config, recent_tokens), x));
     SAFE("tkv_select_victims", "pool", PLAIN, 63, "GGGOGG",
          select_with_config(r, OF(tkv_evict_config, pool), x));
     SAFE("tkv_select_victims", "seed", PLAIN, 1, "OOOOOO",
          select_with_config(r, OF(tkv_evict_config, seed), x));
-    SAFE("tkv_select_victims", "batch", PLAIN, 1, "GGGOOO",
+    SAFE("tkv_select_victims", "batch", PLAIN, (1 << 30) - 1, "GGGOGG",
          select_with_config(r, OF(tkv_evict_config, batch), x));
     SAFE("tkv_select_victims", "keep", PLAIN, 40, "AAAOOO", select_with_keep(r, TKV_EVICT_FIFO, 40, x));
     SAFE("tkv_select_victims", "keep, h2o", PLAIN, 0, "AAAOOO", select_with_keep(r, TKV_EVICT_H2O, 40, x));
@@ -1064,15 +1064,15 @@ static void try_eviction(rig *r) {
          evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, policy), x));
     EACH("tkv_evict", "evict.keep_tokens", EVICT, (1 << 30) - 1, "GGGOGG",
          evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, keep_tokens), x));
-    EACH("tkv_evict", "evict.sink_tokens", EVICT, LENGTH, "GGOOOO",
+    EACH("tkv_evict", "evict.sink_tokens", EVICT, (1 << 30) - 1, "GGOOGG",
          evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, sink_tokens), x));
-    EACH("tkv_evict", "evict.recent_tokens", EVICT, LENGTH, "GGOOOO",
+    EACH("tkv_evict", "evict.recent_tokens", EVICT, (1 << 30) - 1, "GGOOGG",
          evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, recent_tokens), x));
     EACH("tkv_evict", "evict.pool", EVICT, 63, "GGGOGG",
          evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, pool), x));
     EACH("tkv_evict", "evict.seed", EVICT, 1, "OOOOOO",
          evict_with_config(r, TKV_EVICT_FIFO, OF(tkv_evict_config, seed), x));
-    EACH("tkv_evict", "evict.batch", EVICT, LENGTH, "GGGOOO",
+    EACH("tkv_evict", "evict.batch", EVICT, (1 << 30) - 1, "GGGOGG",
          evict_with_config(r, TKV_EVICT_FIFO, OF(tkv_evict_config, batch), x));
     EACH("tkv_evict", "seq, victims", EVERY, SEQS, "AAAAAA", evict_named(r->kv, x, 0, bits_in, 64));
     EACH("tkv_evict", "layer, victims", EVERY, LAYERS, "AAAAAAAA", evict_named(r->kv, 0, x, bits_in, 64));

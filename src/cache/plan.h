@@ -157,18 +157,18 @@ static void tkvi_take_level(tkvi_tables *t, int level) {
 
 /* >>validate */
 /* Writes "field is value; want" to `reason`, and returns TKV_ERR_CONFIG. */
-static tkv_status tkvi_bad(char *reason, size_t size, const char *field, int64_t value, const char *want) {
+static tkv_status tkvi_bad(char *reason, size_t size, const char *field, double value, const char *want) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_append_text(&t, field);
     tkvi_append_text(&t, " is ");
-    tkvi_append_int(&t, value);
+    tkvi_append_double(&t, value);
     tkvi_append_text(&t, "; ");
     tkvi_append_text(&t, want);
     return TKV_ERR_CONFIG;
 }
 
 /* The same, with the name of the struct that has the field, such as "tiers." */
-static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, const char *field, int64_t value,
+static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, const char *field, double value,
                               const char *want) {
     char name[64];
     tkvi_text t = tkvi_text_begin(name, sizeof name);
@@ -178,7 +178,7 @@ static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, cons
 }
 
 /* The same for a field of a feature that this build leaves out: TKV_ERR_UNSUPPORTED. */
-static tkv_status tkvi_bad_here(char *reason, size_t size, const char *field, int64_t value,
+static tkv_status tkvi_bad_here(char *reason, size_t size, const char *field, double value,
                                 const char *sentence) {
     (void)tkvi_bad(reason, size, field, value, sentence);
     return TKV_ERR_UNSUPPORTED;
@@ -667,9 +667,6 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     return TKV_OK;
 }
 
-/* The integer part of a number, for a sentence. -1 if the number is not finite. */
-static int tkvi_whole(float x) { return tkvi_is_finite(x) ? (int)tkvi_clampf(floorf(x), -1e9f, 1e9f) : -1; }
-
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
     tkv_status st = TKV_OK;
     int i;
@@ -719,7 +716,7 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
     const char *wrong, *field;
-    float value;
+    double value;
     tkv_layer_config wide;
     tkv_status st;
     if (reason && size) *reason = 0;
@@ -739,7 +736,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
     TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for model.head_dim");
     if (!tkvi_is_finite(cfg->model.scale) || cfg->model.scale < 0.0f)
-        return tkvi_bad(reason, size, "model.scale", tkvi_whole(cfg->model.scale),
+        return tkvi_bad(reason, size, "model.scale", (double)cfg->model.scale,
                         "it must be a positive number, or 0 for 1/sqrt(head_dim)");
     TKVI_RANGE_(limits.max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
     TKVI_RANGE_(limits.max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
@@ -759,7 +756,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(format.subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
     TKVI_RANGE_(format.kvquant, 0, 15, "it must be bits of tkv_kvquant");
     wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
-    if (wrong) return tkvi_bad(reason, size, field, tkvi_whole(value), wrong);
+    if (wrong) return tkvi_bad(reason, size, field, value, wrong);
     if (cfg->format.squat_block != 0 && cfg->format.squat_block != 16 && cfg->format.squat_block != 64)
         return tkvi_bad(reason, size, "format.squat_block", cfg->format.squat_block, "it must be 16 or 64");
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
@@ -775,25 +772,13 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad(reason, size, "budget.n_levels", cfg->budget.n_levels,
                         "ladder and n_levels must both be set, or neither");
     TKVI_RANGE_(meter.every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
-    TKVI_RANGE_(evict.keep_tokens, 0, TKVI_FOREVER,
-                "it must be 1 to 2^30 - 1, or 0 for what the budget has room for");
-    TKVI_RANGE_(evict.policy, 0, TKV_EVICT_COUNT - 1, "it must be a tkv_evict_policy");
-    TKVI_RANGE_(evict.batch, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for the default");
-    TKVI_RANGE_(evict.sink_tokens, TKV_OFF, TKVI_FOREVER, "it must be a length, 0 (default) or TKV_OFF");
-    TKVI_RANGE_(evict.recent_tokens, TKV_OFF, TKVI_FOREVER, "it must be a length, 0 (default) or TKV_OFF");
-    if (cfg->evict.pool && (cfg->evict.pool < 1 || cfg->evict.pool > 63 || cfg->evict.pool % 2 == 0))
-        return tkvi_bad(reason, size, "evict.pool", cfg->evict.pool, "it must be odd, 1 to 63, or 0 for 5");
-    if (cfg->evict.policy == TKV_EVICT_USER && !cfg->evict.scorer)
-        return tkvi_bad(reason, size, "evict.scorer", 0, "it must be set for the policy \"user\"");
+    wrong = tkvi_evict_fault(&cfg->evict, &field, &value);
+    if (wrong) return tkvi_bad(reason, size, field, value, wrong);
     TKVI_RANGE_(tiers.n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
     TKVI_RANGE_(importance.sample_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
     {
-        tkv_evict_config evict;
         tkv_importance_config importance;
-        if (TKVI_HAS_EVICT && !tkvi_evict_fill(&cfg->evict, &evict))
-            return tkvi_bad(reason, size, "evict", (int)cfg->evict.policy,
-                            "its trigger must be above 0 and at most 1, or 0 for 1");
         if (TKVI_HAS_EVICT && !tkvi_importance_fill(&cfg->importance, &importance))
             return tkvi_bad(reason, size, "importance", (int)cfg->importance.strategy,
                             "one of its fields is out of range (tkv_importance_config)");

@@ -62,34 +62,35 @@ static uint64_t tkvi_rope_ratio(float base, int pairs) {
 }
 
 /* Checks a descriptor. Returns the rule that it breaks, with field and value, or NULL if it is valid. */
-static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, float *value) {
+static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, double *value) {
     int j;
     *field = "model.rope.dim";
-    *value = (float)r->dim;
+    *value = (double)r->dim;
     if (r->dim < 0 || r->dim > head_dim || r->dim % 2)
         return "it must be even and at most head_dim, or 0 for none";
     *field = "model.rope.interleaved";
-    *value = (float)r->interleaved;
+    *value = (double)r->interleaved;
     if (r->interleaved & ~1) return "it must be 0 or 1";
     *field = "model.rope.scale";
-    *value = r->scale;
+    *value = (double)r->scale;
     if (!tkvi_is_finite(r->scale) || r->scale < 0.0f || r->scale > 4.0f)
         return "it must be more than 0 and at most 4, or 0 for 1";
     *field = "model.rope.base";
-    *value = r->base;
+    *value = (double)r->base;
     if (!tkvi_is_finite(r->base) || (r->base != 0.0f && !(r->base >= 2.0f && r->base <= 1e9f)))
         return "it must be 2 to 1e9, or 0 for 10000";
     *field = "one of model.rope.frequencies";
     for (j = 0; r->frequencies && j < r->dim / 2; j++) {
-        *value = r->frequencies[j];
-        if (!tkvi_is_finite(*value) || *value < 0.0f || *value > 1.0f) return "it must be 0 to 1, in radians";
+        *value = (double)r->frequencies[j];
+        if (!tkvi_is_finite(r->frequencies[j]) || *value < 0.0 || *value > 1.0)
+            return "it must be 0 to 1, in radians";
     }
     return NULL;
 }
 
 static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
     const char *field;
-    float value;
+    double value;
     return tkvi_rope_fault(r, head_dim, &field, &value);
 }
 

@@ -20,7 +20,7 @@
 
 #include "rules/pressure.h"
 #include "cache/preset.h"
-#include "report/decimal.h"
+#include "core/decimal.h"
 
 /* >>out: a text is counted first and written second, so a buffer that is too small stays untouched */
 typedef struct tkvi_out {

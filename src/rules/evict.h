@@ -59,20 +59,52 @@ static int tkvi_evict_length(int given, int otherwise) {
     return given == 0 ? otherwise : given < 0 ? -2 : given;
 }
 
+/* Checks a config. Returns NULL, or what the first invalid field must be, with its name and value. */
+static const char *tkvi_evict_fault(const tkv_evict_config *cfg, const char **field, double *value) {
+    *field = "evict.keep_tokens";
+    *value = cfg->keep_tokens;
+    if (cfg->keep_tokens < 0 || cfg->keep_tokens >= 1 << 30)
+        return "it must be 1 to 2^30 - 1, or 0 for what the budget has room for";
+    *field = "evict.policy";
+    *value = (int)cfg->policy;
+    if (!tkvi_evict_row_of(cfg->policy)) return "it must be a tkv_evict_policy";
+    *field = "evict.batch";
+    *value = cfg->batch;
+    if (cfg->batch < 0 || cfg->batch >= 1 << 30) return "it must be 1 to 2^30 - 1, or 0 for the default";
+    *field = "evict.sink_tokens";
+    *value = cfg->sink_tokens;
+    if (cfg->sink_tokens < TKV_OFF || cfg->sink_tokens >= 1 << 30)
+        return "it must be a length, 0 (default) or TKV_OFF";
+    *field = "evict.recent_tokens";
+    *value = cfg->recent_tokens;
+    if (cfg->recent_tokens < TKV_OFF || cfg->recent_tokens >= 1 << 30)
+        return "it must be a length, 0 (default) or TKV_OFF";
+    *field = "evict.pool";
+    *value = cfg->pool;
+    if (cfg->pool && (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0))
+        return "it must be odd, 1 to 63, or 0 for 5";
+    *field = "evict.trigger";
+    *value = (double)cfg->trigger;
+    if (!tkvi_within(tkvi_or(cfg->trigger, 1.0f), 1e-6f, 1.0f))
+        return "it must be above 0 and at most 1, or 0 for 1";
+    *field = "evict.scorer";
+    *value = 0;
+    return cfg->policy == TKV_EVICT_USER && !cfg->scorer ? "it must be set for the policy \"user\"" : NULL;
+}
+
 /* Copies *from to *cfg and fills in defaults. Returns the policy's row, or NULL if the config is invalid. */
 static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_evict_config *cfg) {
-    const tkvi_evict_row *row = from ? tkvi_evict_row_of(from->policy) : NULL;
-    if (!row) return NULL;
+    const tkvi_evict_row *row;
+    const char *field;
+    double value;
+    if (!from || tkvi_evict_fault(from, &field, &value)) return NULL;
+    row = tkvi_evict_row_of(from->policy);
     *cfg = *from;
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
     cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
     cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;
     cfg->trigger = tkvi_or(cfg->trigger, 1.0f);
-    if (cfg->keep_tokens < 0 || cfg->keep_tokens >= 1 << 30) return NULL;
-    if (cfg->sink_tokens < 0 || cfg->recent_tokens < 0 || cfg->batch < 0) return NULL;
-    if (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0) return NULL;
-    if (!tkvi_within(cfg->trigger, 1e-6f, 1.0f)) return NULL;
-    return cfg->policy == TKV_EVICT_USER && !cfg->scorer ? NULL : row;
+    return row;
 }
 
 static int tkvi_view_is_sound(const tkv_evict_view *v) {

@@ -41,8 +41,10 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     const tkv_evict_config *cfg;
     tkv_evict_config full;
+    const char *wrong, *field;
     tkvi_choice c;
     tkv_status st;
+    double value;
     int layer, pass, keep;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
     if (!kv) return TKV_ERR_ARG;
@@ -55,8 +57,9 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     if (keep < 1)
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
-    if (!tkvi_evict_fill(cfg, &full))
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "evict has a field out of range", 0, NULL);
+    wrong = tkvi_evict_fault(cfg, &field, &value);
+    if (wrong) return tkvi_bad(kv->error, sizeof kv->error, field, value, wrong);
+    (void)tkvi_evict_fill(cfg, &full);
     if (!p->scores && !tkvi_collects_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,

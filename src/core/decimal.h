@@ -1,15 +1,13 @@
 /*
- * report/decimal.h - converts floats to decimal text and back, exactly. It does not use strtod and printf, because
+ * core/decimal.h - converts floats to decimal text and back, exactly. It does not use strtod and printf, because
  * their results depend on the locale and on compiler flags.
  *
  * A number m * 10^e and a float c * 2^x are compared as whole numbers of up to 384 bits. Both directions use only
  * this comparison. Reading finds the nearest float by bisection; the midpoint of two neighbouring floats is a float
  * with one bit more. Writing finds the shortest text that reads back as the same float.
  */
-#ifndef TKVI_REPORT_DECIMAL_H
-#define TKVI_REPORT_DECIMAL_H
-
-#ifndef TKV_NO_REPORTS
+#ifndef TKVI_CORE_DECIMAL_H
+#define TKVI_CORE_DECIMAL_H
 
 #include "core/base.h"
 
@@ -78,6 +76,7 @@ static int tkvi_decimal_reaches(uint64_t m, int e, uint32_t bits) {
 }
 
 /* >>reading */
+#ifndef TKV_NO_REPORTS
 /* Reads the float nearest to a decimal number: sign, digits, point, exponent. Digits after the 19th count as zeros.
  * Returns 0 if the text is no number, has more than 64 characters, or is too large for a float. */
 static int tkvi_float_read(const char *s, size_t n, float *out) {
@@ -122,6 +121,7 @@ static int tkvi_float_read(const char *s, size_t n, float *out) {
     *out = tkvi_from_bits(low | (negative ? 0x80000000u : 0u));
     return 1;
 }
+#endif /* TKV_NO_REPORTS */
 
 /* >>writing */
 /* Finds the number m * 10^e with the fewest digits that reads back as this float, and returns m. bits: of a
@@ -185,5 +185,20 @@ static void tkvi_float_write(float x, char *out) {
     }
 }
 
-#endif /* TKV_NO_REPORTS */
-#endif /* TKVI_REPORT_DECIMAL_H */
+/* Appends a number of a sentence: a whole one as such, another one as the float nearest to it. */
+static void tkvi_append_double(tkvi_text *t, double x) {
+    char text[TKVI_FLOAT_TEXT];
+    const float rounded = (float)x;
+    if (!tkvi_is_finite(rounded)) {
+        tkvi_append_text(t, (tkvi_bits(rounded) & 0x7fffffu) ? "NaN"
+                            : tkvi_bits(rounded) >> 31       ? "-infinity"
+                                                             : "infinity");
+    } else if (x >= -9e15 && x <= 9e15 && x == (double)(int64_t)x) {
+        tkvi_append_int(t, (int64_t)x);
+    } else {
+        tkvi_float_write(rounded, text);
+        tkvi_append_text(t, text);
+    }
+}
+
+#endif /* TKVI_CORE_DECIMAL_H */
