@@ -1910,24 +1910,24 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
 
 /* Computes the importance of tokens start to start + n - 1 by cfg.importance, at the newest token. May run while
  * tkv_attend runs.
- *   out    [n] receives the importance; 0 for tokens that are not in the cache
- *   gone   NULL, or (n + 63) / 64 words that receive a mask of those tokens
- * Errors, out and gone unchanged:
+ *   out       [n] receives the importance; 0 for tokens that are not in the cache
+ *   missing   NULL, or (n + 63) / 64 words that receive a mask of those tokens
+ * Errors, out and missing unchanged:
  *   TKV_ERR_CONFIG   no scores are collected (strategy "recency" needs none)
  *   TKV_ERR_RANGE    start + n is beyond the layer's length
  *   TKV_ERR_ARG
  * Cost: O(blocks + n). */
 TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                      uint64_t *gone);
+                                      uint64_t *missing);
 /* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
  * not in the cache are skipped. No attention may run at the same time.
- *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
- *          steps of sample_every / 2^20, at most 1/4096
+ *   scores   [n], finite and not negative; each is limited to 2,047 and rounded to
+ *            steps of sample_every / 2^20, at most 1/4096
  * Errors: as tkv_get_importance, and also
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
  * Cost: O(blocks + n). */
-TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *mass);
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores);
 typedef struct tkv_ranked {
     int position;
     float importance;
@@ -2043,10 +2043,10 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * conversations give their memory to the running one. Before a conversation continues, call tkv_seq_recompute.
  * Append to conversations that run side by side as one batch, or each in a step of its own. */
 /* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
- *   n_tokens   most positions; only whole blocks are discarded
- *   dropped    (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
+ *   n_tokens      most positions; only whole blocks are discarded
+ *   n_discarded   (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
  * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
-TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped);
+TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded);
 /* Finds the first run of discarded positions, in any layer: *start to *start + *n - 1. *n 0: there is no such run.
  * Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
 TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n);
@@ -25092,16 +25092,16 @@ static tkv_status tkvi_check_seq_for_discard(tkv_cache *kv, int seq) {
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
+TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     int first, last, end;
-    if (dropped) *dropped = 0;
+    if (n_discarded) *n_discarded = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_in_ram(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
+    if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && n_discarded) *n_discarded = end - first;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -25382,7 +25382,7 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
 }
 
 TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                      uint64_t *gone) {
+                                      uint64_t *missing) {
     tkvi_ranking r;
     tkv_status st;
     int i, t;
@@ -25392,9 +25392,9 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
     if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
     for (i = 0; i < n; i++) out[i] = 0.0f;
-    for (i = 0; i < n && gone; i++) {
-        if (i % 64 == 0) gone[i / 64] = 0;
-        tkvi_mark(gone, i);
+    for (i = 0; i < n && missing; i++) {
+        if (i % 64 == 0) missing[i / 64] = 0;
+        tkvi_mark(missing, i);
     }
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
@@ -25406,13 +25406,13 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
             const int at = position[t] - start;
             if (at < 0 || at >= n) continue;
             out[at] = x[t];
-            if (gone) gone[at >> 6] &= ~((uint64_t)1 << (at & 63));
+            if (missing) missing[at >> 6] &= ~((uint64_t)1 << (at & 63));
         }
     }
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *mass) {
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores) {
     tkvi_ranking r;
     tkv_status st;
     float low;
@@ -25428,12 +25428,12 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
             "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
             "policy that counts attention",
             0, NULL);
-    if (n < 0 || (n > 0 && !mass))
+    if (n < 0 || (n > 0 && !scores))
         return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
     if (start < 0 || start > r.list->len || n > r.list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
     for (i = 0; i < n; i++)
-        if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
+        if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
                              " is not");
     low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
@@ -25445,7 +25445,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = t < slots && (there >> t & 1) ? tkvi_slot_position(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
-            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
         kv->token_scores.mode->say(s, p, low, said);
         tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);

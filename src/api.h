@@ -982,24 +982,24 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
 
 /* Computes the importance of tokens start to start + n - 1 by cfg.importance, at the newest token. May run while
  * tkv_attend runs.
- *   out    [n] receives the importance; 0 for tokens that are not in the cache
- *   gone   NULL, or (n + 63) / 64 words that receive a mask of those tokens
- * Errors, out and gone unchanged:
+ *   out       [n] receives the importance; 0 for tokens that are not in the cache
+ *   missing   NULL, or (n + 63) / 64 words that receive a mask of those tokens
+ * Errors, out and missing unchanged:
  *   TKV_ERR_CONFIG   no scores are collected (strategy "recency" needs none)
  *   TKV_ERR_RANGE    start + n is beyond the layer's length
  *   TKV_ERR_ARG
  * Cost: O(blocks + n). */
 TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                      uint64_t *gone);
+                                      uint64_t *missing);
 /* Adds attention scores of the caller to tokens start to start + n - 1, as if attention had just given them. Tokens
  * not in the cache are skipped. No attention may run at the same time.
- *   mass   [n] scores, finite and not negative; each is limited to 2,047 and rounded to
- *          steps of sample_every / 2^20, at most 1/4096
+ *   scores   [n], finite and not negative; each is limited to 2,047 and rounded to
+ *            steps of sample_every / 2^20, at most 1/4096
  * Errors: as tkv_get_importance, and also
  *   TKV_ERR_NONFINITE   a score is negative or not finite
  *   TKV_ERR_CONFIG      also with strategy "recency", if no scores are collected
  * Cost: O(blocks + n). */
-TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *mass);
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores);
 typedef struct tkv_ranked {
     int position;
     float importance;
@@ -1115,10 +1115,10 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * conversations give their memory to the running one. Before a conversation continues, call tkv_seq_recompute.
  * Append to conversations that run side by side as one batch, or each in a step of its own. */
 /* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
- *   n_tokens   most positions; only whole blocks are discarded
- *   dropped    (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
+ *   n_tokens      most positions; only whole blocks are discarded
+ *   n_discarded   (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
  * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
-TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped);
+TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded);
 /* Finds the first run of discarded positions, in any layer: *start to *start + *n - 1. *n 0: there is no such run.
  * Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
 TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n);

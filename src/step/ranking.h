@@ -47,7 +47,7 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
 }
 
 TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                      uint64_t *gone) {
+                                      uint64_t *missing) {
     tkvi_ranking r;
     tkv_status st;
     int i, t;
@@ -57,9 +57,9 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
     if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
     for (i = 0; i < n; i++) out[i] = 0.0f;
-    for (i = 0; i < n && gone; i++) {
-        if (i % 64 == 0) gone[i / 64] = 0;
-        tkvi_mark(gone, i);
+    for (i = 0; i < n && missing; i++) {
+        if (i % 64 == 0) missing[i / 64] = 0;
+        tkvi_mark(missing, i);
     }
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
@@ -71,13 +71,13 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
             const int at = position[t] - start;
             if (at < 0 || at >= n) continue;
             out[at] = x[t];
-            if (gone) gone[at >> 6] &= ~((uint64_t)1 << (at & 63));
+            if (missing) missing[at >> 6] &= ~((uint64_t)1 << (at & 63));
         }
     }
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *mass) {
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores) {
     tkvi_ranking r;
     tkv_status st;
     float low;
@@ -93,12 +93,12 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
             "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
             "policy that counts attention",
             0, NULL);
-    if (n < 0 || (n > 0 && !mass))
+    if (n < 0 || (n > 0 && !scores))
         return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
     if (start < 0 || start > r.list->len || n > r.list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
     for (i = 0; i < n; i++)
-        if (!tkvi_within(mass[i], 0.0f, FLT_MAX))
+        if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
                              " is not");
     low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
@@ -110,7 +110,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
         for (t = 0; t < TKVI_BLOCK; t++) {
             const int at = t < slots && (there >> t & 1) ? tkvi_slot_position(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
-            p[t] = at >= 0 && at < n ? tkvi_clampf(mass[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
         kv->token_scores.mode->say(s, p, low, said);
         tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);

@@ -128,16 +128,16 @@ static tkv_status tkvi_check_seq_for_discard(tkv_cache *kv, int seq) {
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *dropped) {
+TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     int first, last, end;
-    if (dropped) *dropped = 0;
+    if (n_discarded) *n_discarded = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (!tkvi_first_in_ram(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && dropped) *dropped = end - first;
+    if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && n_discarded) *n_discarded = end - first;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
