@@ -1,24 +1,24 @@
 /*
- * blocks.h - blocks of the formats as core/tile.h and formats/kivi.h draw them, read by code of the tests' own, and
- * inputs of many kinds. test_format.c and white_formats.c share it.
+ * blocks.h - reads blocks by the layouts documented in core/tile.h and formats/kivi.h, without code of the library.
+ * Also inputs of several kinds. test_format.c and white_formats.c share it.
  */
 #ifndef TKV_BLOCKS_H
 #define TKV_BLOCKS_H
 
 #include "kit.h"
 
-enum { BLOCK = TKV_BLOCK_TOKENS, MOST = BLOCK * TKV_MAX_HEAD_DIM };
-enum { WIDE = MOST + 8 * BLOCK }; /* floats, with some room between rows */
-enum { ROOM = 4 * MOST + 128 };   /* bytes of the largest block, and some behind it */
+enum { BLOCK = TKV_BLOCK_TOKENS, MAX_VALUES = BLOCK * TKV_MAX_HEAD_DIM };
+enum { BUFFER_FLOATS = MAX_VALUES + 8 * BLOCK }; /* floats of a block with gaps between rows */
+enum { BUFFER_BYTES = 4 * MAX_VALUES + 128 };    /* the largest block and a border behind it */
 
-static float in[WIDE], out[WIDE], want[WIDE];
-static uint8_t bytes[ROOM], other[ROOM];
+static float in[BUFFER_FLOATS], out[BUFFER_FLOATS], want[BUFFER_FLOATS];
+static uint8_t bytes[BUFFER_BYTES], other[BUFFER_BYTES];
 
-static const tkv_format grids[] = {TKV_Q8, TKV_KIVI4, TKV_KIVI3, TKV_KIVI2};
-static const tkv_format exacts[] = {TKV_F32, TKV_F16, TKV_BF16};
-static const int dims[] = {1, 5, 16, 31, 48, 64, 80, 96, 112, 128, 192, 255, 256};
+static const tkv_format grid_formats[] = {TKV_Q8, TKV_KIVI4, TKV_KIVI3, TKV_KIVI2};
+static const tkv_format exact_formats[] = {TKV_F32, TKV_F16, TKV_BF16};
+static const int head_dims[] = {1, 5, 16, 31, 48, 64, 80, 96, 112, 128, 192, 255, 256};
 
-static inline tkv_codec codec(tkv_format format, int side, int dim, int group) {
+static inline tkv_codec make_codec(tkv_format format, int side, int dim, int group) {
     tkv_codec c;
     memset(&c, 0, sizeof c);
     c.format = format;
@@ -28,13 +28,13 @@ static inline tkv_codec codec(tkv_format format, int side, int dim, int group) {
     return c;
 }
 
-static inline int up(int n, int to) { return (n + to - 1) / to * to; }
+static inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-static inline void poison(void *p, size_t n) { /* as floats: NaN */
+static inline void fill_nan(void *p, size_t n) { /* n bytes of 0xff: a float is NaN */
     memset(p, 0xff, n);
 }
 
-static inline const char *describe(const tkv_codec *c, int n) {
+static inline const char *describe_codec(const tkv_codec *c, int n) {
     static char text[96];
     const char *name = tkv_get_name(TKV_NAME_FORMAT, (int)c->format);
     snprintf(text, sizeof text, "%s %c, head_dim %d, group %d, %d tokens", name ? name : "?",
@@ -42,60 +42,62 @@ static inline const char *describe(const tkv_codec *c, int n) {
     return text;
 }
 
-/* >>tiles, as drawn in core/tile.h */
-typedef struct bit_place {
+/* >>tiles, by the layout in core/tile.h */
+typedef struct bit_position {
     int byte, bit;
-} bit_place;
+} bit_position;
 
-static inline int wide_part(int width) {
+/* Bytes of a tile, 32 for each bit of its codes. The last bit of an odd width is not counted. */
+static inline int base_bytes(int width) {
     return width == 8 ? 256 : width == 6 ? 192 : width >= 4 ? 128 : width >= 2 ? 64 : 0;
 }
 
-static inline int has_half(int width) { return width < 6 && width % 2 == 1; }
+/* The last bit of an odd width is half a plane: two tiles share the bytes of one plane. */
+static inline int has_half_plane(int width) { return width < 6 && width % 2 == 1; }
 
-/* Where bit `bit` of code q of one tile is, in a run of tiles of these widths. */
-static inline bit_place place(const int *widths, int n_tiles, int tile, int q, int bit) {
-    int plane = q / 64, j = q % 64, width = widths[tile], wide = 0, halves = 0, half = 0, i;
-    bit_place at;
+/* The position of bit `bit` of code q of one tile, in a run of tiles of these widths. */
+static inline bit_position find_bit(const int *widths, int n_tiles, int tile, int q, int bit) {
+    int plane = q / 64, j = q % 64, width = widths[tile], offset = 0, half_planes_at = 0, n_halves = 0, i;
+    bit_position at;
     for (i = 0; i < n_tiles; i++) {
         if (i < tile) {
-            wide += wide_part(widths[i]);
-            half += has_half(widths[i]);
+            offset += base_bytes(widths[i]);
+            n_halves += has_half_plane(widths[i]);
         }
-        halves += wide_part(widths[i]);
+        half_planes_at += base_bytes(widths[i]);
     }
     if (width == 8) {
-        at.byte = wide + 64 * plane + j;
+        at.byte = offset + 64 * plane + j;
         at.bit = bit;
     } else if (width >= 4 && bit < 4) {
-        at.byte = wide + 64 * (plane / 2) + j;
+        at.byte = offset + 64 * (plane / 2) + j;
         at.bit = 4 * (plane % 2) + bit;
     } else if (width == 6) {
-        at.byte = wide + 128 + j;
+        at.byte = offset + 128 + j;
         at.bit = 2 * plane + bit - 4;
     } else if ((width == 2 || width == 3) && bit < 2) {
-        at.byte = wide + j;
+        at.byte = offset + j;
         at.bit = 2 * plane + bit;
-    } else { /* the top bit of 5 and 3, the only one of 1 */
-        at.byte = halves + half / 2 * 64 + j;
-        at.bit = half % 2 * 4 + plane;
+    } else { /* the last bit of widths 5, 3 and 1 */
+        at.byte = half_planes_at + n_halves / 2 * 64 + j;
+        at.bit = n_halves % 2 * 4 + plane;
     }
     return at;
 }
 
 static inline int run_bytes(const int *widths, int n_tiles) {
-    int i, wide = 0, halves = 0;
+    int i, n_bytes = 0, n_halves = 0;
     for (i = 0; i < n_tiles; i++) {
-        wide += wide_part(widths[i]);
-        halves += has_half(widths[i]);
+        n_bytes += base_bytes(widths[i]);
+        n_halves += has_half_plane(widths[i]);
     }
-    return wide + (halves + 1) / 2 * 64;
+    return n_bytes + (n_halves + 1) / 2 * 64;
 }
 
 static inline int get_code(const uint8_t *p, const int *widths, int n_tiles, int tile, int q) {
     int code = 0, b;
     for (b = 0; b < widths[tile]; b++) {
-        bit_place at = place(widths, n_tiles, tile, q, b);
+        bit_position at = find_bit(widths, n_tiles, tile, q, b);
         code |= (p[at.byte] >> at.bit & 1) << b;
     }
     return code;
@@ -104,99 +106,102 @@ static inline int get_code(const uint8_t *p, const int *widths, int n_tiles, int
 static inline void put_code(uint8_t *p, const int *widths, int n_tiles, int tile, int q, int code) {
     int b;
     for (b = 0; b < widths[tile]; b++) {
-        bit_place at = place(widths, n_tiles, tile, q, b);
+        bit_position at = find_bit(widths, n_tiles, tile, q, b);
         p[at.byte] = (uint8_t)(p[at.byte] | (code >> b & 1) << at.bit);
     }
 }
 
 static const int all_widths[] = {8, 6, 5, 4, 3, 2, 1};
 
-/* Tiles widest first, as in a record. */
-static inline int random_widths(tkv_rng *r, int *widths, int most) {
+/* Tiles are sorted, the widest first, as in a record. */
+static inline int random_widths(tkv_rng *r, int *widths, int max_tiles) {
     int n = 0, i, k;
     for (i = 0; i < COUNT(all_widths); i++)
-        for (k = tkv_rng_below(r, 4); k > 0 && n < most; k--) widths[n++] = all_widths[i];
+        for (k = tkv_rng_below(r, 4); k > 0 && n < max_tiles; k--) widths[n++] = all_widths[i];
     if (n == 0) widths[n++] = 1;
     return n;
 }
 
-/* >>blocks of Q8 and KIVI formats, as drawn in formats/kivi.h */
-typedef struct drawing {
-    int k, bits, top, dim, group, groups, pad, tiles, row;
-    int scale, zero, size; /* byte offsets */
+/* >>blocks of Q8 and KIVI formats, by the layout in formats/kivi.h */
+typedef struct block_layout {
+    int is_k, bits, max_code, dim, group, n_groups, padded_dim, n_tiles;
+    int row;                     /* scales of one group */
+    int scale_at, zero_at, size; /* byte offsets; size: of the block */
     int widths[TKV_MAX_HEAD_DIM / 4];
-} drawing;
+} block_layout;
 
-static inline drawing draw(const tkv_codec *c) {
-    drawing d;
+static inline block_layout layout_of(const tkv_codec *c) {
+    block_layout d;
     int i;
-    d.k = c->side == TKV_K;
+    d.is_k = c->side == TKV_K;
     d.bits = c->format == TKV_Q8 ? 8 : c->format == TKV_KIVI4 ? 4 : c->format == TKV_KIVI3 ? 3 : 2;
-    d.top = (1 << d.bits) - 1;
+    d.max_code = (1 << d.bits) - 1;
     d.dim = c->head_dim;
     d.group = c->options.group_size ? c->options.group_size : 64;
-    d.pad = up(d.dim, 16);
-    d.tiles = d.pad / 4;
-    d.groups = d.k ? BLOCK / d.group : up(d.dim, d.group) / d.group;
-    d.row = d.k ? d.pad : BLOCK;
-    for (i = 0; i < d.tiles; i++) d.widths[i] = d.bits;
-    d.scale = run_bytes(d.widths, d.tiles);
-    d.zero = d.scale + 2 * d.groups * d.row;
-    d.size = up(d.zero + 2 * d.groups * d.row, 64);
+    d.padded_dim = round_up(d.dim, 16);
+    d.n_tiles = d.padded_dim / 4;
+    d.n_groups = d.is_k ? BLOCK / d.group : round_up(d.dim, d.group) / d.group;
+    d.row = d.is_k ? d.padded_dim : BLOCK;
+    for (i = 0; i < d.n_tiles; i++) d.widths[i] = d.bits;
+    d.scale_at = run_bytes(d.widths, d.n_tiles);
+    d.zero_at = d.scale_at + 2 * d.n_groups * d.row;
+    d.size = round_up(d.zero_at + 2 * d.n_groups * d.row, 64);
     return d;
 }
 
-static inline int code_of(const drawing *d, const uint8_t *p, int token, int channel) {
-    int tile = d->k ? channel / 4 : channel / 16 * 4 + token / 16;
-    int q = d->k ? 64 * (token / 16) + 4 * (token % 16) + channel % 4
-                 : 64 * (token % 16 / 4) + 4 * (channel % 16) + token % 4;
-    return get_code(p, d->widths, d->tiles, tile, q);
+static inline int code_of(const block_layout *d, const uint8_t *p, int token, int channel) {
+    int tile = d->is_k ? channel / 4 : channel / 16 * 4 + token / 16;
+    int q = d->is_k ? 64 * (token / 16) + 4 * (token % 16) + channel % 4
+                    : 64 * (token % 16 / 4) + 4 * (channel % 16) + token % 4;
+    return get_code(p, d->widths, d->n_tiles, tile, q);
 }
 
-static inline int half_at(const uint8_t *p) { return p[0] | p[1] << 8; }
+static inline int read_f16_bits(const uint8_t *p) { return p[0] | p[1] << 8; }
 
-static inline double half_value(int h) { /* of a finite half */
+static inline double f16_to_double(int h) { /* of a finite float16 */
     int e = h >> 10 & 31, m = h & 1023;
     double x = e ? ldexp((double)(m + 1024), e - 25) : ldexp((double)m, -24);
     return h >> 15 ? -x : x;
 }
 
-static inline double half_place(int h) { /* what its last bit is worth */
+static inline double f16_ulp(int h) { /* the value of its last bit */
     int e = h >> 10 & 31;
     return ldexp(1.0, (e ? e : 1) - 25);
 }
 
-/* Halves of scale and zero of this value. */
-static inline int scale_of(const drawing *d, const uint8_t *p, int token, int channel) {
-    return half_at(p + d->scale +
-                   2 * (d->k ? token / d->group * d->row + channel : channel / d->group * d->row + token));
+/* The bits of the float16 scale, and below of the zero point, that belong to one value. */
+static inline int scale_of(const block_layout *d, const uint8_t *p, int token, int channel) {
+    return read_f16_bits(
+        p + d->scale_at +
+        2 * (d->is_k ? token / d->group * d->row + channel : channel / d->group * d->row + token));
 }
 
-static inline int zero_of(const drawing *d, const uint8_t *p, int token, int channel) {
-    return scale_of(d, p + (d->zero - d->scale), token, channel);
+static inline int zero_of(const block_layout *d, const uint8_t *p, int token, int channel) {
+    return scale_of(d, p + (d->zero_at - d->scale_at), token, channel);
 }
 
-/* scale * code + zero: exact in double, so that the float is the one rounding. */
-static inline float value_of(const drawing *d, const uint8_t *p, int token, int channel) {
-    double s = half_value(scale_of(d, p, token, channel)), z = half_value(zero_of(d, p, token, channel));
+/* scale * code + zero. The sum is exact in double, so only the conversion to float rounds. */
+static inline float value_of(const block_layout *d, const uint8_t *p, int token, int channel) {
+    double s = f16_to_double(scale_of(d, p, token, channel)),
+           z = f16_to_double(zero_of(d, p, token, channel));
     volatile double x = s * code_of(d, p, token, channel) + z;
     return (float)x;
 }
 
-/* Any bytes are a block, as long as scales and zeros are finite. */
-static inline void random_block(tkv_rng *r, const drawing *d, uint8_t *p) {
+/* A valid block of random bytes: scales are finite and not negative, zero points are finite. */
+static inline void random_block(tkv_rng *r, const block_layout *d, uint8_t *p) {
     int i;
     for (i = 0; i < d->size; i++) p[i] = (uint8_t)(tkv_rng_u64(r) & 0xffu);
-    for (i = d->scale; i < d->zero + (d->zero - d->scale); i += 2) {
+    for (i = d->scale_at; i < d->zero_at + (d->zero_at - d->scale_at); i += 2) {
         if ((p[i + 1] & 0x7c) == 0x7c) p[i + 1] = (uint8_t)(p[i + 1] & ~0x40);
-        if (i < d->zero) p[i + 1] = (uint8_t)(p[i + 1] & 0x7f);
+        if (i < d->zero_at) p[i + 1] = (uint8_t)(p[i + 1] & 0x7f);
     }
 }
 
 /* >>inputs */
-enum { GAUSSIAN, UNIFORM, OUTLIERS, BIAS, SCALES, TINY_RANGE, LARGE, SMALL, SPARSE, KINDS };
+enum { GAUSSIAN, UNIFORM, OUTLIERS, BIAS, SCALES, TINY_RANGE, LARGE, SMALL, SPARSE, N_KINDS };
 
-static inline void fill(int kind, tkv_rng *r, int n, int dim, float *x) {
+static inline void fill_input(int kind, tkv_rng *r, int n, int dim, float *x) {
     double base = (double)(tkv_rng_below(r, 1201) - 600);
     int t, c;
     for (t = 0; t < n; t++)

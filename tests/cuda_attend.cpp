@@ -170,8 +170,8 @@ TEST(formats) {
             rig r;
             snprintf(k, sizeof k, "%s", pairs[i]);
             if (v) *strchr(k, '/') = 0;
-            cfg.tiers.archive.k = format_named(k);
-            cfg.tiers.archive.v = format_named(v ? v + 1 : k);
+            cfg.tiers.archive.k = find_format(k);
+            cfg.tiers.archive.v = find_format(v ? v + 1 : k);
             cfg.tiers.warm.k = TKV_KIVI4;
             cfg.tiers.warm.v = TKV_R40;
             if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
@@ -405,8 +405,8 @@ TEST(sizes_of_values) {
             rig r;
             snprintf(format, sizeof format, "%s", pairs[i]);
             *strchr(format, '/') = 0;
-            cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(format);
-            cfg.tiers.warm.v = cfg.tiers.archive.v = format_named(strchr(pairs[i], '/') + 1);
+            cfg.tiers.warm.k = cfg.tiers.archive.k = find_format(format);
+            cfg.tiers.warm.v = cfg.tiers.archive.v = find_format(strchr(pairs[i], '/') + 1);
             if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
             r.k_size = sizes[k][0];
             r.v_size = sizes[k][1];
@@ -428,7 +428,7 @@ TEST(blocks_that_one_query_sees) {
     for (i = 0; i < 2; i++) {
         tkv_config cfg = config_of(64, 8, 2);
         rig r;
-        cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
+        cfg.tiers.warm.k = cfg.tiers.archive.k = find_format(formats[i]);
         cfg.tiers.warm.v = cfg.tiers.archive.v = i ? TKV_R30 : TKV_KIVI4;
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 1100);
@@ -461,7 +461,7 @@ TEST(heads_that_differ) {
         rig r;
         cfg.limits.max_seqs = 1;
         cfg.limits.max_append = LEN;
-        cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
+        cfg.tiers.warm.k = cfg.tiers.archive.k = find_format(formats[i]);
         cfg.tiers.warm.v = cfg.tiers.archive.v = TKV_R40;
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         tkv_rng_fill(&r.rng, k.data(), k.size(), 1.0);

@@ -17,8 +17,8 @@ static void name_formats(tkv_config *cfg, const char *pair) { /* "k/v", or one n
     const char *v = strchr(pair, '/');
     snprintf(k, sizeof k, "%s", pair);
     if (v) *strchr(k, '/') = 0;
-    cfg->tiers.archive.k = format_named(k);
-    cfg->tiers.archive.v = format_named(v ? v + 1 : k);
+    cfg->tiers.archive.k = find_format(k);
+    cfg->tiers.archive.v = find_format(v ? v + 1 : k);
 }
 
 TEST(formats) {
@@ -349,7 +349,7 @@ TEST(flat_keys) {
         rig r;
         cfg.limits.max_seqs = 1;
         cfg.limits.max_append = 600;
-        cfg.tiers.warm.k = cfg.tiers.archive.k = format_named(formats[i]);
+        cfg.tiers.warm.k = cfg.tiers.archive.k = find_format(formats[i]);
         cfg.tiers.warm.v = cfg.tiers.archive.v = TKV_KIVI4;
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         tkv_rng_fill(&r.rng, v.data(), v.size(), 1.0);

@@ -1,8 +1,9 @@
 /*
  * kit.h - helpers that several tests share.
  *
- * Pairs of formats and configs, a cache or exit, self-checks. A counting allocator that can refuse, a guarded
- * buffer, a test store that fails on demand. Hashes of bytes and floats.
+ * It makes configs and caches, checks a cache, converts floats and reads single values of a report. It also has a
+ * counting allocator that can refuse, a guarded buffer, a test store that fails on demand, and hashes. A function
+ * `x_of` returns the x of its argument.
  */
 #ifndef TKV_KIT_H
 #define TKV_KIT_H
@@ -26,15 +27,15 @@ static inline tkv_format_pair pair_of(tkv_format k, tkv_format v) {
     return p;
 }
 
-/* The config of the last cache that was made, with the defaults of its sizes filled in. */
+/* The config of the cache created last, with the defaults of its sizes filled in. */
 static tkv_config last_config;
-static unsigned char last_own[4096]; /* its layers: has it K and V of its own? */
+static unsigned char last_has_own_kv[4096]; /* 1 for a layer that stores its own K and V */
 
 static inline void note_config(const tkv_config *cfg) {
     int i;
     last_config = *cfg;
     for (i = 0; i < cfg->model.n_layers; i++)
-        last_own[i] = !cfg->layers || (!cfg->layers[i].share_kv && !cfg->layers[i].no_cache);
+        last_has_own_kv[i] = !cfg->layers || (!cfg->layers[i].share_kv && !cfg->layers[i].no_cache);
     if (!last_config.model.n_kv_heads) last_config.model.n_kv_heads = last_config.model.n_heads;
     if (!last_config.model.v_head_dim) last_config.model.v_head_dim = last_config.model.head_dim;
     if (!last_config.limits.max_seqs) last_config.limits.max_seqs = 1;
@@ -42,9 +43,10 @@ static inline void note_config(const tkv_config *cfg) {
         last_config.model.scale = 1.0f / sqrtf((float)last_config.model.head_dim);
 }
 
-static inline int has_own_kv(int layer) { return last_own[layer]; }
+static inline int has_own_kv(int layer) { return last_has_own_kv[layer]; }
 
-static inline tkv_cache *make(const tkv_config *cfg) { /* exits with the reason if creation fails */
+/* Exits with the reason if creation fails. */
+static inline tkv_cache *create_cache(const tkv_config *cfg) {
     tkv_cache *kv = NULL;
     char reason[200] = "";
     tkv_status st = tkv_create(cfg, &kv);
@@ -58,7 +60,8 @@ static inline tkv_cache *make(const tkv_config *cfg) { /* exits with the reason 
 }
 
 /* A config with the given sizes. Other fields have their defaults; isa is that of TKV_ISA. */
-static inline tkv_config shape_of(int layers, int heads, int kv_heads, int dim, int seqs, int chunk) {
+static inline tkv_config make_sized_config(int layers, int heads, int kv_heads, int dim, int seqs,
+                                           int chunk) {
     tkv_config cfg = tkv_default_config();
     cfg.model.n_layers = layers;
     cfg.model.n_heads = heads;
@@ -70,7 +73,7 @@ static inline tkv_config shape_of(int layers, int heads, int kv_heads, int dim, 
     return cfg;
 }
 
-static inline void sound(const tkv_cache *kv) {
+static inline void check_cache(const tkv_cache *kv) {
     char reason[200] = "";
     const tkv_status st = tkv_check(kv, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s", reason);
@@ -83,18 +86,18 @@ static inline tkv_budget_info budget_of(const tkv_cache *kv) {
     return b;
 }
 
-/* >>numbers by their bits, masks */
+/* >>conversions of floats, bit masks */
 static inline uint32_t bits_of(float x) {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
     return u;
 }
 
-/* The float16 of a finite float: nearest, ties to even, beyond the largest the largest. */
+/* The float16 nearest to a finite float, ties to even. Larger numbers saturate. */
 static inline uint16_t f16_of(float x) {
     const uint32_t u = bits_of(x), sign = u >> 16 & 0x8000u;
     const double a = (double)tkv_test_float(u & 0x7fffffffu);
-    double step = 1.0 / (1 << 24); /* between neighbours */
+    double step = 1.0 / (1 << 24); /* distance of neighbours */
     uint32_t e = 0, n;
     while (e < 31u && a >= 2048.0 * step) step *= 2.0, e++;
     if (a >= 65504.0) return (uint16_t)(sign | 0x7bffu);
@@ -112,7 +115,7 @@ static inline float float_of_f16(uint16_t h) {
     return tkv_test_float((h & 0x8000u) << 16 | bits_of((float)x));
 }
 
-/* The bfloat16 of a finite float: nearest, ties to even, beyond the largest the largest. */
+/* The bfloat16 nearest to a finite float, ties to even. Larger numbers saturate. */
 static inline uint16_t bf16_of(float x) {
     const uint32_t u = bits_of(x), rest = u & 0xffffu;
     uint32_t h = u >> 16;
@@ -122,31 +125,33 @@ static inline uint16_t bf16_of(float x) {
 
 static inline float float_of_bf16(uint16_t h) { return tkv_test_float((uint32_t)h << 16); }
 
-/* The float that an exact tier keeps. */
+/* The float that a block of format F16, BF16 or F32 returns for x. */
 static inline float as_stored(tkv_format f, float x) {
     return f == TKV_F16 ? float_of_f16(f16_of(x)) : f == TKV_BF16 ? float_of_bf16(bf16_of(x)) : x;
 }
 
-static inline int in_mask(const uint64_t *mask, int i) { return (int)(mask[i / 64] >> (i % 64) & 1u); }
+static inline int is_in_mask(const uint64_t *mask, int i) { return (int)(mask[i / 64] >> (i % 64) & 1u); }
 
 static inline void add_to_mask(uint64_t *mask, int i) { mask[i / 64] |= (uint64_t)1 << (i % 64); }
 
-/* >>one value of a report, or one call without its struct */
-static inline tkv_status pair_now(const tkv_cache *kv, int layer, tkv_tier tier, tkv_format_pair *out) {
+/* >>single values of a report, and calls without a parameter struct */
+/* The formats of a tier, in a layer of sequence 0. */
+static inline tkv_status get_tier_formats(const tkv_cache *kv, int layer, tkv_tier tier,
+                                          tkv_format_pair *out) {
     tkv_layer_info info;
     const tkv_status st = tkv_get_layer(kv, 0, layer, &info);
     if (!st) *out = info.format[tier];
     return st;
 }
 
-/* Blocks of a layer, of all tiers. */
-static inline int blocks_of(const tkv_cache *kv, int seq, int layer) {
+/* Blocks of a layer in all tiers, or -1 on an error. */
+static inline int n_layer_blocks(const tkv_cache *kv, int seq, int layer) {
     tkv_layer_info info;
     if (tkv_get_layer(kv, seq, layer, &info)) return -1;
     return info.blocks[TKV_TIER_HOT] + info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE];
 }
 
-/* The tier of a token. An error if it is in none. */
+/* The tier of a token. An evicted or expired token gives TKV_ERR_RANGE, a discarded one TKV_ERR_NO_SOURCE. */
 static inline tkv_status tier_of(const tkv_cache *kv, int seq, int layer, int token, tkv_tier *out) {
     uint8_t tier = 0;
     const tkv_status st = tkv_get_tiers(kv, seq, layer, token, 1, &tier);
@@ -188,8 +193,8 @@ static inline tkv_status append_at(tkv_cache *kv, int seq, int layer, int positi
     return tkv_append_ex(kv, &p);
 }
 
-/* Evicts the tokens of a mask of n positions. */
-static inline tkv_status evict_named(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
+/* Evicts the tokens whose bits are set in a mask of n bits. */
+static inline tkv_status evict_tokens(tkv_cache *kv, int seq, int layer, const uint64_t *victims, int n) {
     tkv_evict_params p;
     memset(&p, 0, sizeof p);
     p.seq = seq;
@@ -199,7 +204,7 @@ static inline tkv_status evict_named(tkv_cache *kv, int seq, int layer, const ui
     return tkv_evict(kv, &p);
 }
 
-/* A quality score; -1 if there is none. */
+/* A quality score, or -1 if tkv_compute_score fails. */
 static inline float score_of(tkv_score_source source, double base, double value,
                              const tkv_quality_info *meter, double weight) {
     tkv_score_params p;
@@ -225,26 +230,26 @@ static inline double flops_of(const tkv_remat *r, int n) {
     return (double)n * c->n_layers * (2.0 * c->layer_params + 4.0 * c->n_heads * c->head_dim * (n / 2.0));
 }
 
-/* A number from the environment, for example the length and the first seed of a random test. */
-static inline int from_env(const char *name, int otherwise) {
+/* A number from the environment, such as the first seed of a random test. */
+static inline int int_from_env(const char *name, int value_if_unset) {
     const char *text = getenv(name);
-    return text && *text ? atoi(text) : otherwise;
+    return text && *text ? atoi(text) : value_if_unset;
 }
 
 /* >>counting allocator: counts requests and bytes, and refuses on demand */
 typedef struct counting_allocator {
-    int closed; /* 0: gives; 1: refuses; n: gives n - 1 more, then refuses */
-    int asked, refused;
-    size_t held, most; /* bytes now, and the most at any time */
+    int fail_at; /* n: the n-th request from now on fails, and so do all later ones; 0: none */
+    int n_requests, n_refused;
+    size_t held, peak; /* bytes allocated now, and their maximum so far */
 } counting_allocator;
 
 static inline void *counting_alloc(void *user, size_t size, size_t align) {
     counting_allocator *p = (counting_allocator *)user;
     char *raw, *at;
-    p->asked++;
-    if (p->closed == 1) p->refused++;
-    if (p->closed == 1) return NULL;
-    if (p->closed) p->closed--;
+    p->n_requests++;
+    if (p->fail_at == 1) p->n_refused++;
+    if (p->fail_at == 1) return NULL;
+    if (p->fail_at) p->fail_at--;
     raw = (char *)malloc(size + align + sizeof raw);
     if (!raw) exit(2);
     at = raw + sizeof raw;
@@ -252,7 +257,7 @@ static inline void *counting_alloc(void *user, size_t size, size_t align) {
     memcpy(at - sizeof raw, &raw, sizeof raw);
     memset(at, 0xff, size); /* NaN for a read before the first write */
     p->held += size;
-    if (p->held > p->most) p->most = p->held;
+    if (p->held > p->peak) p->peak = p->held;
     return at;
 }
 
@@ -283,8 +288,8 @@ typedef struct guarded_buffer {
 
 enum { BORDER = 4096 };
 
-/* `bytes` of memory at an address of `offset` beyond a multiple of 64, filled with `poison`. */
-static inline guarded_buffer guarded_buffer_of(size_t bytes, size_t offset, int poison) {
+/* `bytes` of memory, filled with `fill_byte`. The address is `offset` after a multiple of 64. */
+static inline guarded_buffer guarded_buffer_of(size_t bytes, size_t offset, int fill_byte) {
     guarded_buffer p;
     p.size = bytes + 2 * BORDER + 128;
     p.raw = (uint8_t *)malloc(p.size);
@@ -293,11 +298,11 @@ static inline guarded_buffer guarded_buffer_of(size_t bytes, size_t offset, int 
     p.mem = p.raw + BORDER;
     p.mem += (64 - (size_t)((uintptr_t)p.mem % 64)) % 64 + offset;
     p.bytes = bytes;
-    memset(p.mem, poison, bytes);
+    memset(p.mem, fill_byte, bytes);
     return p;
 }
 
-static inline void borders(const guarded_buffer *p) {
+static inline void check_borders(const guarded_buffer *p) {
     const uint8_t *at;
     int bad = 0;
     for (at = p->raw; at < p->mem; at++) bad += *at != 0xe7;
@@ -305,8 +310,8 @@ static inline void borders(const guarded_buffer *p) {
     CHECK_MSG(bad == 0, "%d bytes beside the cache's memory were written", bad);
 }
 
-/* A cache in exactly the bytes that tkv_get_required_bytes gives. Checks that one byte less is refused. */
-static inline tkv_cache *make_in(const tkv_config *cfg, guarded_buffer *p, size_t offset) {
+/* Creates a cache in exactly the bytes of tkv_get_required_bytes. Checks that one byte less is refused. */
+static inline tkv_cache *create_cache_in_place(const tkv_config *cfg, guarded_buffer *p, size_t offset) {
     tkv_cache *kv = NULL;
     size_t bytes = 0;
     CHECK_EQ(tkv_get_required_bytes(cfg, &bytes, NULL), TKV_OK);
@@ -319,118 +324,118 @@ static inline tkv_cache *make_in(const tkv_config *cfg, guarded_buffer *p, size_
     return kv;
 }
 
-/* >>test store: offloaded blocks in memory. Checks that calls follow the contract in api.h, and fails on demand. */
-enum { DEPOT_KEYS = 4096, DEPOT_PARTS = 16 /* most parts of a block: two for each KV head */ };
+/* >>test store: holds offloaded blocks in memory, checks that calls follow api.h, and fails on demand */
+enum { STORE_KEYS = 4096, STORE_PARTS = 16 /* maximum of parts of a block: two for each KV head */ };
 
 typedef struct stored_key {
-    int alive, parts;
-    size_t at[DEPOT_PARTS], size[DEPOT_PARTS];
+    int stored, n_parts;
+    size_t at[STORE_PARTS], size[STORE_PARTS];
     uint8_t *bytes;
 } stored_key;
 
 typedef struct test_store {
-    stored_key *key;                   /* [DEPOT_KEYS] */
-    size_t room;                       /* bytes of a key */
-    int stores, fetches, drops, hints; /* number of calls */
-    int store_fails, fetch_fails;      /* n: the n-th call from now on fails; 0: none */
-    int fetch_lies;                    /* n: the n-th fetch returns a changed byte and success */
-    int failed;                        /* number of calls that failed or lied */
-    int lazy;                          /* writes return success and keep nothing */
-    int full;                          /* every write fails */
-    uint32_t last_key;                 /* of the last fetch */
+    stored_key *key;                               /* [STORE_KEYS] */
+    size_t key_bytes;                              /* maximum size of a stored block */
+    int n_writes, n_reads, n_erased, n_prefetches; /* calls so far */
+    int fail_write, fail_read;                     /* n: the n-th call from now on fails; 0: none */
+    int corrupt_read;    /* n: the n-th read returns success and one wrong byte; 0: none */
+    int n_failed;        /* calls that failed or returned a wrong byte */
+    int discards_writes; /* writes return success and store nothing */
+    int is_full;         /* every write fails */
+    uint32_t last_key;   /* key of the last read */
 } test_store;
 
 static inline int test_store_write(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
     test_store *d = (test_store *)user;
-    stored_key *s = &d->key[key % DEPOT_KEYS];
-    CHECK(key < DEPOT_KEYS);
-    CHECK(offset + size <= d->room);
-    d->stores++;
+    stored_key *s = &d->key[key % STORE_KEYS];
+    CHECK(key < STORE_KEYS);
+    CHECK(offset + size <= d->key_bytes);
+    d->n_writes++;
     if (offset == 0) {
-        CHECK_MSG(!s->alive, "key %u was not dropped", (unsigned)key);
-        s->alive = 1;
-        s->parts = 0;
+        CHECK_MSG(!s->stored, "key %u was not erased", (unsigned)key);
+        s->stored = 1;
+        s->n_parts = 0;
     }
-    CHECK(s->alive);
-    if (d->full || (d->store_fails && --d->store_fails == 0)) {
-        d->failed++;
+    CHECK(s->stored);
+    if (d->is_full || (d->fail_write && --d->fail_write == 0)) {
+        d->n_failed++;
         return 1;
     }
-    CHECK(s->parts < DEPOT_PARTS);
-    CHECK(s->parts == 0 || offset >= s->at[s->parts - 1] + s->size[s->parts - 1]);
-    s->at[s->parts] = offset;
-    s->size[s->parts++] = size;
-    if (!s->bytes) s->bytes = (uint8_t *)calloc(1, d->room);
+    CHECK(s->n_parts < STORE_PARTS);
+    CHECK(s->n_parts == 0 || offset >= s->at[s->n_parts - 1] + s->size[s->n_parts - 1]);
+    s->at[s->n_parts] = offset;
+    s->size[s->n_parts++] = size;
+    if (!s->bytes) s->bytes = (uint8_t *)calloc(1, d->key_bytes);
     if (!s->bytes) exit(2);
-    if (!d->lazy) memcpy(s->bytes + offset, bytes, size);
+    if (!d->discards_writes) memcpy(s->bytes + offset, bytes, size);
     return 0;
 }
 
-static inline int test_store_fetch(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+static inline int test_store_read(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
     test_store *d = (test_store *)user;
-    const stored_key *s = &d->key[key % DEPOT_KEYS];
+    const stored_key *s = &d->key[key % STORE_KEYS];
     int i = 0;
-    d->fetches++;
+    d->n_reads++;
     d->last_key = key;
-    CHECK(key < DEPOT_KEYS && s->alive);
-    while (i < s->parts && (s->at[i] != offset || s->size[i] != size)) i++;
-    CHECK(i < s->parts);
-    if (d->fetch_fails && --d->fetch_fails == 0) {
-        memset(bytes, 0x5a, size / 2); /* a short read, reported as an error */
-        d->failed++;
+    CHECK(key < STORE_KEYS && s->stored);
+    while (i < s->n_parts && (s->at[i] != offset || s->size[i] != size)) i++;
+    CHECK(i < s->n_parts);
+    if (d->fail_read && --d->fail_read == 0) {
+        memset(bytes, 0x5a, size / 2); /* the error comes after a partial read */
+        d->n_failed++;
         return 1;
     }
     memcpy(bytes, s->bytes + offset, size);
-    if (d->fetch_lies && --d->fetch_lies == 0) {
+    if (d->corrupt_read && --d->corrupt_read == 0) {
         uint8_t *wrong = (uint8_t *)bytes + size * 5 / 7;
         *wrong = (uint8_t)(*wrong ^ 4);
-        d->failed++;
+        d->n_failed++;
     }
     return 0;
 }
 
 static inline void test_store_prefetch(void *user, uint32_t key, size_t offset, size_t size) {
     test_store *d = (test_store *)user;
-    d->hints++;
-    CHECK(key < DEPOT_KEYS && d->key[key % DEPOT_KEYS].alive);
-    CHECK(size > 0 && offset + size <= d->room);
+    d->n_prefetches++;
+    CHECK(key < STORE_KEYS && d->key[key % STORE_KEYS].stored);
+    CHECK(size > 0 && offset + size <= d->key_bytes);
 }
 
 static inline void test_store_erase(void *user, uint32_t key) {
     test_store *d = (test_store *)user;
-    CHECK_MSG(key < DEPOT_KEYS && d->key[key % DEPOT_KEYS].alive, "key %u was dropped twice", (unsigned)key);
-    d->key[key % DEPOT_KEYS].alive = 0;
-    d->drops++;
+    CHECK_MSG(key < STORE_KEYS && d->key[key % STORE_KEYS].stored, "key %u was erased twice", (unsigned)key);
+    d->key[key % STORE_KEYS].stored = 0;
+    d->n_erased++;
 }
 
-static inline int alive_in(const test_store *d) {
+static inline int n_stored_keys(const test_store *d) {
     int i, n = 0;
-    for (i = 0; i < DEPOT_KEYS; i++) n += d->key[i].alive;
+    for (i = 0; i < STORE_KEYS; i++) n += d->key[i].stored;
     return n;
 }
 
-/* Makes a test store and sets it in the config. */
-static inline void test_store_for(test_store *d, tkv_config *cfg) {
+/* Creates a test store and sets its functions in the config. */
+static inline void attach_test_store(test_store *d, tkv_config *cfg) {
     memset(d, 0, sizeof *d);
-    CHECK_EQ(tkv_get_required_bytes(cfg, NULL, &d->room), TKV_OK);
-    d->key = (stored_key *)calloc(DEPOT_KEYS, sizeof *d->key);
+    CHECK_EQ(tkv_get_required_bytes(cfg, NULL, &d->key_bytes), TKV_OK);
+    d->key = (stored_key *)calloc(STORE_KEYS, sizeof *d->key);
     if (!d->key) exit(2);
     cfg->offload.write = test_store_write;
-    cfg->offload.read = test_store_fetch;
+    cfg->offload.read = test_store_read;
     cfg->offload.prefetch = test_store_prefetch;
     cfg->offload.erase = test_store_erase;
     cfg->offload.user = d;
 }
 
-/* Call it after the end of the cache: every key must be erased by then. */
-static inline void test_store_end(test_store *d) {
+/* Call it after tkv_destroy: every key must be erased by then. */
+static inline void destroy_test_store(test_store *d) {
     int i;
-    CHECK_EQ(alive_in(d), 0);
-    for (i = 0; i < DEPOT_KEYS; i++) free(d->key[i].bytes);
+    CHECK_EQ(n_stored_keys(d), 0);
+    for (i = 0; i < STORE_KEYS; i++) free(d->key[i].bytes);
     free(d->key);
 }
 
-/* >>hashes: FNV-1a; floats count as their little-endian bytes */
+/* >>hashes: FNV-1a; a float is hashed as its little-endian bytes */
 #define HASH_START 0xcbf29ce484222325u
 
 static inline uint64_t hash_of(uint64_t h, const uint8_t *p, size_t n) {

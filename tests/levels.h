@@ -1,49 +1,49 @@
 /*
  * levels.h - numbers of the formats by their definitions, in double: float16, OCP floats, INT8 and INT4, RoPE.
- * Also errors of blocks and inputs of many kinds. Several tests share it.
+ * Also squared errors of blocks, and inputs of several kinds. Several tests share it.
  */
 #ifndef TKV_LEVELS_H
 #define TKV_LEVELS_H
 
 #include "kit.h"
 
-/* >>numbers, from the definitions: everything in double, where all of it is exact */
-static inline double nearest_even(double x) { /* |x| < 2^50 */
+/* >>numbers by their definitions; all steps are exact in double */
+static inline double round_half_even(double x) { /* |x| < 2^50 */
     double down = floor(x), rest = x - down;
     if (rest > 0.5 || (rest > 0.499999999999 && rest < 0.500000000001 && fmod(down, 2.0) != 0.0)) down += 1.0;
     return down;
 }
 
-/* A float of `mantissa` bits, smallest exponent `low`, saturating at `most`. */
-static inline double minifloat(double x, int mantissa, int low, double most) {
-    double a = x < 0 ? -x : x, place;
+/* Rounds x to a float with `mantissa` bits and the smallest exponent `min_exponent`. Saturates at `max_value`. */
+static inline double round_to_minifloat(double x, int mantissa, int min_exponent, double max_value) {
+    double a = x < 0 ? -x : x, ulp;
     int e;
     if (!(a > 0)) return 0;
     (void)frexp(a, &e);
-    if (--e < low) e = low;
-    place = ldexp(1.0, e - mantissa);
-    a = nearest_even(a / place) * place;
-    if (a > most) a = most;
+    if (--e < min_exponent) e = min_exponent;
+    ulp = ldexp(1.0, e - mantissa);
+    a = round_half_even(a / ulp) * ulp;
+    if (a > max_value) a = max_value;
     return x < 0 ? -a : a;
 }
 
-static inline double half(double x) { return minifloat(x, 10, -14, 65504.0); }
+static inline double round_to_f16(double x) { return round_to_minifloat(x, 10, -14, 65504.0); }
 
-static inline double float16_at(const uint8_t *p) { /* any finite one */
+static inline double read_f16(const uint8_t *p) { /* a finite float16 */
     int h = p[0] | p[1] << 8, e = h >> 10 & 31, m = h & 1023;
     double x = e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
     return h >> 15 ? -x : x;
 }
 
-static const double fp4_levels[8] = {0, .5, 1, 1.5, 2, 3, 4, 6};
+static const double fp4_values[8] = {0, .5, 1, 1.5, 2, 3, 4, 6};
 
-static inline double level_of(tkv_format f, int code) { /* as OCP and two's complement have it */
+static inline double value_of_code(tkv_format f, int code) { /* by OCP, or two's complement */
     int e, m;
     double x;
     switch (f) {
     case TKV_INT8: return code < 128 ? code : code - 256;
     case TKV_INT4: return code < 8 ? code : code - 16;
-    case TKV_FP4: return code & 8 ? -fp4_levels[code & 7] : fp4_levels[code];
+    case TKV_FP4: return code & 8 ? -fp4_values[code & 7] : fp4_values[code];
     case TKV_FP8_E4M3:
         e = code >> 3 & 15, m = code & 7;
         x = e ? ldexp(8 + m, e - 7 - 3) : ldexp(m, 1 - 7 - 3);
@@ -53,17 +53,17 @@ static inline double level_of(tkv_format f, int code) { /* as OCP and two's comp
     return code & 128 ? -x : x;
 }
 
-static inline double top_of(tkv_format f) {
+static inline double max_value_of(tkv_format f) {
     return f == TKV_INT8 ? 127 : f == TKV_INT4 ? 7 : f == TKV_FP4 ? 6 : f == TKV_FP8_E4M3 ? 448 : 57344;
 }
 
-static inline double rounded_to(tkv_format f, double y) {
-    double top = top_of(f);
-    if (f == TKV_FP4) return minifloat(y, 1, 0, 6);
-    if (f == TKV_FP8_E4M3) return minifloat(y, 3, -6, 448);
-    if (f == TKV_FP8_E5M2) return minifloat(y, 2, -14, 57344);
-    y = nearest_even(y);
-    return y > top ? top : y < -top ? -top : y;
+static inline double round_to_format(tkv_format f, double y) {
+    double max_value = max_value_of(f);
+    if (f == TKV_FP4) return round_to_minifloat(y, 1, 0, 6);
+    if (f == TKV_FP8_E4M3) return round_to_minifloat(y, 3, -6, 448);
+    if (f == TKV_FP8_E5M2) return round_to_minifloat(y, 2, -14, 57344);
+    y = round_half_even(y);
+    return y > max_value ? max_value : y < -max_value ? -max_value : y;
 }
 
 static inline float as_float(double x) {
@@ -82,9 +82,9 @@ static inline tkv_rope rope_of(int dim, double base, int interleaved, double sca
     return r;
 }
 
-/* As models have it, in double. direction -1 takes it back. */
-static inline void naive_rope(const tkv_rope *r, double position, int direction, const float *x, double *y,
-                              int dim) {
+/* Applies RoPE in double. direction: 1 rotates, -1 rotates back. */
+static inline void apply_rope_naively(const tkv_rope *r, double position, int direction, const float *x,
+                                      double *y, int dim) {
     const double tau = 6.283185307179586477;
     int j, i;
     for (i = 0; i < dim; i++) y[i] = (double)x[i];
@@ -101,7 +101,7 @@ static inline void naive_rope(const tkv_rope *r, double position, int direction,
     }
 }
 
-/* >>blocks */
+/* >>errors and inputs of blocks */
 static inline double squared_error(const float *a, const float *b, int n) {
     double sum = 0.0;
     int i;
@@ -109,23 +109,24 @@ static inline double squared_error(const float *a, const float *b, int n) {
     return sum;
 }
 
-static inline double squares(const float *a, int n) {
+static inline double sum_of_squares(const float *a, int n) {
     double sum = 0.0;
     int i;
     for (i = 0; i < n; i++) sum += (double)a[i] * (double)a[i];
     return sum;
 }
 
+/* Random numbers of kind 0 to 5. */
 static inline void fill_block(tkv_rng *r, int kind, float *x, int n, int dim) {
     int i;
     for (i = 0; i < n * dim; i++) {
         double g = tkv_rng_gauss(r);
         switch (kind) {
         case 0: x[i] = (float)g; break;
-        case 1: x[i] = (float)(g * (i % dim % 13 == 5 ? 40 : 1)); break;
+        case 1: x[i] = (float)(g * (i % dim % 13 == 5 ? 40 : 1)); break; /* outlier channels */
         case 2: x[i] = (float)(g * 0.001); break;
         case 3: x[i] = (float)floor(g * 8) / 4; break; /* many ties */
-        case 4: x[i] = (float)(g * 50000); break;      /* some saturate */
+        case 4: x[i] = (float)(g * 50000); break;      /* some saturate in float16 */
         default: x[i] = tkv_rng_below(r, 3) ? 0.0f : (float)g;
         }
     }

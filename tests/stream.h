@@ -1,20 +1,22 @@
 /*
- * stream.h - a stream of tokens and queries for one layer. Keys have large channels and means, queries look into few
- * directions. test_formats_other.c and white_learn.c share it.
+ * stream.h - a model sequence: random tokens and queries of one layer that resemble those of a model. Some channels
+ * of keys are large, some have a mean. Queries vary along two directions. test_formats_other.c and white_learn.c
+ * share it.
  */
 #ifndef TKV_STREAM_H
 #define TKV_STREAM_H
 
 #include "kit.h"
 
-typedef struct
-    stream { /* of one layer; keys have a large channel and a mean, queries look into few directions */
+typedef struct model_sequence {
     int heads, kv_heads, dim, v_dim;
     tkv_rng rng;
-    float q[8 * 256 * 4], k[8 * 256 * 64], v[8 * 256 * 64], out[8 * 256 * 4];
-} stream;
+    float q[8 * 256 * 4], k[8 * 256 * 64], v[8 * 256 * 64]; /* of the last call */
+    float out[8 * 256 * 4];                                 /* for the output of attention */
+} model_sequence;
 
-static inline void next_tokens(stream *s, int n) {
+/* K and V of the next n tokens. */
+static inline void generate_tokens(model_sequence *s, int n) {
     int i;
     for (i = 0; i < n * s->kv_heads * s->dim; i++) {
         int c = i % s->dim;
@@ -23,7 +25,8 @@ static inline void next_tokens(stream *s, int n) {
     tkv_rng_fill(&s->rng, s->v, (size_t)(n * s->kv_heads * s->v_dim), 1);
 }
 
-static inline void next_query(stream *s, int n) { /* n rows */
+/* The queries of n tokens. */
+static inline void generate_queries(model_sequence *s, int n) {
     int i, h, c;
     for (i = 0; i < n; i++)
         for (h = 0; h < s->heads; h++) {
@@ -34,16 +37,21 @@ static inline void next_query(stream *s, int n) { /* n rows */
         }
 }
 
-static stream flow;
+static model_sequence current_sequence;
 
-static inline stream *stream_of(int heads, int kv_heads, int dim, int v_dim, uint64_t seed) {
-    memset(&flow, 0, sizeof flow);
-    flow.heads = heads, flow.kv_heads = kv_heads, flow.dim = dim, flow.v_dim = v_dim;
-    flow.rng = tkv_rng_seed(seed);
-    return &flow;
+/* Ends the sequence of the last call: all callers use one buffer. */
+static inline model_sequence *start_model_sequence(int heads, int kv_heads, int dim, int v_dim,
+                                                   uint64_t seed) {
+    memset(&current_sequence, 0, sizeof current_sequence);
+    current_sequence.heads = heads;
+    current_sequence.kv_heads = kv_heads;
+    current_sequence.dim = dim;
+    current_sequence.v_dim = v_dim;
+    current_sequence.rng = tkv_rng_seed(seed);
+    return &current_sequence;
 }
 
-static inline tkv_config config_of(const stream *s, tkv_format k, tkv_format v) {
+static inline tkv_config config_of(const model_sequence *s, tkv_format k, tkv_format v) {
     tkv_config cfg = tkv_default_config();
     cfg.model.n_layers = 1, cfg.model.n_heads = s->heads, cfg.model.n_kv_heads = s->kv_heads;
     cfg.model.head_dim = s->dim, cfg.model.v_head_dim = s->v_dim;

@@ -81,7 +81,7 @@ static uint64_t bits_in[CAPACITY];
 static void configure_cache(rig *r) {
     tkv_config *cfg = &r->cfg;
     int l;
-    *cfg = shape_of(LAYERS, HEADS, 1, DIM, SEQS, CHUNK);
+    *cfg = make_sized_config(LAYERS, HEADS, 1, DIM, SEQS, CHUNK);
     memset(r->layers, 0, sizeof r->layers);
     memset(r->ladder, 0, sizeof r->ladder);
     cfg->limits.max_tokens = MAX_TOKENS;
@@ -109,7 +109,7 @@ static void configure_cache(rig *r) {
     if (r->kind == EVICT || r->kind == BUDGET) cfg->evict.policy = TKV_EVICT_H2O;
     if (r->kind == EVICT) cfg->tiers.n_anchors = 4;
     if (r->kind == OFFLOAD || r->kind == BUDGET) {
-        test_store_for(&r->store, cfg);
+        attach_test_store(&r->store, cfg);
         cfg->offload.keep_exact = r->kind == OFFLOAD;
     }
     if (r->kind == BUDGET) {
@@ -137,7 +137,7 @@ static void append_tokens(rig *r, int seq, int n) {
 static void build_cache(rig *r) {
     uint64_t victims[CAPACITY / 64];
     int n = 0;
-    r->kv = make(&r->cfg);
+    r->kv = create_cache(&r->cfg);
     append_tokens(r, 1, SHORT);
     append_tokens(r, 0, LENGTH);
     if (r->kind == OFFLOAD) CHECK_EQ(tkv_offload(r->kv, 0, TKV_ALL_LAYERS, 2, &n), TKV_OK);
@@ -146,7 +146,7 @@ static void build_cache(rig *r) {
     if (r->kind == DISCARD) CHECK_EQ(n, 128);
     if (r->kind == EVICT) {
         memset(victims, 0x11, sizeof victims);
-        CHECK_EQ(evict_named(r->kv, 0, TKV_ALL_LAYERS, victims, LENGTH), TKV_OK);
+        CHECK_EQ(evict_tokens(r->kv, 0, TKV_ALL_LAYERS, victims, LENGTH), TKV_OK);
         CHECK_EQ(tkv_seq_pin(r->kv, 0, 20, 9, TKV_UNLIMITED), TKV_OK);
     }
     if (r->kind == BUDGET) CHECK(budget_of(r->kv).level > 0 && budget_of(r->kv).offloaded > 0);
@@ -1027,7 +1027,7 @@ static void try_eviction_rules(rig *r) {
 }
 
 /* >>eviction in a cache */
-static int evict_tokens(rig *r, const uint64_t *victims, size_t at, int x) {
+static int call_evict(rig *r, const uint64_t *victims, size_t at, int x) {
     tkv_evict_params p;
     memset(&p, 0, sizeof p);
     p.layer = TKV_ALL_LAYERS;
@@ -1054,12 +1054,12 @@ static int evict_with_config(rig *r, tkv_evict_policy kind, size_t at, int x) {
 static void try_eviction(rig *r) {
     const int ends[] = {TKV_UNLIMITED, TKV_OFF, 500};
     int i;
-    EACH("tkv_evict", "seq", EVERY, SEQS, "AAAAAA", evict_tokens(r, NULL, OF(tkv_evict_params, seq), x));
+    EACH("tkv_evict", "seq", EVERY, SEQS, "AAAAAA", call_evict(r, NULL, OF(tkv_evict_params, seq), x));
     EACH("tkv_evict", "layer", EVERY, LAYERS, "AAAAAAAA",
-         evict_tokens(r, NULL, OF(tkv_evict_params, layer), x));
+         call_evict(r, NULL, OF(tkv_evict_params, layer), x));
     EACH("tkv_evict", "layer", EVICT | BUDGET, TKV_ALL_LAYERS, "...O",
-         evict_tokens(r, NULL, OF(tkv_evict_params, layer), x));
-    EACH("tkv_evict", "keep", EVICT, LENGTH, "AAAOOO", evict_tokens(r, NULL, OF(tkv_evict_params, keep), x));
+         call_evict(r, NULL, OF(tkv_evict_params, layer), x));
+    EACH("tkv_evict", "keep", EVICT, LENGTH, "AAAOOO", call_evict(r, NULL, OF(tkv_evict_params, keep), x));
     EACH("tkv_evict", "evict.policy", EVICT, TKV_EVICT_COUNT, "GGGGGG",
          evict_with_config(r, TKV_EVICT_H2O, OF(tkv_evict_config, policy), x));
     EACH("tkv_evict", "evict.keep_tokens", EVICT, (1 << 30) - 1, "GGGOGG",
@@ -1074,15 +1074,15 @@ static void try_eviction(rig *r) {
          evict_with_config(r, TKV_EVICT_FIFO, OF(tkv_evict_config, seed), x));
     EACH("tkv_evict", "evict.batch", EVICT, (1 << 30) - 1, "GGGOGG",
          evict_with_config(r, TKV_EVICT_FIFO, OF(tkv_evict_config, batch), x));
-    EACH("tkv_evict", "seq, victims", EVERY, SEQS, "AAAAAA", evict_named(r->kv, x, 0, bits_in, 64));
-    EACH("tkv_evict", "layer, victims", EVERY, LAYERS, "AAAAAAAA", evict_named(r->kv, 0, x, bits_in, 64));
+    EACH("tkv_evict", "seq, victims", EVERY, SEQS, "AAAAAA", evict_tokens(r->kv, x, 0, bits_in, 64));
+    EACH("tkv_evict", "layer, victims", EVERY, LAYERS, "AAAAAAAA", evict_tokens(r->kv, 0, x, bits_in, 64));
     EACH("tkv_evict", "layer, victims", EVICT | BUDGET, TKV_ALL_LAYERS, "...O",
-         evict_named(r->kv, 0, x, bits_in, 64));
-    EACH("tkv_evict", "n_victims", EVICT | BUDGET, LENGTH, "AAAOOO", evict_named(r->kv, 0, 0, bits_in, x));
+         evict_tokens(r->kv, 0, x, bits_in, 64));
+    EACH("tkv_evict", "n_victims", EVICT | BUDGET, LENGTH, "AAAOOO", evict_tokens(r->kv, 0, 0, bits_in, x));
     EACH("tkv_evict", "n_victims, all layers", EVICT | BUDGET, LENGTH, "AAAOOO",
-         evict_named(r->kv, 0, TKV_ALL_LAYERS, bits_in, x));
+         evict_tokens(r->kv, 0, TKV_ALL_LAYERS, bits_in, x));
     EACH("tkv_evict", "keep, victims", EVICT | BUDGET, LENGTH, "OOOOOO",
-         evict_tokens(r, bits_in, OF(tkv_evict_params, keep), x));
+         call_evict(r, bits_in, OF(tkv_evict_params, keep), x));
     EACH("tkv_seq_pin", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_pin(r->kv, x, 0, 1, TKV_UNLIMITED));
     for (i = 0; i < COUNT(ends); i++) {
         const int until = ends[i];
@@ -1287,7 +1287,7 @@ static void try_all(int kind) {
         try_codec(r);
     }
     destroy_cache(r);
-    if (r->cfg.offload.write) test_store_end(&r->store);
+    if (r->cfg.offload.write) destroy_test_store(&r->store);
     free(r);
 }
 

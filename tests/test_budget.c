@@ -108,7 +108,7 @@ static int check_all_reads(const tkv_cache *kv) {
 }
 
 static tkv_config small_config(size_t budget) {
-    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.budget.bytes = budget;
     return cfg;
 }
@@ -122,22 +122,22 @@ static void check_growth(size_t budget, int chunk) {
     tkv_status st = TKV_OK;
     reset_models();
     cfg.host.allocator = counting_allocator_of(&p);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(tkv_estimate_context(&cfg, 1, &context), TKV_OK);
     while (!st && tokens + chunk <= LONGEST) {
         for (l = 0; l < LAYERS && !st; l++) {
             st = append_tokens(kv, 0, l, chunk);
-            CHECK_LE(p.most, budget);
+            CHECK_LE(p.peak, budget);
         }
         if (!st) tokens += chunk;
         CHECK_LE(level, budget_of(kv).level); /* the level never falls during growth */
         level = budget_of(kv).level;
         if (level > max_level) {
             max_level = level;
-            sound(kv);
+            check_cache(kv);
         }
     }
-    sound(kv);
+    check_cache(kv);
     (void)check_all_reads(kv);
     printf("\n    %lu bytes, chunks of %d: %d tokens of %d, level %d", (unsigned long)budget, chunk, tokens,
            context, max_level);
@@ -157,10 +157,10 @@ static void check_growth(size_t budget, int chunk) {
         (void)check_all_reads(kv);
         CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         reset_model(0);
-        sound(kv);
+        check_cache(kv);
         CHECK_EQ(append_to_all_layers(kv, 0, chunk), TKV_OK);
         (void)check_all_reads(kv);
-        CHECK_LE(p.most, budget);
+        CHECK_LE(p.peak, budget);
     }
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
@@ -179,7 +179,7 @@ TEST(growth_stays_within_the_budget) {
  * oldest blocks are coded first. */
 TEST(levels_rise_one_at_a_time) {
     tkv_config cfg = small_config(800 * 1000);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     int t, level = 0;
     reset_models();
     for (t = 0; t < 3200; t++) {
@@ -192,7 +192,7 @@ TEST(levels_rise_one_at_a_time) {
         level = b.level;
     }
     CHECK(level >= 3);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
@@ -221,7 +221,7 @@ TEST(level_falls_when_all_fits) {
     reset_models();
     cfg.host.on_event = log_event;
     cfg.host.event_user = &d;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0; t < 3000; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
     for (i = 0; i < d.n; i++) CHECK_EQ(d.level[i], i + 1); /* the level never falls during growth */
     CHECK_LE(3, d.n);
@@ -240,7 +240,7 @@ TEST(level_falls_when_all_fits) {
     CHECK_EQ(d.n_errors, 0);
     CHECK_EQ(budget_of(kv).pressure.tightened - budget_of(kv).pressure.relaxed,
              (uint64_t)budget_of(kv).level);
-    sound(kv);
+    check_cache(kv);
     (void)check_all_reads(kv);
     tkv_destroy(kv);
 }
@@ -257,7 +257,7 @@ TEST(estimated_context_fits_with_windows) {
         cfg.model.window = 1024;
         cfg.limits.max_tokens = 20000;
         CHECK_EQ(tkv_estimate_context(&cfg, 1, &context), TKV_OK);
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (t = 0; t < 3000 && !st; t++) {
             int l;
             fill_inputs(1);
@@ -265,7 +265,7 @@ TEST(estimated_context_fits_with_windows) {
         }
         CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
         if (st) CHECK_LE(context, t - 1);
-        sound(kv);
+        check_cache(kv);
         tkv_destroy(kv);
     }
 }
@@ -284,7 +284,7 @@ TEST(plans_change_during_reservations) {
         cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
         if (variant == 1) cfg.budget.ladder = two_levels, cfg.budget.n_levels = 2;
         reset_models();
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (t = 0; t < 900; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
         CHECK_EQ(tkv_seq_reserve(kv, 0, 100), TKV_OK);
         for (t = 0; t < 99; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
@@ -295,7 +295,7 @@ TEST(plans_change_during_reservations) {
             CHECK_EQ(tkv_set_budget(kv, 0), TKV_OK);
         }
         for (t = 0; t < 10; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
-        sound(kv);
+        check_cache(kv);
         (void)check_all_reads(kv);
         tkv_destroy(kv);
     }
@@ -311,7 +311,7 @@ TEST(refusal_keeps_the_last_append) {
     int l, t;
     cfg.limits.max_append = 384;
     reset_models();
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     memset(&p, 0, sizeof p);
     p.k = k_in;
     p.v = v_in;
@@ -329,7 +329,7 @@ TEST(refusal_keeps_the_last_append) {
     CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK);
     for (t = 0, st = TKV_OK; t < 400 && !st; t++) st = append_to_all_layers(kv, 1, 1);
     for (l = 0; l < LAYERS; l++) CHECK_EQ(check_reads(kv, 0, l), 384);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
@@ -351,7 +351,7 @@ TEST(steps_reach_the_estimated_context) {
             cfg.host.on_event = log_event;
             cfg.host.event_user = &d;
             CHECK_EQ(tkv_estimate_context(&cfg, 1, &context), TKV_OK);
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             for (t = 0; t < 4000 && !st; t++) {
                 fill_inputs(2);
                 if (steps) st = tkv_seq_begin(kv, 0);
@@ -368,7 +368,7 @@ TEST(steps_reach_the_estimated_context) {
             for (l = 0; l < d.n; l++) CHECK_EQ(d.level[l], l + 1);
             CHECK_EQ(d.n_errors, 0);
             if (steps) (void)tkv_seq_abort(kv, 0);
-            sound(kv);
+            check_cache(kv);
             tkv_destroy(kv);
         }
 }
@@ -376,7 +376,7 @@ TEST(steps_reach_the_estimated_context) {
 /* The last append of a sequence stays exact until its next append, while others need memory. */
 TEST(last_append_stays_exact) {
     tkv_config cfg = small_config(1000 * 1000);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     int t, l, n_coded;
     reset_models();
     for (l = 0; l < LAYERS; l++) CHECK_EQ(append_tokens(kv, 0, l, CHUNK), TKV_OK);
@@ -387,7 +387,7 @@ TEST(last_append_stays_exact) {
     for (t = 0; t < 1500; t++) CHECK_EQ(append_to_all_layers(kv, 1, 1), TKV_OK);
     for (l = 0, n_coded = 0; l < LAYERS; l++) n_coded += CHUNK + 100 - check_reads(kv, 0, l);
     CHECK(n_coded > 0); /* some tokens of the first append are coded */
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
@@ -407,7 +407,7 @@ TEST(profiles_and_ladders) {
     tkv_status st = TKV_OK;
     reset_models();
     cfg.budget.pressure.profile = TKV_PROFILE_FP16_ONLY;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0; t < LONGEST && !st; t++) st = append_to_all_layers(kv, 0, 1);
     CHECK_EQ(st, TKV_ERR_BUDGET);
     CHECK_EQ(budget_of(kv).demoted, 0);
@@ -421,20 +421,20 @@ TEST(profiles_and_ladders) {
     cfg.budget.n_levels = COUNT(three_levels);
     cfg.layers = layers;
     reset_models();
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0, st = TKV_OK; t < 1800 && !st; t++) st = append_to_all_layers(kv, 0, 1);
     CHECK_EQ(st, TKV_OK);
     CHECK_EQ(budget_of(kv).level, 2);
     CHECK_EQ(check_reads(kv, 0, 1), model[0][1].len);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_ARCHIVE] > 500);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
     /* this profile begins at level 1 */
     cfg = small_config(1000 * 1000);
     cfg.budget.pressure.profile = TKV_PROFILE_AGGRESSIVE;
     reset_models();
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(budget_of(kv).level, 1);
     for (t = 0; t < 900; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
     CHECK(budget_of(kv).recoded[1] > 0);
@@ -450,7 +450,7 @@ static void check_min_level(int min_level, int chunk) {
     int seq, l, done;
     cfg.budget.pressure.min_level = min_level;
     reset_models();
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (seq = 0; seq < 2; seq++)
         while (model[seq][LAYERS - 1].len + chunk <= 1280) {
             CHECK_EQ(append_to_all_layers(kv, seq, chunk), TKV_OK);
@@ -470,7 +470,7 @@ static void check_min_level(int min_level, int chunk) {
                      4 + 64 + BLOCK + chunk); /* sinks, hot_tokens, and tokens that do not fill a block */
             CHECK_LE(min_level == 3 ? 500 : 0, tiers.tokens[TKV_TIER_ARCHIVE]);
         }
-    sound(kv);
+    check_cache(kv);
     (void)check_all_reads(kv);
     tkv_destroy(kv);
 }
@@ -491,13 +491,13 @@ TEST(budget_goes_down_and_up) {
     size_t least;
     reset_models();
     cfg.host.allocator = counting_allocator_of(&p);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0; t < 1300; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 0);
     CHECK_EQ(tkv_set_budget(kv, 1000 * 1000), TKV_OK);
     CHECK_LE(p.held, 1000 * 1000);
     CHECK(budget_of(kv).level > 0);
-    sound(kv);
+    check_cache(kv);
     n_equal = check_all_reads(kv);
     CHECK_EQ(tkv_set_budget(kv, 100 * 1000), TKV_ERR_BUDGET);
     CHECK_EQ(check_all_reads(kv), n_equal);
@@ -505,23 +505,23 @@ TEST(budget_goes_down_and_up) {
     for (least = 1000 * 1000; tkv_set_budget(kv, least) == TKV_OK; least -= 10 * 1000)
         CHECK_LE(p.held, least);
     CHECK_LE(least, 900 * 1000);
-    sound(kv);
+    check_cache(kv);
     CHECK_EQ(tkv_set_budget(kv, 4000 * 1000), TKV_OK);
-    p.most = p.held;
+    p.peak = p.held;
     for (t = 0; t < 800; t++) CHECK_EQ(append_to_all_layers(kv, 1, 1), TKV_OK);
-    CHECK_LE(p.most, 4000 * 1000);
+    CHECK_LE(p.peak, 4000 * 1000);
     CHECK_EQ(budget_of(kv).level, 0);
     CHECK_EQ(check_reads(kv, 1, 0), 800); /* level 0: all tokens are exact */
     CHECK_EQ(tkv_set_budget(kv, 0), TKV_OK);
     for (t = 0; t < 300; t++) CHECK_EQ(append_to_all_layers(kv, 1, 1), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     CHECK_EQ(tkv_set_budget(kv, 2500 * 1000), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     (void)check_all_reads(kv);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
     cfg = small_config(0);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(tkv_set_budget(kv, 1000 * 1000), TKV_ERR_ARG);
     CHECK_EQ(tkv_set_level(kv, 1), TKV_ERR_ARG);
     tkv_destroy(kv);
@@ -538,7 +538,7 @@ TEST(coded_blocks_stay_coded) {
     cfg.tiers.warm_tokens = 16 * BLOCK;
     cfg.meter.heads = 2;
     cfg.meter.tokens = 8 * BLOCK;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0; t < 12 * BLOCK; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
     CHECK(budget_of(kv).recoded[budget_of(kv).level] > 0);
     CHECK_EQ(tkv_set_budget(kv, 0), TKV_OK);
@@ -547,7 +547,7 @@ TEST(coded_blocks_stay_coded) {
         CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK); /* some blocks are due for the archive */
     for (flush = TKV_FLUSH_DUE; flush <= TKV_FLUSH_ALL; flush++) {
         CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)flush), TKV_OK);
-        sound(kv); /* the meter's copies belong to coded blocks */
+        check_cache(kv); /* the meter's copies belong to coded blocks */
     }
     (void)check_all_reads(kv);
     tkv_destroy(kv);
@@ -555,7 +555,7 @@ TEST(coded_blocks_stay_coded) {
 
 TEST(maintain_uses_idle_time) {
     tkv_config cfg = small_config(1000 * 1000);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     int t, done = 0, sum = 0;
     uint64_t before;
     reset_models();
@@ -571,7 +571,7 @@ TEST(maintain_uses_idle_time) {
     before = budget_of(kv).demoted;
     for (t = 0; t < 20; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).demoted, before);
-    sound(kv);
+    check_cache(kv);
     CHECK_EQ(tkv_maintain(NULL, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_maintain(kv, -1, NULL), TKV_ERR_ARG);
     tkv_destroy(kv);
@@ -579,7 +579,7 @@ TEST(maintain_uses_idle_time) {
 
 TEST(reported_pressure_raises_the_level) {
     tkv_config cfg = small_config(8000 * 1000);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     int t;
     reset_models();
     for (t = 0; t < 300; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
@@ -592,13 +592,13 @@ TEST(reported_pressure_raises_the_level) {
     CHECK_EQ(tkv_report_pressure(kv, 0.0f), TKV_OK);
     for (t = 0; t < 20; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
     CHECK_EQ(budget_of(kv).level, 0);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
 TEST(set_hot_tokens_and_level) {
     tkv_config cfg = small_config(1000 * 1000);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     tkv_layer_info info;
     int t;
     reset_models();
@@ -613,7 +613,7 @@ TEST(set_hot_tokens_and_level) {
     CHECK_EQ(budget_of(kv).level, 4);
     CHECK(budget_of(kv).pending > 0);
     for (t = 0; t < 100; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     (void)check_all_reads(kv);
     tkv_destroy(kv);
     /* a ladder without a budget: the level selects the plan, and tokens age */
@@ -625,13 +625,13 @@ TEST(set_hot_tokens_and_level) {
         cfg.budget.ladder = two_levels;
         cfg.budget.n_levels = 2;
         reset_models();
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (t = 0; t < 700; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
         CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
-        CHECK_EQ(pair_now(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
+        CHECK_EQ(get_tier_formats(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
         CHECK_EQ(pair.k, TKV_KIVI2);
         for (t = 0; t < 700; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
-        sound(kv);
+        check_cache(kv);
         (void)check_all_reads(kv);
         tkv_destroy(kv);
     }
@@ -645,7 +645,7 @@ TEST(steps_and_reservations) {
     tkv_status st = TKV_OK;
     reset_models();
     cfg.host.allocator = counting_allocator_of(&p);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0; t < 1600 && !st && model[0][0].len + 9 <= LONGEST; t++) {
         int n = 1 + tkv_rng_below(&rng, 9), abort = tkv_rng_below(&rng, 3) == 0, len[LAYERS];
         for (l = 0; l < LAYERS; l++) len[l] = model[0][l].len;
@@ -664,10 +664,10 @@ TEST(steps_and_reservations) {
         } else {
             CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         }
-        CHECK_LE(p.most, 560 * 1000);
-        if (t % 40 == 0) sound(kv);
+        CHECK_LE(p.peak, 560 * 1000);
+        if (t % 40 == 0) check_cache(kv);
     }
-    sound(kv);
+    check_cache(kv);
     CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
     (void)check_all_reads(kv);
     /* reserved memory stays available while others fill the budget */
@@ -678,8 +678,8 @@ TEST(steps_and_reservations) {
     for (st = TKV_OK; !st;) st = append_to_all_layers(kv, 2, 3);
     CHECK_EQ(st, TKV_ERR_BUDGET);
     for (i = 0; i < 100; i++) CHECK_EQ(append_to_all_layers(kv, 1, 1), TKV_OK);
-    sound(kv);
-    CHECK_LE(p.most, 560 * 1000);
+    check_cache(kv);
+    CHECK_LE(p.peak, 560 * 1000);
     tkv_destroy(kv);
 }
 
@@ -702,17 +702,17 @@ TEST(every_allocation_fails_once) {
         tkv_status st;
         reset_models();
         cfg.host.allocator = counting_allocator_of(&p);
-        p.closed = fail_at + 1;
+        p.fail_at = fail_at + 1;
         st = tkv_create(&cfg, &kv);
         if (!st) st = run_scenario(kv, &steps);
-        is_closed = p.closed == 1; /* 1: fail_at allocations were made, and all others are refused */
+        is_closed = p.fail_at == 1; /* 1: fail_at allocations were made, and all others are refused */
         if (st) CHECK_EQ(st, TKV_ERR_NOMEM);
         if (!is_closed)
             CHECK_EQ(st, TKV_OK); /* otherwise it can be TKV_OK, too: a second table waits for memory */
         n_failed += st != TKV_OK;
-        p.closed = 0;
+        p.fail_at = 0;
         if (kv) {
-            sound(kv);
+            check_cache(kv);
             (void)check_all_reads(kv);
             for (s = 0; s < 2; s++)
                 for (l = 0; l < LAYERS; l++) { /* further appends work */
@@ -720,8 +720,8 @@ TEST(every_allocation_fails_once) {
                     if (n_behind) CHECK_EQ(append_tokens(kv, s, l, n_behind), TKV_OK);
                 }
             CHECK_EQ(append_to_all_layers(kv, 0, 30), TKV_OK);
-            sound(kv);
-            CHECK_LE(p.most, 1000 * 1000);
+            check_cache(kv);
+            CHECK_LE(p.peak, 1000 * 1000);
             tkv_destroy(kv);
         }
         CHECK_EQ(p.held, 0);
@@ -741,16 +741,16 @@ TEST(in_place_is_filled_completely) {
         int t;
         cfg.limits.max_tokens = LONGEST;
         reset_models();
-        kv = make_in(&cfg, &p, offset);
+        kv = create_cache_in_place(&cfg, &p, offset);
         if (!kv) return;
         for (t = 0; t < LONGEST && !st; t++) {
             st = append_to_all_layers(kv, t / 500 % 2, 1);
-            if (t % 200 == 0) sound(kv);
+            if (t % 200 == 0) check_cache(kv);
         }
         CHECK(t > 1500);
-        sound(kv);
+        check_cache(kv);
         (void)check_all_reads(kv);
-        borders(&p);
+        check_borders(&p);
         CHECK_EQ(tkv_set_budget(kv, cfg.budget.bytes + 1), TKV_OK);
         CHECK_LE(budget_of(kv).budget, cfg.budget.bytes);
         CHECK_LE((double)cfg.budget.bytes * 0.85, budget_of(kv).budget);
@@ -758,10 +758,10 @@ TEST(in_place_is_filled_completely) {
         CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         reset_model(0);
         CHECK_EQ(append_to_all_layers(kv, 0, CHUNK), TKV_OK);
-        sound(kv);
-        borders(&p);
+        check_cache(kv);
+        check_borders(&p);
         tkv_destroy(kv);
-        borders(&p);
+        check_borders(&p);
         free(p.raw);
     }
 }
@@ -806,28 +806,28 @@ TEST(feedback_changes_the_level) {
     cfg.budget.pressure.min_level = 0;
     reset_models();
     CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK); /* the target score is .97 */
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(tkv_set_level(kv, 3), TKV_OK);
     scores = run_until_stable(kv, &f, hard, &changes, &hot);
     printf("\n    hard: level %d after %d scores, %d changes", budget_of(kv).level, scores, changes);
     CHECK_EQ(budget_of(kv).level, 1);
     CHECK_LE(scores, 100);
     CHECK_EQ(changes, 2);
-    CHECK_EQ(pair_now(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
+    CHECK_EQ(get_tier_formats(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
     CHECK_EQ(pair.k, TKV_A30);
     CHECK(hot > 64);
     CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
     scores = run_until_stable(kv, &f, easy, &changes, &hot);
     printf("; easy: level %d after %d scores", budget_of(kv).level, scores);
     CHECK(budget_of(kv).level > 1);
-    sound(kv);
+    check_cache(kv);
     (void)check_all_reads(kv);
     CHECK_EQ(tkv_adapt_plan(kv, NULL, NULL), TKV_ERR_ARG);
     tkv_destroy(kv);
     /* under a budget, feedback does not change the level */
     cfg = small_config(480 * 1000);
     reset_models();
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (scores = 0; scores < 1200; scores++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
     {
         const int level = budget_of(kv).level;
@@ -846,7 +846,7 @@ TEST(feedback_changes_the_level) {
         }
         CHECK_EQ(budget_of(kv).level, level);
     }
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 

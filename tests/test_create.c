@@ -8,7 +8,7 @@
 enum { LAYERS = 4 };
 
 static tkv_config make_config(void) {
-    tkv_config cfg = shape_of(LAYERS, 4, 2, 32, 2, 64);
+    tkv_config cfg = make_sized_config(LAYERS, 4, 2, 32, 2, 64);
     cfg.limits.max_tokens = 4096;
     return cfg;
 }
@@ -41,7 +41,7 @@ TEST(every_error_has_a_sentence) {
     int isa;
     CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason), TKV_OK);
     CHECK_STR(reason, "");
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
     CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, NULL, reason, sizeof reason), TKV_ERR_ARG);
     CHECK_STR(reason, "out is missing");
@@ -50,7 +50,7 @@ TEST(every_error_has_a_sentence) {
     check_refused(&cfg, TKV_ERR_CONFIG, "model.n_heads is 3; it must be a multiple of model.n_kv_heads");
     cfg = make_config();
     for (isa = 1; isa < TKV_ISA_COUNT; isa++) {
-        if (isa_available((tkv_isa)isa)) continue;
+        if (is_isa_available((tkv_isa)isa)) continue;
         cfg.host.isa = (tkv_isa)isa;
         check_refused(&cfg, TKV_ERR_ISA, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
         check_refused(&cfg, TKV_ERR_ISA, "host.isa is ");
@@ -87,13 +87,13 @@ static void fail_each_allocation(const char *text, tkv_config cfg, int limit) {
         char reason[200] = "#", not_a_cache;
         tkv_cache *kv = (tkv_cache *)(void *)&not_a_cache;
         tkv_status st;
-        allocator.closed = n;
+        allocator.fail_at = n;
         st = text ? tkv_create_ex(&cfg, text, strlen(text), &kv, reason, sizeof reason)
                   : tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason);
-        allocator.closed = 0;
+        allocator.fail_at = 0;
         if (st == TKV_OK) {
             CHECK_STR(reason, "");
-            sound(kv);
+            check_cache(kv);
             tkv_destroy(kv);
             break;
         }
@@ -199,7 +199,7 @@ TEST(text_equals_config) {
     cfg.layers = layers;
     layers[1].hot_tokens = layers[2].hot_tokens = 256;
     layers[3].share_kv = 1;
-    b = make(&cfg);
+    b = create_cache(&cfg);
     check_same_report(a, b);
     append_many_tokens(a);
     append_many_tokens(b);
@@ -235,22 +235,22 @@ TEST(host_fields_of_the_config_apply) {
     host.model.n_layers = 1;
     host.model.n_heads = 2;
     host.model.head_dim = 16;
-    test_store_for(&store, &host);
+    attach_test_store(&store, &host);
     host.model.n_layers = 7;
     kv = create_from_text(
         "model.n_layers = 1\nbudget.n_levels = 2\nbudget.ladder[1].hot_tokens = 9\ntiers.warm = "
         "kivi4\ntiers.archive = kivi2\n",
         &host);
-    CHECK(allocator.asked > 0 && allocator.held > 0);
+    CHECK(allocator.n_requests > 0 && allocator.held > 0);
     for (i = 0; i < 10; i++) CHECK_EQ(tkv_append(kv, 0, 0, x, x, 64), TKV_OK);
     CHECK_EQ(tkv_append(kv, 0, 1, x, x, 1), TKV_ERR_ARG); /* the text sets one layer */
     CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
     CHECK_EQ(n_level_events, 1);
     CHECK_EQ(tkv_offload(kv, 0, 0, 1, &done), TKV_OK);
     CHECK_EQ(done, 1);
-    CHECK(store.stores > 0);
+    CHECK(store.n_writes > 0);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
     CHECK_EQ(allocator.held, 0);
 }
 
@@ -321,7 +321,7 @@ TEST(errors_without_a_line) {
     host.host.allocator = counting_allocator_of(&allocator);
     host.host.allocator.release = NULL;
     check_bad_text(many_layers, &host, TKV_ERR_CONFIG, "host.allocator is 1; ");
-    CHECK_EQ(allocator.asked, 0);
+    CHECK_EQ(allocator.n_requests, 0);
     host = tkv_default_config();
     host.model.n_layers = 9;
     host.format.kvquant = 99;

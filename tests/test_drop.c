@@ -33,7 +33,7 @@ typedef struct cache_pair {
 } cache_pair;
 
 static tkv_config small_config(void) {
-    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
     cfg.evict.policy = TKV_EVICT_SLIDING;
     return cfg;
@@ -45,8 +45,8 @@ static cache_pair make_pair(const tkv_config *cfg) {
     reference.evict.policy = TKV_EVICT_NONE;
     reference.tiers.hot_tokens = TKV_UNLIMITED;
     reference.model.window = cfg->model.window;
-    pair.kv = make(cfg);
-    pair.reference = make(&reference);
+    pair.kv = create_cache(cfg);
+    pair.reference = create_cache(&reference);
     rng = tkv_rng_seed(1);
     return pair;
 }
@@ -78,7 +78,7 @@ static int n_live(const tkv_cache *kv, int seq, int layer) {
     uint64_t live_mask[WORDS];
     int i, n = 0, len = tkv_get_length(kv, seq, layer);
     CHECK_EQ(live_mask_of(kv, seq, layer, 0, len, live_mask), TKV_OK);
-    for (i = 0; i < len; i++) n += in_mask(live_mask, i);
+    for (i = 0; i < len; i++) n += is_in_mask(live_mask, i);
     return n;
 }
 
@@ -89,8 +89,8 @@ static int n_blocks_unmerged(const tkv_cache *kv, int seq, int layer) {
     CHECK_EQ(live_mask_of(kv, seq, layer, 0, len, live_mask), TKV_OK);
     for (i = 0; i < len; i++) {
         const int block = (i + BLOCK - SINKS) / BLOCK; /* the sinks have a block of their own */
-        n += in_mask(live_mask, i) && block != last;
-        if (in_mask(live_mask, i)) last = block;
+        n += is_in_mask(live_mask, i) && block != last;
+        if (is_in_mask(live_mask, i)) last = block;
     }
     return n;
 }
@@ -117,7 +117,7 @@ static void check_attention(const cache_pair *pair, int seq, int layer, int n,
     for (row = 0; row < n; row++)
         for (i = 0; i < len; i++) {
             const float bias = options && options->mask ? options->mask[row * LONGEST + i] : 0.0f;
-            mask[row * len + i] = in_mask(live_mask, i) ? bias : -1e30f;
+            mask[row * len + i] = is_in_mask(live_mask, i) ? bias : -1e30f;
         }
     p.mask = mask;
     p.mask_stride = len;
@@ -163,10 +163,10 @@ static void evict_random_tokens(cache_pair *pair, int seq, int layer, int percen
     memset(victims, 0, sizeof victims);
     for (i = 0; i < len; i++)
         if (tkv_rng_below(&rng, 100) < percent) add_to_mask(victims, i);
-    CHECK_EQ(evict_named(pair->kv, seq, layer, victims, len), TKV_OK);
+    CHECK_EQ(evict_tokens(pair->kv, seq, layer, victims, len), TKV_OK);
     for (i = 0; i < len; i++)
-        if (in_mask(victims, i)) CHECK(!is_live(pair->kv, seq, layer, i));
-    sound(pair->kv);
+        if (is_in_mask(victims, i)) CHECK(!is_live(pair->kv, seq, layer, i));
+    check_cache(pair->kv);
 }
 
 /* >>which tokens are evicted */
@@ -185,7 +185,7 @@ TEST(a_window_slides) {
     }
     for (i = 0; i < 700; i++) CHECK_EQ(is_live(pair.kv, 0, 0, i), i < 4 || i >= 700 - 196);
     check_attention(&pair, 0, 1, 1, NULL, FAST_MATH ? 1e-3 : 1e-5);
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -204,7 +204,7 @@ TEST(sinks_outlast_long_chunks) {
             for (i = 0; i < 4; i++) CHECK(is_live(pair.kv, 0, 0, i));
             CHECK(n_live(pair.kv, 0, 0) <= (chunk + 5 > 128 ? chunk + 5 : 128));
         }
-        sound(pair.kv);
+        check_cache(pair.kv);
         destroy_pair(&pair);
     }
 }
@@ -269,12 +269,12 @@ static void check_victims(tkv_evict_policy kind, int keep) {
     p.layer = TKV_ALL_LAYERS;
     p.keep = keep;
     CHECK_EQ(tkv_evict(pair.kv, &p), TKV_OK);
-    for (i = 0; i < 600; i++) CHECK_EQ(is_live(pair.kv, 0, 1, i), !in_mask(victims, i));
+    for (i = 0; i < 600; i++) CHECK_EQ(is_live(pair.kv, 0, 1, i), !is_in_mask(victims, i));
     for (i = 0; i < LAYERS; i++) CHECK_EQ(n_live(pair.kv, 0, i), keep);
     check_attention(&pair, 0, 1, 1, NULL, FAST_MATH ? 1e-3 : 1e-5);
     check_attention(&pair, 0, 1, 100, NULL, FAST_MATH ? 1e-3 : 1e-5);
     check_reads(&pair, 0, 1, 0);
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -309,8 +309,8 @@ TEST(knorm_uses_norms_of_the_appended_keys) {
     p.layer = 1;
     p.keep = 200;
     CHECK_EQ(tkv_evict(pair.kv, &p), TKV_OK);
-    for (i = 0; i < 600; i++) CHECK_EQ(is_live(pair.kv, 0, 1, i), !in_mask(victims, i));
-    sound(pair.kv);
+    for (i = 0; i < 600; i++) CHECK_EQ(is_live(pair.kv, 0, 1, i), !is_in_mask(victims, i));
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -330,7 +330,7 @@ TEST(attended_tokens_stay) {
         cfg.evict.policy = policies[n];
         cfg.importance.sample_every = 1;
         cfg.importance.strategy = TKV_IMPORTANCE_RECENCY; /* only the policy needs scores */
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         rng = tkv_rng_seed(5);
         tkv_rng_fill(&rng, k_in, 250 * ROW, .1);
         tkv_rng_fill(&rng, v_in, 250 * ROW, 1.0);
@@ -357,7 +357,7 @@ TEST(attended_tokens_stay) {
         for (i = 0; i < 4; i++)
             CHECK_MSG(is_live(kv, 0, 1, attended[i]) == (policies[n] != TKV_EVICT_SLIDING), "%s: token %d",
                       tkv_get_name(TKV_NAME_EVICT_POLICY, (int)policies[n]), attended[i]);
-        sound(kv);
+        check_cache(kv);
         tkv_destroy(kv);
     }
 }
@@ -411,7 +411,7 @@ TEST(scores_pins_priorities) {
     CHECK_EQ(tkv_evict(pair.kv, &p), TKV_ERR_NONFINITE);
     CHECK_EQ(n_live(pair.kv, 1, 0), 60);
     CHECK_EQ(n_live(pair.kv, 1, 1), 500);
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -464,7 +464,7 @@ TEST(a_scorer_of_the_user) {
         CHECK_EQ(append_tokens(&pair, 0, 20), TKV_OK);
         CHECK(n_live(pair.kv, 0, 0) <= 128);
     }
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -493,7 +493,7 @@ TEST(a_scorer_is_called_once_per_token) {
     CHECK_EQ(tkv_evict(pair.kv, &p), TKV_OK);
     CHECK_EQ(calls, 200 + 150 + (LAYERS - 1) * 200);
     for (i = 0; i < LAYERS; i++) CHECK_EQ(n_live(pair.kv, 0, i), 100);
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -554,8 +554,8 @@ static void check_after_evictions(tkv_config cfg, double bound) {
         check_reads(&pair, 0, 1, bound);
         check_attention(&pair, 0, 0, 20, NULL, bound); /* layer 0 has no evicted tokens */
     }
-    CHECK(blocks_of(pair.kv, 0, 1) < blocks_of(pair.kv, 0, 0) / 2);
-    CHECK(blocks_of(pair.kv, 0, 1) < n_blocks_unmerged(pair.kv, 0, 1)); /* neighbours were merged */
+    CHECK(n_layer_blocks(pair.kv, 0, 1) < n_layer_blocks(pair.kv, 0, 0) / 2);
+    CHECK(n_layer_blocks(pair.kv, 0, 1) < n_blocks_unmerged(pair.kv, 0, 1)); /* neighbours were merged */
     free(bias_mask);
     destroy_pair(&pair);
 }
@@ -596,8 +596,8 @@ TEST(keys_before_rope) {
         check_attention(&pair, 0, 1, 1, NULL, .3);
         check_reads(&pair, 0, 1, .25);
     }
-    CHECK_EQ(blocks_of(pair.kv, 0, 1), n_blocks_unmerged(pair.kv, 0, 1)); /* no blocks were merged */
-    CHECK(blocks_of(pair.kv, 0, 1) < blocks_of(pair.kv, 0, 0));
+    CHECK_EQ(n_layer_blocks(pair.kv, 0, 1), n_blocks_unmerged(pair.kv, 0, 1)); /* no blocks were merged */
+    CHECK(n_layer_blocks(pair.kv, 0, 1) < n_layer_blocks(pair.kv, 0, 0));
     destroy_pair(&pair);
 }
 
@@ -618,7 +618,7 @@ TEST(all_tokens_may_be_evicted) {
     CHECK_EQ(append_tokens(&pair, 0, 250), TKV_OK);
     check_attention(&pair, 0, 0, 250, NULL, FAST_MATH ? 1e-3 : .01);
     check_reads(&pair, 0, 0, .3);
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -645,10 +645,10 @@ TEST(truncation_and_abort_after_eviction) {
                 tkv_rng_fill(&rng, k_in, (size_t)(more * ROW), 1.0);
                 CHECK_EQ(tkv_append(pair.kv, 0, layer, k_in, k_in, more), TKV_OK);
             }
-            CHECK_EQ(evict_named(pair.kv, 0, 0, NULL, 0), TKV_ERR_STATE);
+            CHECK_EQ(evict_tokens(pair.kv, 0, 0, NULL, 0), TKV_ERR_STATE);
             CHECK_EQ(tkv_seq_abort(pair.kv, 0), TKV_OK);
         }
-        sound(pair.kv);
+        check_cache(pair.kv);
         for (layer = 0; layer < LAYERS && len > 0; layer++) {
             CHECK_EQ(tkv_get_length(pair.kv, 0, layer), len);
             check_reads(&pair, 0, layer, 0);
@@ -656,7 +656,7 @@ TEST(truncation_and_abort_after_eviction) {
         }
     }
     CHECK_EQ(tkv_seq_reset(pair.kv, 0), TKV_OK);
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -700,7 +700,7 @@ TEST(anchors_stay_exact) {
     CHECK_EQ(n_anchors_in(&pair, 1, 4, 196), COUNT(first));
     for (i = 0; i < COUNT(first); i++) CHECK(is_exact(&pair, 1, first[i]));
     check_attention(&pair, 0, 1, 1, NULL, .9);
-    sound(pair.kv);
+    check_cache(pair.kv);
     for (i = 0; i < COUNT(later); i++) CHECK_EQ(tkv_add_scores(pair.kv, 0, 1, later[i], 1, &two), TKV_OK);
     for (i = 0; i < 4; i++) CHECK_EQ(append_tokens(&pair, 0, 60), TKV_OK);
     CHECK_EQ(n_anchors_in(&pair, 1, 4, 440), COUNT(first));
@@ -711,7 +711,7 @@ TEST(anchors_stay_exact) {
     check_attention(&pair, 0, 1, 1, NULL, .9);
     check_attention(&pair, 0, 1, 100, NULL, .9);
     for (i = 0; i < 620; i++) CHECK(is_live(pair.kv, 0, 1, i));
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -744,7 +744,7 @@ TEST(anchors_reduce_the_error) {
             }
         }
         err[n] = e;
-        sound(pair.kv);
+        check_cache(pair.kv);
         destroy_pair(&pair);
     }
     CHECK_MSG(err[1] < .25 * err[0], "%.3g with anchors, %.3g without", err[1], err[0]);
@@ -803,8 +803,8 @@ TEST(exact_blocks_are_merged) {
     for (i = 0; i < 5; i++) {
         evict_random_tokens(&pair, 0, 1, 15);
         n = n_live(pair.kv, 0, 1);
-        CHECK_MSG(blocks_of(pair.kv, 0, 1) <= n / (BLOCK * 3 / 4) + 3, "%d tokens in %d blocks", n,
-                  blocks_of(pair.kv, 0, 1));
+        CHECK_MSG(n_layer_blocks(pair.kv, 0, 1) <= n / (BLOCK * 3 / 4) + 3, "%d tokens in %d blocks", n,
+                  n_layer_blocks(pair.kv, 0, 1));
         check_reads(&pair, 0, 1, 0);
         check_attention(&pair, 0, 1, 3, NULL, FAST_MATH ? 1e-3 : 1e-5);
     }
@@ -825,7 +825,7 @@ static void log_eviction(void *user, const tkv_event *e) {
     evictions->last_seq = e->seq;
     for (i = 0; i < e->n; i++) {
         evictions->n_wrong += (i > 0 && e->positions[i] <= e->positions[i - 1]) ||
-                              in_mask(evictions->evicted_mask[e->layer], e->positions[i]);
+                              is_in_mask(evictions->evicted_mask[e->layer], e->positions[i]);
         add_to_mask(evictions->evicted_mask[e->layer], e->positions[i]);
     }
 }
@@ -855,27 +855,27 @@ TEST(eviction_under_a_budget) {
             const int more = 1 + tkv_rng_below(&rng, 40);
             CHECK_EQ(append_tokens(&pair, 0, more), TKV_OK);
             n += more;
-            CHECK(p.most <= cfg.budget.bytes);
+            CHECK(p.peak <= cfg.budget.bytes);
             if (evictions.n_tokens && first_eviction < 0) {
                 first_eviction = n;
                 CHECK_EQ(tkv_get_budget(pair.kv, &b), TKV_OK);
                 CHECK_EQ(b.level, b.n_levels - 1);
             }
-            if (n % 10 == 0) sound(pair.kv);
+            if (n % 10 == 0) check_cache(pair.kv);
         }
         CHECK(first_eviction > 0 && first_eviction < LONGEST - 200);
         CHECK_EQ(evictions.n_wrong, 0);
         CHECK_EQ(evictions.last_seq, 0);
         for (i = 0; i < LAYERS; i++)
             for (n = 0; n < tkv_get_length(pair.kv, 0, TKV_ALL_LAYERS); n++)
-                CHECK_EQ(is_live(pair.kv, 0, i, n), !in_mask(evictions.evicted_mask[i], n));
+                CHECK_EQ(is_live(pair.kv, 0, i, n), !is_in_mask(evictions.evicted_mask[i], n));
         CHECK_EQ(tkv_get_budget(pair.kv, &b), TKV_OK);
         CHECK_EQ(b.evicted, (uint64_t)evictions.n_tokens);
         CHECK_EQ(b.refused, 0);
         CHECK_EQ(tkv_get_memory(pair.kv, &m), TKV_OK);
         CHECK(m.total > cfg.budget.bytes / 10 * 7); /* most of the budget is used */
         check_reads(&pair, 0, 1, .75);
-        sound(pair.kv);
+        check_cache(pair.kv);
         destroy_pair(&pair);
         CHECK_EQ(p.held, 0);
     }
@@ -894,7 +894,7 @@ TEST(keys_before_rope_under_a_budget) {
     for (n = 0; n < LONGEST - 60; n += 50) CHECK_EQ(append_tokens(&pair, 0, 50), TKV_OK);
     CHECK(n_live(pair.kv, 0, 1) < n);
     CHECK(is_live(pair.kv, 0, 1, n - 1) && is_live(pair.kv, 0, 1, 0) && !is_live(pair.kv, 0, 1, 10));
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -916,7 +916,7 @@ TEST(protected_tokens_can_exceed_the_budget) {
     CHECK_EQ(st, TKV_ERR_BUDGET);
     CHECK_EQ(count, n);
     CHECK_EQ(n_live(pair.kv, 0, LAYERS - 1), n);
-    sound(pair.kv);
+    check_cache(pair.kv);
     destroy_pair(&pair);
 }
 
@@ -938,13 +938,13 @@ TEST(wrong_arguments) {
     p.seq = SEQS;
     CHECK_EQ(tkv_evict(pair.kv, &p), TKV_ERR_ARG);
     p.seq = 0;
-    CHECK_EQ(evict_named(pair.kv, 0, 0, NULL, 1), TKV_ERR_ARG);
-    CHECK_EQ(evict_named(pair.kv, -1, 0, bits, 1), TKV_ERR_ARG);
+    CHECK_EQ(evict_tokens(pair.kv, 0, 0, NULL, 1), TKV_ERR_ARG);
+    CHECK_EQ(evict_tokens(pair.kv, -1, 0, bits, 1), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_pin(pair.kv, 0, -1, 1, TKV_UNLIMITED), TKV_ERR_ARG);
     CHECK_EQ(live_mask_of(pair.kv, 0, 0, 0, 101, bits), TKV_ERR_RANGE);
     CHECK_EQ(live_mask_of(pair.kv, 0, LAYERS, 0, 1, bits), TKV_ERR_ARG);
     CHECK_EQ(n_live(pair.kv, 0, 0), 100);
-    CHECK_EQ(evict_named(pair.reference, 0, 0, bits, 1), TKV_ERR_STATE);
+    CHECK_EQ(evict_tokens(pair.reference, 0, 0, bits, 1), TKV_ERR_STATE);
     CHECK_EQ(live_mask_of(pair.reference, 0, 0, 0, 100, bits), TKV_OK);
     CHECK_EQ(bits[0], ~(uint64_t)0);
     CHECK_EQ(bits[1], ((uint64_t)1 << 36) - 1);

@@ -222,7 +222,7 @@ static void check_layer(int seq, int layer) {
         CHECK_EQ(tkv_get_tiers(kv, seq, layer, from, 1, &part), TKV_OK);
         CHECK_EQ(part, tier[from]);
     }
-    if (tkv_test_.bad) return;
+    if (tkv_test_.n_bad) return;
     CHECK_MSG(info.expired >= 0 && info.expired <= max_of(0, window_of(layer) ? s->len - WINDOW : 0),
               "sequence %d, layer %d: %d of %d have left the window", seq, layer, info.expired, s->len);
     has_discards[seq] |= call.may_discard[seq];
@@ -294,7 +294,7 @@ static void take_snapshot(void) {
     tkv_memory_info m;
     int s, l;
     before = now;
-    sound(kv);
+    check_cache(kv);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     now.bytes = m.total;
     now.level = budget_of(kv).level;
@@ -303,9 +303,9 @@ static void take_snapshot(void) {
     if (!in_place) CHECK_EQ(m.total, memory.held);
     if (now.budget) CHECK_LE(m.total, in_place ? cfg.budget.bytes : now.budget);
     if (!in_place && now.budget && before.budget)
-        CHECK_LE(memory.most, now.budget > before.budget ? now.budget : before.budget);
+        CHECK_LE(memory.peak, now.budget > before.budget ? now.budget : before.budget);
     for (s = 0; s < SEQS; s++)
-        for (l = 0; l < LAYERS && !tkv_test_.bad; l++) check_layer(s, l);
+        for (l = 0; l < LAYERS && !tkv_test_.n_bad; l++) check_layer(s, l);
 }
 
 /* Compares the snapshots before and after a call that failed. reclaimed: blocks may have been recoded or discarded, and
@@ -593,8 +593,8 @@ static tkv_status call_attend(int seq, int layer) {
               n = min_of(s->len, 1 + rand_below(rand_below(2) ? QUERIES : CHECKED)),
               n_checked = min_of(n, CHECKED), skip = (n - n_checked) * HEADS;
     const int window = window_of(layer) ? WINDOW : LONGEST;
-    const int count = n_checked * HEADS * v_dim, fails = store.fetch_fails, lies = store.fetch_lies,
-              failed = store.failed;
+    const int count = n_checked * HEADS * v_dim, fails = store.fail_read, lies = store.corrupt_read,
+              failed = store.n_failed;
     double format_err_sq = 0.0, err_sq = 0.0, sum_sq = 0.0, bound;
     int i, sees_discarded = 0, any_discarded = 0, sees_expired = 0;
     tkv_status st;
@@ -608,19 +608,19 @@ static tkv_status call_attend(int seq, int layer) {
         sees_discarded |= has_bit(s->discarded_mask, i);
         sees_expired |= now.state[seq][layer][i] == EXPIRED;
     }
-    if (store.failed == failed)
+    if (store.n_failed == failed)
         CHECK_MSG(sees_expired     ? st == TKV_ERR_RANGE
                   : sees_discarded ? st == TKV_ERR_NO_SOURCE
                                    : any_discarded || st == TKV_OK,
                   "%d, sees discarded tokens: %d", (int)st, sees_discarded);
     if (st || n == 0) return st;
-    CHECK_EQ(store.failed, failed);
-    store.fetch_fails = store.fetch_lies = 0;
+    CHECK_EQ(store.n_failed, failed);
+    store.fail_read = store.corrupt_read = 0;
     for (i = 0; i < s->len; i++)
         if (now.state[seq][layer][i] == LIVE)
             CHECK_EQ(tkv_read(kv, seq, layer, i, 1, k_out + i * k_row, v_out + i * v_row), TKV_OK);
-    store.fetch_fails = fails;
-    store.fetch_lies = lies;
+    store.fail_read = fails;
+    store.corrupt_read = lies;
     attend_in_double(seq, layer, n_checked, q + skip * cfg.model.head_dim, k_out, v_out, expected);
     attend_in_double(seq, layer, n_checked, q + skip * cfg.model.head_dim, s->k, s->v, exact);
     for (i = 0; i < count; i++) {
@@ -709,7 +709,7 @@ static tkv_status call_evict_named(int seq, int layer) {
     call.may_evict[seq] = 1;
     sprintf(call.text, "evict %d %% of %d from sequence %d, layer %d", percent, n, seq,
             all ? TKV_ALL_LAYERS : layer);
-    st = evict_named(kv, seq, all ? TKV_ALL_LAYERS : layer, victims, n);
+    st = evict_tokens(kv, seq, all ? TKV_ALL_LAYERS : layer, victims, n);
     if (!cfg.evict.policy || in_step[seq]) CHECK_EQ(st, TKV_ERR_STATE);
     for (l = 0; l < LAYERS && !st; l++) /* anchors are not evicted */
         for (i = 0; i < min_of(n, model[seq][l].len) && !cfg.tiers.n_anchors && (all || l == layer); i++)
@@ -901,7 +901,7 @@ static tkv_status call_wrong_argument(int seq, int layer) {
     if (what == 3) st = tkv_append(kv, SEQS, layer, k_in, v_in, 4);
     if (what == 4) st = tkv_seq_truncate(kv, seq, -1);
     if (what == 5) p.keep = -1, st = tkv_evict(kv, &p);
-    if (what == 6) st = evict_named(kv, seq, layer, &one_mask, -4);
+    if (what == 6) st = evict_tokens(kv, seq, layer, &one_mask, -4);
     if (what == 7) st = tkv_seq_pin(kv, seq, -1, 4, TKV_UNLIMITED);
     if (what == 8) st = tkv_load_calibration(kv, junk, sizeof junk);
     if (what == 9) st = tkv_restore(kv, seq, layer, LONGEST, &one, &one, 1);
@@ -968,44 +968,44 @@ static void step(int number) {
     memset(&call, 0, sizeof call);
     call.sets_error = 1;
     sprintf(call.text, "%s of sequence %d", calls[which].name, seq);
-    if (inject_failures && !in_place && rand_below(2)) memory.closed = 1 + rand_below(4);
-    if (inject_failures && cfg.offload.write && rand_below(2)) store.store_fails = 1 + rand_below(5);
-    if (inject_failures && cfg.offload.write && rand_below(2)) store.fetch_fails = 1 + rand_below(8);
-    if (inject_failures && cfg.offload.write && rand_below(3) == 0) store.fetch_lies = 1 + rand_below(8);
-    memory.refused = store.failed = 0;
-    memory.most = memory.held;
+    if (inject_failures && !in_place && rand_below(2)) memory.fail_at = 1 + rand_below(4);
+    if (inject_failures && cfg.offload.write && rand_below(2)) store.fail_write = 1 + rand_below(5);
+    if (inject_failures && cfg.offload.write && rand_below(2)) store.fail_read = 1 + rand_below(8);
+    if (inject_failures && cfg.offload.write && rand_below(3) == 0) store.corrupt_read = 1 + rand_below(8);
+    memory.n_refused = store.n_failed = 0;
+    memory.peak = memory.held;
     st = calls[which].run(seq, layer);
-    failed = memory.refused + store.failed;
+    failed = memory.n_refused + store.n_failed;
     if (st && failed && call.may_reclaim) /* the newest tokens may be recoded by now */
         for (at = 0; at < SEQS * LAYERS; at++)
             model[at / LAYERS][at % LAYERS].exact_from = model[at / LAYERS][at % LAYERS].len;
-    memory.closed = store.store_fails = store.fetch_fails = store.fetch_lies = 0;
+    memory.fail_at = store.fail_write = store.fail_read = store.corrupt_read = 0;
     sprintf(last_calls[number % COUNT(last_calls)], "%d: %s%s: %d", number, call.text,
-            memory.closed ? ""
-            : failed      ? ", with failures"
-                          : "",
+            memory.fail_at ? ""
+            : failed       ? ", with failures"
+                           : "",
             (int)st);
-    if (from_env("TKV_RANDOM_LOG", 0)) printf("\n    %s", last_calls[number % COUNT(last_calls)]);
+    if (int_from_env("TKV_RANDOM_LOG", 0)) printf("\n    %s", last_calls[number % COUNT(last_calls)]);
     n_done[which]++;
     n_refused[which] += st != TKV_OK;
     bit = 1u << (-(int)st & 31);
     CHECK_MSG(!st || calls[which].errors & bit, "%s: %d, %s", calls[which].name, (int)st,
               tkv_get_last_error(kv));
-    if (st == TKV_ERR_NOMEM) CHECK(memory.refused > 0);
-    if (st == TKV_ERR_IO || st == TKV_ERR_DATA) CHECK(store.failed > 0 || calls[which].errors == ~0u);
+    if (st == TKV_ERR_NOMEM) CHECK(memory.n_refused > 0);
+    if (st == TKV_ERR_IO || st == TKV_ERR_DATA) CHECK(store.n_failed > 0 || calls[which].errors == ~0u);
     if (st == TKV_ERR_CAPACITY) CHECK(in_place || calls[which].errors == ~0u);
     if (st == TKV_ERR_BUDGET) CHECK(now.budget > 0 || calls[which].errors & ERR(ARG));
     if (st && call.sets_error)
         CHECK_MSG(tkv_get_last_error(kv)[0] != 0, "%s: no error message", calls[which].name);
     CHECK_MSG(call.n_wrong == 0, "%d events are wrong", call.n_wrong);
     take_snapshot();
-    if (!st || tkv_test_.bad || call.keeps_part == 2) return;
+    if (!st || tkv_test_.n_bad || call.keeps_part == 2) return;
     /* If the allocator or a store fails while memory is reclaimed, blocks may be recoded already. Tokens may be
      * evicted, too, but rarely if only a store failed. */
     reclaimed = failed && call.may_reclaim;
     if (!reclaimed) CHECK_EQ(call.n_evicted, 0);
-    n_store_failures += reclaimed && !memory.refused;
-    n_with_evictions += reclaimed && !memory.refused && call.n_evicted;
+    n_store_failures += reclaimed && !memory.n_refused;
+    n_with_evictions += reclaimed && !memory.n_refused && call.n_evicted;
     check_unchanged(reclaimed || call.keeps_part);
 }
 
@@ -1029,7 +1029,7 @@ static void choose_config(uint64_t seed) {
     static const int kv_heads[] = {2, 1, 4, 2}, dims[] = {32, 64, 16, 48}, v_dims[] = {0, 32, 0, 16};
     static tkv_layer_config layers[LAYERS];
     const int shape = rand_below(4);
-    cfg = shape_of(LAYERS, HEADS, kv_heads[shape], dims[shape], SEQS, CHUNK);
+    cfg = make_sized_config(LAYERS, HEADS, kv_heads[shape], dims[shape], SEQS, CHUNK);
     cfg.model.v_head_dim = v_dims[shape];
     k_row = kv_heads[shape] * dims[shape];
     v_row = kv_heads[shape] * (v_dims[shape] ? v_dims[shape] : dims[shape]);
@@ -1075,7 +1075,7 @@ static void choose_config(uint64_t seed) {
     if (rand_below(4) == 0) cfg.host.parallel_for = run_backwards;
     cfg.budget.discard = rand_below(2);
     if (rand_below(2)) {
-        test_store_for(&store, &cfg);
+        attach_test_store(&store, &cfg);
         cfg.offload.keep_exact = rand_below(2);
     }
     in_place = rand_below(4) == 0;
@@ -1083,20 +1083,20 @@ static void choose_config(uint64_t seed) {
     else cfg.host.allocator = counting_allocator_of(&memory);
 }
 
-static void create_cache(void) {
+static void create_random_cache(void) {
     tkv_remat_config r;
     tkv_status st = TKV_ERR_BUDGET;
     char reason[200] = "";
     size_t bytes;
     kv = NULL;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
-    if (tkv_test_.bad) printf("    %s\n", reason);
+    if (tkv_test_.n_bad) printf("    %s\n", reason);
     for (; st == TKV_ERR_BUDGET; cfg.budget.bytes += 50000) { /* some configs need more bytes */
         st = in_place ? tkv_get_required_bytes(&cfg, &bytes, NULL) : tkv_create(&cfg, &kv);
         if (st != TKV_ERR_BUDGET) break;
     }
     max_budget = cfg.budget.bytes ? cfg.budget.bytes : 500000;
-    if (in_place) kv = make_in(&cfg, &arena, (size_t)rand_below(64));
+    if (in_place) kv = create_cache_in_place(&cfg, &arena, (size_t)rand_below(64));
     if (!kv) {
         printf("no cache: %d\n", (int)st);
         exit(2);
@@ -1126,13 +1126,13 @@ static void run_seed(int seed, int ops) {
     for (s = 0; s < SEQS; s++) reset_model(s);
     rng = tkv_rng_seed((uint64_t)seed);
     choose_config((uint64_t)seed);
-    create_cache();
+    create_random_cache();
     take_snapshot();
-    for (i = 0; i < ops && !tkv_test_.bad; i++) {
+    for (i = 0; i < ops && !tkv_test_.n_bad; i++) {
         step(i);
-        if (in_place && i % 50 == 0) borders(&arena);
+        if (in_place && i % 50 == 0) check_borders(&arena);
     }
-    if (tkv_test_.bad) {
+    if (tkv_test_.n_bad) {
         printf("    TKV_RANDOM_SEED=%d TKV_RANDOM_RUNS=1 TKV_RANDOM_OPS=%d; calls:", seed, i);
         for (s = max_of(0, i - COUNT(last_calls)); s < i; s++)
             printf("\n    %s", last_calls[s % COUNT(last_calls)]);
@@ -1140,18 +1140,18 @@ static void run_seed(int seed, int ops) {
         printf("\n");
     }
     tkv_destroy(kv);
-    if (in_place) borders(&arena);
+    if (in_place) check_borders(&arena);
     else CHECK_EQ(memory.held, 0);
     free(arena.raw);
-    if (cfg.offload.write) test_store_end(&store);
+    if (cfg.offload.write) destroy_test_store(&store);
 }
 
 TEST(everything) {
-    const int first = from_env("TKV_RANDOM_SEED", 1);
-    const int runs = from_env("TKV_RANDOM_RUNS", tkv_test_quick() ? 24 : 96);
-    const int ops = from_env("TKV_RANDOM_OPS", 0); /* 0: some runs are long */
+    const int first = int_from_env("TKV_RANDOM_SEED", 1);
+    const int runs = int_from_env("TKV_RANDOM_RUNS", tkv_test_quick() ? 24 : 96);
+    const int ops = int_from_env("TKV_RANDOM_OPS", 0); /* 0: some runs are long */
     int i;
-    for (i = 0; i < runs && !tkv_test_.bad; i++)
+    for (i = 0; i < runs && !tkv_test_.n_bad; i++)
         run_seed(first + i, ops ? ops : (first + i) % 6 == 5 ? 600 : 120);
     printf("\n    seeds %d to %d; attention is off by %.2f of its bound at most", first, first + runs - 1,
            worst_attend);

@@ -26,7 +26,7 @@ static float golden_value(int seed, int i, int channel) { /* as golden_input in 
 /* Makes the input of a golden block in `in` and encodes it into `bytes`. Returns the codec in *c. */
 static void encode_golden_block(const golden_block *g, tkv_codec *c) {
     int i;
-    *c = codec(g->format, g->side == TKV_V, g->head_dim, g->group_size);
+    *c = make_codec(g->format, g->side == TKV_V, g->head_dim, g->group_size);
     for (i = 0; i < g->n_tokens * g->head_dim; i++) in[i] = golden_value(g->seed, i, i % g->head_dim);
     CHECK_EQ(tkv_get_block_bytes(c), g->size);
     CHECK_EQ(tkv_encode_block(c, in, 0, g->n_tokens, bytes, g->size), TKV_OK);
@@ -41,10 +41,10 @@ TEST(golden_hashes) {
         encode_golden_block(g, &c);
         if (FAST_MATH && g->format >= TKV_Q8) continue;
         CHECK_MSG(hash_of(HASH_START, bytes, g->size) == g->encoded, "wrong bytes of %s",
-                  describe(&c, g->n_tokens));
+                  describe_codec(&c, g->n_tokens));
         CHECK_EQ(tkv_decode_block(&c, bytes, g->size, g->n_tokens, out, 0), TKV_OK);
         CHECK_MSG(hash_of_floats(HASH_START, out, n) == g->decoded, "the values of %s",
-                  describe(&c, g->n_tokens));
+                  describe_codec(&c, g->n_tokens));
     }
 }
 
@@ -59,7 +59,7 @@ TEST(golden_blocks) {
         CHECK(hash_of(HASH_START, golden_bytes + at, g->size) == g->encoded);
         CHECK_EQ(tkv_decode_block(&c, golden_bytes + at, g->size, g->n_tokens, out, 0), TKV_OK);
         CHECK_MSG(hash_of_floats(HASH_START, out, g->n_tokens * g->head_dim) == g->decoded,
-                  "the values of %s", describe(&c, g->n_tokens));
+                  "the values of %s", describe_codec(&c, g->n_tokens));
         at += g->size;
     }
     CHECK_EQ(at, sizeof golden_bytes);
@@ -73,47 +73,48 @@ TEST(names) {
         const char *name = tkv_get_name(TKV_NAME_FORMAT, f);
         REQUIRE(name);
         if (f <= COUNT(names)) CHECK_STR(name, names[f - 1]);
-        CHECK_EQ(format_named(name), f);
+        CHECK_EQ(find_format(name), f);
     }
     CHECK(tkv_get_name(TKV_NAME_FORMAT, TKV_FORMAT_DEFAULT) == NULL);
     CHECK(tkv_get_name(TKV_NAME_FORMAT, TKV_FORMAT_COUNT) == NULL);
-    CHECK_EQ(format_named(NULL), TKV_FORMAT_DEFAULT);
-    CHECK_EQ(format_named(""), TKV_FORMAT_DEFAULT);
-    CHECK_EQ(format_named("kivi"), TKV_FORMAT_DEFAULT);
-    CHECK_EQ(format_named("KIVI4"), TKV_FORMAT_DEFAULT);
+    CHECK_EQ(find_format(NULL), TKV_FORMAT_DEFAULT);
+    CHECK_EQ(find_format(""), TKV_FORMAT_DEFAULT);
+    CHECK_EQ(find_format("kivi"), TKV_FORMAT_DEFAULT);
+    CHECK_EQ(find_format("KIVI4"), TKV_FORMAT_DEFAULT);
 }
 
 TEST(sizes) {
     int f, side, group, dim, i;
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (side = 0; side < 2; side++)
             for (group = 32; group <= 64; group += 32)
                 for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
-                    tkv_codec c = codec(grids[f], side, dim, group);
-                    drawing d = draw(&c);
+                    tkv_codec c = make_codec(grid_formats[f], side, dim, group);
+                    block_layout d = layout_of(&c);
                     CHECK_EQ(tkv_get_block_bytes(&c), d.size);
                     CHECK_NEAR(format_bits(&c), 8.0 * d.size / (BLOCK * dim), 1e-12);
                     /* multiples of 16 have no padding: codes take exactly their bits */
-                    if (dim % 16 == 0) CHECK_EQ(d.scale, dim * BLOCK * d.bits / 8);
+                    if (dim % 16 == 0) CHECK_EQ(d.scale_at, dim * BLOCK * d.bits / 8);
                 }
-    for (f = 0; f < COUNT(exacts); f++)
+    for (f = 0; f < COUNT(exact_formats); f++)
         for (side = 0; side < 2; side++)
             for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
-                tkv_codec c = codec(exacts[f], side, dim, 0);
-                CHECK_EQ(tkv_get_block_bytes(&c), up(dim, 16) * BLOCK * (f == 0 ? 4 : 2));
+                tkv_codec c = make_codec(exact_formats[f], side, dim, 0);
+                CHECK_EQ(tkv_get_block_bytes(&c), round_up(dim, 16) * BLOCK * (f == 0 ? 4 : 2));
             }
     {
-        tkv_codec c = codec(TKV_KIVI4, 0, 64, 0), same = codec(TKV_KIVI4, 0, 64, 64);
+        tkv_codec c = make_codec(TKV_KIVI4, 0, 64, 0), same = make_codec(TKV_KIVI4, 0, 64, 64);
         CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&same)); /* a group size of 0 means 64 */
     }
-    for (i = 0; i < COUNT(dims); i++) { /* exact formats ignore a valid group size */
-        tkv_codec c = codec(TKV_F16, 0, dims[i], 32), same = codec(TKV_F16, 0, dims[i], 64);
+    for (i = 0; i < COUNT(head_dims); i++) { /* exact formats ignore a valid group size */
+        tkv_codec c = make_codec(TKV_F16, 0, head_dims[i], 32),
+                  same = make_codec(TKV_F16, 0, head_dims[i], 64);
         CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&same));
     }
 }
 
 static double bits_per_value_of(tkv_format f, int side, int dim, int group) {
-    tkv_codec c = codec(f, side, dim, group);
+    tkv_codec c = make_codec(f, side, dim, group);
     return format_bits(&c);
 }
 
@@ -139,7 +140,7 @@ TEST(bits_per_value) {
         CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI4, 0, other_dims[i], 64), 4500);
         CHECK_EQ(1000 * bits_per_value_of(TKV_KIVI2, 0, other_dims[i], 32), 3000);
         CHECK_NEAR(bits_per_value_of(TKV_KIVI2, 1, other_dims[i], 32),
-                   2 + 32.0 * (up(other_dims[i], 32) / 32) / other_dims[i], 1e-12);
+                   2 + 32.0 * (round_up(other_dims[i], 32) / 32) / other_dims[i], 1e-12);
     }
     CHECK_NEAR(bits_per_value_of(TKV_KIVI4, 1, 80, 64), 4.8, 1e-12);
     CHECK_NEAR(bits_per_value_of(TKV_KIVI4, 0, 5, 64), 4.5 * 16 / 5, 1e-12); /* padding is included */
@@ -150,14 +151,14 @@ TEST(bits_per_value) {
 TEST(exact_bytes) {
     tkv_rng r = tkv_rng_seed(21);
     int f, side, i, t, ch, k;
-    for (f = 0; f < COUNT(exacts); f++)
+    for (f = 0; f < COUNT(exact_formats); f++)
         for (side = 0; side < 2; side++)
-            for (i = 0; i < COUNT(dims); i++) {
-                int dim = dims[i], pad = up(dim, 16), n = i % 2 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK),
-                    size = f ? 2 : 4;
-                tkv_codec c = codec(exacts[f], side, dim, 0);
-                fill(LARGE, &r, n, dim, in);
-                memset(other, 0, ROOM);
+            for (i = 0; i < COUNT(head_dims); i++) {
+                int dim = head_dims[i], pad = round_up(dim, 16),
+                    n = i % 2 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK), size = f ? 2 : 4;
+                tkv_codec c = make_codec(exact_formats[f], side, dim, 0);
+                fill_input(LARGE, &r, n, dim, in);
+                memset(other, 0, BUFFER_BYTES);
                 for (t = 0; t < n; t++)
                     for (ch = 0; ch < dim; ch++) {
                         float x = in[t * dim + ch];
@@ -168,10 +169,10 @@ TEST(exact_bytes) {
                                              : f == 1 ? float_of_f16((uint16_t)u)
                                                       : float_of_bf16((uint16_t)u);
                     }
-                poison(bytes, ROOM);
-                CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
+                fill_nan(bytes, BUFFER_BYTES);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, BUFFER_BYTES), TKV_OK);
                 CHECK_MEM(bytes, other, tkv_get_block_bytes(&c));
-                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, n, out, 0), TKV_OK);
                 CHECK_MEM(out, want, (size_t)(n * dim) * sizeof(float));
             }
 }
@@ -191,11 +192,11 @@ TEST(exact_values) { /* F32 keeps every bit; F16 and BF16 saturate and keep the 
     expected[0] = x;
     expected[1] = f16;
     expected[2] = bf16;
-    for (f = 0; f < COUNT(exacts); f++) {
-        tkv_codec c = codec(exacts[f], f % 2, COUNT(x), 0);
+    for (f = 0; f < COUNT(exact_formats); f++) {
+        tkv_codec c = make_codec(exact_formats[f], f % 2, COUNT(x), 0);
         memcpy(in, x, sizeof x);
-        CHECK_EQ(tkv_encode_block(&c, in, 0, 1, bytes, ROOM), TKV_OK);
-        CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, 1, out, 0), TKV_OK);
+        CHECK_EQ(tkv_encode_block(&c, in, 0, 1, bytes, BUFFER_BYTES), TKV_OK);
+        CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, 1, out, 0), TKV_OK);
         CHECK_MEM(out, expected[f], sizeof x);
     }
 }
@@ -204,13 +205,13 @@ TEST(exact_values) { /* F32 keeps every bit; F16 and BF16 saturate and keep the 
 TEST(decode_is_scale_times_code_plus_zero) {
     tkv_rng r = tkv_rng_seed(31);
     int f, side, group, i, t, ch;
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (side = 0; side < 2; side++)
             for (group = 32; group <= 64; group += 32)
-                for (i = 0; i < COUNT(dims); i++) {
-                    int dim = dims[i], n = i % 2 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK);
-                    tkv_codec c = codec(grids[f], side, dim, group);
-                    drawing d = draw(&c);
+                for (i = 0; i < COUNT(head_dims); i++) {
+                    int dim = head_dims[i], n = i % 2 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK);
+                    tkv_codec c = make_codec(grid_formats[f], side, dim, group);
+                    block_layout d = layout_of(&c);
                     random_block(&r, &d, bytes);
                     for (t = 0; t < n; t++)
                         for (ch = 0; ch < dim; ch++) want[t * dim + ch] = value_of(&d, bytes, t, ch);
@@ -222,31 +223,31 @@ TEST(decode_is_scale_times_code_plus_zero) {
 /* >>encoding */
 
 /* Bound of the error: half a unit of code, scale and zero, and a few units of 2^-24 for the float arithmetic. */
-static double error_bound(const drawing *d, const uint8_t *p, int t, int ch, double v) {
+static double error_bound(const block_layout *d, const uint8_t *p, int t, int ch, double v) {
     int s = scale_of(d, p, t, ch), z = zero_of(d, p, t, ch);
-    double size = (v < 0 ? -v : v) + d->top * half_value(s);
-    return 0.5 * (half_value(s) + half_place(z) + d->top * half_place(s)) + size * 4e-7;
+    double size = (v < 0 ? -v : v) + d->max_code * f16_to_double(s);
+    return 0.5 * (f16_to_double(s) + f16_ulp(z) + d->max_code * f16_ulp(s)) + size * 4e-7;
 }
 
 TEST(error_is_bounded) {
     tkv_rng r = tkv_rng_seed(41);
     int f, side, group, kind, i, t, ch;
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (side = 0; side < 2; side++)
             for (group = 32; group <= 64; group += 32)
-                for (kind = 0; kind < KINDS; kind++) {
+                for (kind = 0; kind < N_KINDS; kind++) {
                     int dim, n;
                     double worst = 0;
                     tkv_codec c;
-                    drawing d;
-                    i = tkv_rng_below(&r, COUNT(dims));
-                    dim = dims[i];
+                    block_layout d;
+                    i = tkv_rng_below(&r, COUNT(head_dims));
+                    dim = head_dims[i];
                     n = kind % 2 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK);
-                    c = codec(grids[f], side, dim, group);
-                    d = draw(&c);
-                    fill(kind, &r, n, dim, in);
-                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
-                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
+                    c = make_codec(grid_formats[f], side, dim, group);
+                    d = layout_of(&c);
+                    fill_input(kind, &r, n, dim, in);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, BUFFER_BYTES), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, n, out, 0), TKV_OK);
                     for (t = 0; t < n; t++)
                         for (ch = 0; ch < dim; ch++) {
                             double v = (double)in[t * dim + ch], ratio;
@@ -256,7 +257,7 @@ TEST(error_is_bounded) {
                             if (!tkv_test_is_finite((double)out[t * dim + ch])) worst = 1e9;
                         }
                     CHECK_MSG(worst <= 1.0, "%g of the error bound, input %d, %s", worst, kind,
-                              describe(&c, n));
+                              describe_codec(&c, n));
                 }
 }
 
@@ -264,9 +265,9 @@ static double measure_squared_error(const tkv_codec *c, int kind, tkv_rng *r, in
     double sum = 0;
     int b, i, n = BLOCK * c->head_dim;
     for (b = 0; b < blocks; b++) {
-        fill(kind, r, BLOCK, c->head_dim, in);
-        if (tkv_encode_block(c, in, 0, BLOCK, bytes, ROOM) != TKV_OK) return -1;
-        if (tkv_decode_block(c, bytes, ROOM, BLOCK, out, 0) != TKV_OK) return -1;
+        fill_input(kind, r, BLOCK, c->head_dim, in);
+        if (tkv_encode_block(c, in, 0, BLOCK, bytes, BUFFER_BYTES) != TKV_OK) return -1;
+        if (tkv_decode_block(c, bytes, BUFFER_BYTES, BLOCK, out, 0) != TKV_OK) return -1;
         for (i = 0; i < n; i++) sum += ((double)in[i] - (double)out[i]) * ((double)in[i] - (double)out[i]);
     }
     return sum / (blocks * n);
@@ -286,7 +287,7 @@ TEST(error_of_gaussian_groups) {
     double tolerance = tkv_test_quick() ? 0.04 : 0.02;
     for (i = 0; i < COUNT(expected); i++)
         for (side = 0; side < 2; side++) {
-            tkv_codec c = codec(expected[i].format, side, 64, 32);
+            tkv_codec c = make_codec(expected[i].format, side, 64, 32);
             double e = expected[i].groups_of_32;
             CHECK_NEAR(measure_squared_error(&c, GAUSSIAN, &r, blocks), e, tolerance * e);
             c.options.group_size = 64;
@@ -302,8 +303,8 @@ TEST(more_bits_less_error) {
     for (k = 0; k < COUNT(kinds); k++)
         for (side = 0; side < 2; side++) {
             double before = 0;
-            for (i = 0; i < COUNT(grids); i++) { /* 8, 4, 3, 2 bits */
-                tkv_codec c = codec(grids[i], side, 96, 64);
+            for (i = 0; i < COUNT(grid_formats); i++) { /* 8, 4, 3, 2 bits */
+                tkv_codec c = make_codec(grid_formats[i], side, 96, 64);
                 double e = measure_squared_error(&c, kinds[k], &r, 4);
                 /* Rounding the zero to fp16 adds an error. */
                 CHECK(e > 2.5 * before || (e > before && kinds[k] == BIAS));
@@ -316,23 +317,23 @@ TEST(flat_groups_are_exact) {
     static const float values[] = {0.42f, -1.0f, 5.0f,  600.0f,  0.0f,   -0.1f,   65504.0f, 1e6f,
                                    -1e6f, 1e-7f, 1e-9f, -1e-30f, 600.3f, 3.4e38f, -7e-5f,   2049.0f};
     int f, side, group, v, i;
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (side = 0; side < 2; side++)
             for (group = 32; group <= 64; group += 32)
                 for (v = 0; v < COUNT(values); v++) {
-                    int dim = dims[v % COUNT(dims)], n = v % 3 ? BLOCK : 1 + v;
-                    tkv_codec c = codec(grids[f], side, dim, group);
-                    drawing d = draw(&c);
-                    double half = half_value(f16_of(values[v])); /* saturates */
+                    int dim = head_dims[v % COUNT(head_dims)], n = v % 3 ? BLOCK : 1 + v;
+                    tkv_codec c = make_codec(grid_formats[f], side, dim, group);
+                    block_layout d = layout_of(&c);
+                    double half = f16_to_double(f16_of(values[v])); /* saturates */
                     int n_wrong = 0;
                     for (i = 0; i < n * dim; i++) in[i] = values[v];
-                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
-                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, BUFFER_BYTES), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, n, out, 0), TKV_OK);
                     for (i = 0; i < n * dim; i++)
                         n_wrong += (double)out[i] != half || scale_of(&d, bytes, i / dim, i % dim) != 0 ||
                                    code_of(&d, bytes, i / dim, i % dim) != 0;
                     CHECK_MSG(n_wrong == 0, "%d values of %.9g in %s", n_wrong, (double)values[v],
-                              describe(&c, n));
+                              describe_codec(&c, n));
                 }
 }
 
@@ -341,20 +342,20 @@ static uint32_t round_through_f16(float x) { return bits_of(float_of_f16(f16_of(
 TEST(groups_of_one_value) { /* K of one token: each group has one value, which decodes to its fp16 rounding */
     tkv_rng r = tkv_rng_seed(44);
     int f, group, i, ch;
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (group = 32; group <= 64; group += 32)
-            for (i = 0; i < COUNT(dims); i++) {
-                tkv_codec c = codec(grids[f], 0, dims[i], group);
-                fill(SCALES, &r, 1, dims[i], in);
-                CHECK_EQ(tkv_encode_block(&c, in, 0, 1, bytes, ROOM), TKV_OK);
-                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, 1, out, 0), TKV_OK);
-                for (ch = 0; ch < dims[i]; ch++) CHECK_EQ(bits_of(out[ch]), round_through_f16(in[ch]));
+            for (i = 0; i < COUNT(head_dims); i++) {
+                tkv_codec c = make_codec(grid_formats[f], 0, head_dims[i], group);
+                fill_input(SCALES, &r, 1, head_dims[i], in);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, 1, bytes, BUFFER_BYTES), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, 1, out, 0), TKV_OK);
+                for (ch = 0; ch < head_dims[i]; ch++) CHECK_EQ(bits_of(out[ch]), round_through_f16(in[ch]));
             }
     { /* V with a last group of one channel */
-        tkv_codec c = codec(TKV_KIVI2, 1, 65, 64);
-        fill(GAUSSIAN, &r, BLOCK, 65, in);
-        CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-        CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+        tkv_codec c = make_codec(TKV_KIVI2, 1, 65, 64);
+        fill_input(GAUSSIAN, &r, BLOCK, 65, in);
+        CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES), TKV_OK);
+        CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, BLOCK, out, 0), TKV_OK);
         for (i = 64; i < BLOCK * 65; i += 65) CHECK_EQ(bits_of(out[i]), round_through_f16(in[i]));
     }
 }
@@ -363,21 +364,22 @@ TEST(groups_of_one_value) { /* K of one token: each group has one value, which d
 TEST(grid_values_are_exact) {
     tkv_rng r = tkv_rng_seed(45);
     int f, side, group, t, ch;
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (side = 0; side < 2; side++)
             for (group = 32; group <= 64; group += 32) {
                 int dim = 80;
-                tkv_codec c = codec(grids[f], side, dim, group);
-                drawing d = draw(&c);
+                tkv_codec c = make_codec(grid_formats[f], side, dim, group);
+                block_layout d = layout_of(&c);
                 for (t = 0; t < BLOCK; t++)
                     for (ch = 0; ch < dim; ch++) {
                         int along = side ? ch : t, line = side ? t : ch;
-                        int code = along % 16 < 2 ? along % 16 * d.top : tkv_rng_below(&r, d.top + 1);
+                        int code =
+                            along % 16 < 2 ? along % 16 * d.max_code : tkv_rng_below(&r, d.max_code + 1);
                         double s = ldexp((double)(1024 + line * 7), line % 9 - 20), z = (line - 40) / 4.0;
                         in[t * dim + ch] = (float)(s * code + z);
                     }
-                CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, BLOCK, out, 0), TKV_OK);
                 CHECK_MEM(out, in, (size_t)(BLOCK * dim) * sizeof(float));
             }
 }
@@ -391,12 +393,12 @@ TEST(encoding_decoded_values_gives_the_same_bytes) {
     for (f = TKV_F32; f <= TKV_KIVI2; f++)
         for (side = 0; side < 2; side++)
             for (i = 0; i < COUNT(heads); i++)
-                for (kind = 0; kind < (f < TKV_Q8 ? KINDS : BIAS); kind++) {
-                    tkv_codec c = codec((tkv_format)f, side, heads[i], kind % 2 ? 32 : 64);
-                    fill(kind, &r, BLOCK, heads[i], in);
-                    CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
-                    CHECK_EQ(tkv_encode_block(&c, out, 0, BLOCK, other, ROOM), TKV_OK);
+                for (kind = 0; kind < (f < TKV_Q8 ? N_KINDS : BIAS); kind++) {
+                    tkv_codec c = make_codec((tkv_format)f, side, heads[i], kind % 2 ? 32 : 64);
+                    fill_input(kind, &r, BLOCK, heads[i], in);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, BLOCK, out, 0), TKV_OK);
+                    CHECK_EQ(tkv_encode_block(&c, out, 0, BLOCK, other, BUFFER_BYTES), TKV_OK);
                     CHECK_MEM(bytes, other, tkv_get_block_bytes(&c));
                 }
 }
@@ -404,22 +406,22 @@ TEST(encoding_decoded_values_gives_the_same_bytes) {
 TEST(ties_go_to_even) {
     int f, side, i;
     if (FAST_MATH) SKIP("-ffast-math: a reciprocal of the scale may miss the tie by a bit");
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (side = 0; side < 2; side++) {
             int dim = side ? BLOCK : 1, n = side ? 1 : BLOCK;
-            tkv_codec c = codec(grids[f], side, dim, 64);
-            drawing d = draw(&c);
+            tkv_codec c = make_codec(grid_formats[f], side, dim, 64);
+            block_layout d = layout_of(&c);
             int code[BLOCK];
             for (i = 0; i < BLOCK; i++) { /* values halfway between codes; scale 1/4, zero -2 */
-                int k = i * (d.bits == 8 ? 4 : 1) % d.top;
+                int k = i * (d.bits == 8 ? 4 : 1) % d.max_code;
                 in[i] = (float)((k + 0.5) / 4 - 2);
                 code[i] = k + k % 2;
             }
             in[0] = -2.0f;
             code[0] = 0;
-            in[1] = (float)(d.top / 4.0 - 2);
-            code[1] = d.top;
-            CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
+            in[1] = (float)(d.max_code / 4.0 - 2);
+            code[1] = d.max_code;
+            CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, BUFFER_BYTES), TKV_OK);
             CHECK_EQ(scale_of(&d, bytes, 0, 0), 0x3400);
             CHECK_EQ(zero_of(&d, bytes, 0, 0), 0xc000);
             for (i = 0; i < BLOCK; i++) CHECK_EQ(code_of(&d, bytes, side ? 0 : i, side ? i : 0), code[i]);
@@ -435,16 +437,16 @@ TEST(codes_are_clamped) {
                                   {2052.25f, 2049.0f, -2051.0f, 60000.0f}};
     static const int zeros[] = {2050, 2048, -2052, -65504};
     static const int codes[4][4] = {{0, 0, 0, 0}, {2, 3, 3, 3}, {1, 2, 2, 1}, {2, 1, 1, 3}};
-    tkv_codec c = codec(TKV_KIVI2, 0, 4, 64);
-    drawing d = draw(&c);
+    tkv_codec c = make_codec(TKV_KIVI2, 0, 4, 64);
+    block_layout d = layout_of(&c);
     int t, ch;
     memcpy(in, x, sizeof x);
-    CHECK_EQ(tkv_encode_block(&c, in, 0, 4, bytes, ROOM), TKV_OK);
-    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, 4, out, 0), TKV_OK);
+    CHECK_EQ(tkv_encode_block(&c, in, 0, 4, bytes, BUFFER_BYTES), TKV_OK);
+    CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, 4, out, 0), TKV_OK);
     for (ch = 0; ch < 4; ch++) {
         double s = ch < 3 ? 1 : 43680; /* 131008 / 3 rounded to fp16 */
-        CHECK_NEAR(half_value(zero_of(&d, bytes, 0, ch)), zeros[ch], 0);
-        CHECK_NEAR(half_value(scale_of(&d, bytes, 0, ch)), s, 0);
+        CHECK_NEAR(f16_to_double(zero_of(&d, bytes, 0, ch)), zeros[ch], 0);
+        CHECK_NEAR(f16_to_double(scale_of(&d, bytes, 0, ch)), s, 0);
         for (t = 0; t < 4; t++) {
             int is_tie = (ch == 0 && t < 2) || (ch == 1 && t == 0) || (ch == 2 && t == 0);
             if (FAST_MATH && is_tie) continue;
@@ -458,17 +460,17 @@ TEST(codes_are_clamped) {
 TEST(tiny_ranges) {
     static const double bases[] = {0, 1, -1, 0.42, 5, 600, -600, 60000};
     int f, side, b, e, i;
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (side = 0; side < 2; side++)
             for (b = 0; b < COUNT(bases); b++)
                 for (e = -40; e <= -8; e++) {
-                    tkv_codec c = codec(grids[f], side, 64, 64);
-                    drawing d = draw(&c);
+                    tkv_codec c = make_codec(grid_formats[f], side, 64, 64);
+                    block_layout d = layout_of(&c);
                     double worst = 0;
                     for (i = 0; i < BLOCK * 64; i++)
                         in[i] = (float)(bases[b] + ldexp((double)(i % 64 * (i / 64) % 64) / 64.0, e));
-                    CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES), TKV_OK);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, BLOCK, out, 0), TKV_OK);
                     for (i = 0; i < BLOCK * 64; i++) {
                         double v = (double)in[i],
                                error = fabs(v - (double)out[i]) / error_bound(&d, bytes, i / 64, i % 64, v);
@@ -476,7 +478,7 @@ TEST(tiny_ranges) {
                         if (error > worst) worst = error;
                     }
                     CHECK_MSG(worst <= 1.0, "%g of the error bound, %g + 2^%d, %s", worst, bases[b], e,
-                              describe(&c, BLOCK));
+                              describe_codec(&c, BLOCK));
                 }
 }
 
@@ -486,53 +488,53 @@ TEST(bytes_depend_on_the_values_alone) {
     int f, side, i, t;
     for (f = 1; f < TKV_FORMAT_COUNT; f++)
         for (side = 0; side < 2; side++)
-            for (i = 0; i < COUNT(dims); i++) {
-                int dim = dims[i], n = i % 3 == 0 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK),
+            for (i = 0; i < COUNT(head_dims); i++) {
+                int dim = head_dims[i], n = i % 3 == 0 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK),
                     stride = dim + 1 + i % 7;
-                tkv_codec c = codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
+                tkv_codec c = make_codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
                 size_t size = tkv_get_block_bytes(&c), k;
                 int n_wrong = 0;
                 if (!size) continue;
-                REQUIRE(size + 64 <= ROOM);
-                fill(OUTLIERS, &r, n, dim, in);
-                memset(bytes, 0x00, ROOM);
+                REQUIRE(size + 64 <= BUFFER_BYTES);
+                fill_input(OUTLIERS, &r, n, dim, in);
+                memset(bytes, 0x00, BUFFER_BYTES);
                 CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, size), TKV_OK);
-                poison(want, sizeof want); /* NaN between and behind the rows, which must not be read */
+                fill_nan(want, sizeof want); /* NaN between and behind the rows, which must not be read */
                 for (t = 0; t < n; t++) memcpy(want + t * stride, in + t * dim, (size_t)dim * sizeof(float));
-                memset(other, 0xa5, ROOM);
+                memset(other, 0xa5, BUFFER_BYTES);
                 CHECK_EQ(tkv_encode_block(&c, want, stride, n, other, size), TKV_OK);
                 CHECK_MEM(bytes, other, size);
-                for (k = size; k < ROOM; k++) n_wrong += other[k] != 0xa5;
-                CHECK_MSG(n_wrong == 0, "%d bytes behind %s", n_wrong, describe(&c, n));
+                for (k = size; k < BUFFER_BYTES; k++) n_wrong += other[k] != 0xa5;
+                CHECK_MSG(n_wrong == 0, "%d bytes behind %s", n_wrong, describe_codec(&c, n));
             }
 }
 
 TEST(missing_tokens_and_channels_are_zero) {
     tkv_rng r = tkv_rng_seed(52);
     int f, side, group, i, t, ch;
-    for (f = 0; f < COUNT(grids); f++)
+    for (f = 0; f < COUNT(grid_formats); f++)
         for (side = 0; side < 2; side++)
             for (group = 32; group <= 64; group += 32)
                 for (i = 0; i < 5; i++) {
-                    int dim = dims[i], n = 1 + tkv_rng_below(&r, BLOCK), n_nonzero_codes = 0,
+                    int dim = head_dims[i], n = 1 + tkv_rng_below(&r, BLOCK), n_nonzero_codes = 0,
                         n_nonzero_metadata = 0, m;
-                    tkv_codec c = codec(grids[f], side, dim, group);
-                    drawing d = draw(&c);
-                    fill(BIAS, &r, n, dim, in);
-                    poison(bytes, ROOM);
-                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
+                    tkv_codec c = make_codec(grid_formats[f], side, dim, group);
+                    block_layout d = layout_of(&c);
+                    fill_input(BIAS, &r, n, dim, in);
+                    fill_nan(bytes, BUFFER_BYTES);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, BUFFER_BYTES), TKV_OK);
                     for (t = 0; t < BLOCK; t++)
-                        for (ch = 0; ch < d.pad; ch++)
+                        for (ch = 0; ch < d.padded_dim; ch++)
                             if (t >= n || ch >= dim) n_nonzero_codes += code_of(&d, bytes, t, ch) != 0;
                     CHECK_EQ(n_nonzero_codes, 0);
-                    for (m = 0; m < d.groups * d.row; m++) {
-                        int is_missing = d.k ? m % d.row >= dim || m / d.row * group >= n : m % d.row >= n;
+                    for (m = 0; m < d.n_groups * d.row; m++) {
+                        int is_missing = d.is_k ? m % d.row >= dim || m / d.row * group >= n : m % d.row >= n;
                         if (is_missing)
-                            n_nonzero_metadata +=
-                                half_at(bytes + d.scale + 2 * m) != 0 || half_at(bytes + d.zero + 2 * m) != 0;
+                            n_nonzero_metadata += read_f16_bits(bytes + d.scale_at + 2 * m) != 0 ||
+                                                  read_f16_bits(bytes + d.zero_at + 2 * m) != 0;
                     }
                     CHECK_EQ(n_nonzero_metadata, 0);
-                    for (m = d.zero + 2 * d.groups * d.row; m < d.size; m++) CHECK_EQ(bytes[m], 0);
+                    for (m = d.zero_at + 2 * d.n_groups * d.row; m < d.size; m++) CHECK_EQ(bytes[m], 0);
                 }
 }
 
@@ -546,55 +548,55 @@ TEST(nonfinite_is_refused) {
             for (b = 0; b < COUNT(bad); b++)
                 for (at = 0; at < 3; at++) {
                     int dim = 48, n = 17;
-                    tkv_codec c = codec((tkv_format)f, side, dim, 64);
+                    tkv_codec c = make_codec((tkv_format)f, side, dim, 64);
                     if (!tkv_get_block_bytes(&c)) continue;
-                    fill(GAUSSIAN, &r, n, dim, in);
+                    fill_input(GAUSSIAN, &r, n, dim, in);
                     memcpy(in + (at == 0 ? 0 : at == 1 ? n * dim / 2 + 5 : n * dim - 1), &bad[b], 4);
-                    memset(bytes, 0xa5, ROOM);
-                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_ERR_NONFINITE);
-                    for (n_wrong = 0, i = 0; i < ROOM; i++) n_wrong += bytes[i] != 0xa5;
+                    memset(bytes, 0xa5, BUFFER_BYTES);
+                    CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, BUFFER_BYTES), TKV_ERR_NONFINITE);
+                    for (n_wrong = 0, i = 0; i < BUFFER_BYTES; i++) n_wrong += bytes[i] != 0xa5;
                     CHECK_EQ(n_wrong, 0);
                 }
 }
 
 static void check_refused(const tkv_codec *c, const float *x, ptrdiff_t stride, int n, size_t size) {
     int i, n_wrong = 0;
-    memset(bytes, 0xa5, ROOM);
+    memset(bytes, 0xa5, BUFFER_BYTES);
     memset(out, 0xa5, sizeof out);
     memset(want, 0xa5, sizeof want);
     CHECK_EQ(tkv_encode_block(c, x, stride, n, bytes, size), TKV_ERR_ARG);
-    for (i = 0; i < ROOM; i++) n_wrong += bytes[i] != 0xa5;
+    for (i = 0; i < BUFFER_BYTES; i++) n_wrong += bytes[i] != 0xa5;
     CHECK_EQ(n_wrong, 0);
     CHECK_EQ(tkv_decode_block(c, other, size, n, x ? out : NULL, stride), TKV_ERR_ARG);
     CHECK_MEM(out, want, sizeof out);
 }
 
 static void check_codec_refused(tkv_format format, int side, int dim, int group) {
-    tkv_codec c = codec(format, side, dim, group);
+    tkv_codec c = make_codec(format, side, dim, group);
     CHECK_EQ(tkv_get_block_bytes(&c), 0);
     CHECK(format_bits(&c) == 0.0);
-    check_refused(&c, in, 0, 1, ROOM);
+    check_refused(&c, in, 0, 1, BUFFER_BYTES);
 }
 
 TEST(bad_arguments_are_refused) {
-    tkv_codec c = codec(TKV_KIVI4, 0, 64, 64);
+    tkv_codec c = make_codec(TKV_KIVI4, 0, 64, 64);
     size_t size = tkv_get_block_bytes(&c);
     int f;
     memset(in, 0, sizeof in);
     memset(other, 0, sizeof other);
     CHECK_EQ(tkv_get_block_bytes(NULL), 0);
     CHECK(format_bits(NULL) == 0.0);
-    check_refused(NULL, in, 0, 1, ROOM);
-    check_refused(&c, NULL, 0, 1, ROOM);
-    CHECK_EQ(tkv_encode_block(&c, in, 0, 1, NULL, ROOM), TKV_ERR_ARG);
-    CHECK_EQ(tkv_decode_block(&c, NULL, ROOM, 1, out, 0), TKV_ERR_ARG);
-    check_refused(&c, in, 0, 0, ROOM);
-    check_refused(&c, in, 0, -1, ROOM);
-    check_refused(&c, in, 0, 65, ROOM);
+    check_refused(NULL, in, 0, 1, BUFFER_BYTES);
+    check_refused(&c, NULL, 0, 1, BUFFER_BYTES);
+    CHECK_EQ(tkv_encode_block(&c, in, 0, 1, NULL, BUFFER_BYTES), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decode_block(&c, NULL, BUFFER_BYTES, 1, out, 0), TKV_ERR_ARG);
+    check_refused(&c, in, 0, 0, BUFFER_BYTES);
+    check_refused(&c, in, 0, -1, BUFFER_BYTES);
+    check_refused(&c, in, 0, 65, BUFFER_BYTES);
     check_refused(&c, in, 0, 1, size - 1);
     check_refused(&c, in, 0, 1, 0);
-    check_refused(&c, in, 63, 1, ROOM);
-    check_refused(&c, in, -64, 1, ROOM);
+    check_refused(&c, in, 63, 1, BUFFER_BYTES);
+    check_refused(&c, in, -64, 1, BUFFER_BYTES);
     for (f = 1; f < TKV_FORMAT_COUNT; f++) {
         check_codec_refused((tkv_format)f, 0, 0, 64);
         check_codec_refused((tkv_format)f, 1, -16, 64);
@@ -609,13 +611,13 @@ TEST(bad_arguments_are_refused) {
     check_codec_refused(TKV_Q8, 0, 64, 1);
 #ifndef __cplusplus /* C++: an enumeration with another value is undefined behaviour */
     c.side = (tkv_side)2;
-    check_refused(&c, in, 0, 1, ROOM);
+    check_refused(&c, in, 0, 1, BUFFER_BYTES);
     c.side = TKV_K;
     c.format = (tkv_format)-1;
-    check_refused(&c, in, 0, 1, ROOM);
+    check_refused(&c, in, 0, 1, BUFFER_BYTES);
     CHECK(tkv_get_name(TKV_NAME_FORMAT, (tkv_format)1000) == NULL);
 #endif
-    c = codec(TKV_KIVI4, 0, 64, 64);
+    c = make_codec(TKV_KIVI4, 0, 64, 64);
     CHECK_EQ(tkv_encode_block(&c, in, 64, 64, bytes, size), TKV_OK);
     CHECK_EQ(tkv_decode_block(&c, bytes, size, 64, out, 64), TKV_OK);
 }
@@ -628,7 +630,7 @@ TEST(fewer_bits_more_error) {
     for (i = 0; i < COUNT(heads); i++) {
         double before = 0;
         for (f = TKV_A40; f <= TKV_A15; f++) {
-            tkv_codec c = codec((tkv_format)f, 0, heads[i], 64);
+            tkv_codec c = make_codec((tkv_format)f, 0, heads[i], 64);
             double e = measure_squared_error(&c, GAUSSIAN, &r, 4);
             CHECK_MSG(e > before, "%s of %d: %g after %g", tkv_get_name(TKV_NAME_FORMAT, (int)c.format),
                       heads[i], e, before);
@@ -636,7 +638,7 @@ TEST(fewer_bits_more_error) {
         }
         CHECK_LE(before, 0.75);
         for (f = TKV_R40, before = 0; f <= TKV_R10; f++) {
-            tkv_codec c = codec((tkv_format)f, 1, heads[i], 64);
+            tkv_codec c = make_codec((tkv_format)f, 1, heads[i], 64);
             double e = measure_squared_error(&c, GAUSSIAN, &r, 4);
             /* 16 channels form no pair: R15 has the bits of R20. */
             if (f == TKV_R15 && heads[i] == 16) continue;

@@ -10,10 +10,10 @@
 #include "levels.h"
 #include "stream.h"
 
-enum { BLOCK = TKV_BLOCK_TOKENS, MOST = BLOCK * TKV_MAX_HEAD_DIM };
+enum { BLOCK = TKV_BLOCK_TOKENS, MAX_VALUES = BLOCK * TKV_MAX_HEAD_DIM };
 
-static float in[MOST], out[MOST], want[MOST];
-static uint8_t bytes[4 * MOST], other[4 * MOST];
+static float in[MAX_VALUES], out[MAX_VALUES], want[MAX_VALUES];
+static uint8_t bytes[4 * MAX_VALUES], other[4 * MAX_VALUES];
 
 static const tkv_format decoded_formats[] = {TKV_INT8, TKV_INT4,      TKV_FP8_E4M3, TKV_FP8_E5M2,
                                              TKV_FP4,  TKV_SUBSPACE4, TKV_SUBSPACE2};
@@ -59,9 +59,9 @@ static void quantize_tokens_naively(tkv_format f, int dim, int group, const floa
                 most = a > most ? a : most;
             }
             most = most > 65504 ? 65504 : most;
-            scale = (double)as_float(most / (top_of(f) / unit));
+            scale = (double)as_float(most / (max_value_of(f) / unit));
             if (f == TKV_FP4) scale = (double)as_float(scale / 7.0);
-            scale = half(scale);
+            scale = round_to_f16(scale);
             for (p = c; p < end; p += f == TKV_FP4 ? 16 : end) {
                 int stop = f == TKV_FP4 && p + 16 < end ? p + 16 : end;
                 double part_scale = 1;
@@ -72,12 +72,12 @@ static void quantize_tokens_naively(tkv_format f, int dim, int group, const floa
                     }
                     most = most > 65504 ? 65504 : most;
                     part_scale = scale > 0 ? (double)as_float((double)as_float(most / 6.0) / scale) : 0;
-                    part_scale = minifloat(part_scale * 64, 3, -6, 448) / 64;
+                    part_scale = round_to_minifloat(part_scale * 64, 3, -6, 448) / 64;
                 }
                 for (i = p; i < stop; i++) {
                     double v = (double)x[t * dim + i], s = scale * part_scale;
                     v = v > 65504 ? 65504 : v < -65504 ? -65504 : v;
-                    v = s > 0 ? rounded_to(f, (double)as_float(v / s) * unit) / unit : 0;
+                    v = s > 0 ? round_to_format(f, (double)as_float(v / s) * unit) / unit : 0;
                     y[t * dim + i] = as_float(s * v);
                 }
             }
@@ -94,8 +94,8 @@ static double read_value(const tkv_codec *c, int token, int channel) {
         bytes + BLOCK * row + BLOCK * scales * 2 + token * ((dim + 15) / 16) + channel / 16;
     double x;
     code = is_4_bit ? bytes[token * row + channel / 2] >> channel % 2 * 4 & 15 : bytes[token * row + channel];
-    x = float16_at(scale) * level_of(c->format, code);
-    if (c->format == TKV_FP4) x *= level_of(TKV_FP8_E4M3, *part_scale) / 64;
+    x = read_f16(scale) * value_of_code(c->format, code);
+    if (c->format == TKV_FP4) x *= value_of_code(TKV_FP8_E4M3, *part_scale) / 64;
     return c->format == TKV_FP8_E4M3 ? x / 64 : c->format == TKV_FP8_E5M2 ? x / 4096 : x;
 }
 
@@ -174,7 +174,7 @@ TEST(tokenwise_errors) {
             fill_block(&r, 0, in, BLOCK, 128);
             encode_and_decode(&c, in, BLOCK, out);
             sum += squared_error(in, out, BLOCK * 128);
-            all += squares(in, BLOCK * 128);
+            all += sum_of_squares(in, BLOCK * 128);
         }
         CHECK_NEAR(sum / all / errors[i].error, 1, 0.1);
     }
@@ -305,7 +305,7 @@ TEST(rotation) {
                 }
                 quantize_tokens_naively(c.format, dim, 64, want, 1, want + TKV_MAX_HEAD_DIM);
                 error += squared_error(out, want + TKV_MAX_HEAD_DIM, dim);
-                same += squares(want, dim);
+                same += sum_of_squares(want, dim);
             }
             CHECK_LE(error / same, 1e-5);
             c.options.rotate =
@@ -366,7 +366,7 @@ TEST(stored_means) {
         for (i = 0; i < dim; i++) {
             double sum = 0;
             for (t = 0; t < n; t++) sum += (double)in[t * dim + i];
-            CHECK_NEAR(float16_at(mean + 2 * i), sum / n, 1e-3 * (fabs(sum / n) + 0.01));
+            CHECK_NEAR(read_f16(mean + 2 * i), sum / n, 1e-3 * (fabs(sum / n) + 0.01));
             for (t = 0; t < n; t++) CHECK_NEAR(out[t * dim + i], in[t * dim + i], 0.04);
         }
     }
@@ -465,7 +465,7 @@ TEST(fit_changes_encoders_only) {
                 CHECK_EQ(tkv_get_block_bytes(&c), tkv_get_block_bytes(&plain));
                 CHECK_EQ(tkv_decode_block(&plain, bytes, sizeof bytes, BLOCK, want, 0), TKV_OK);
                 CHECK_MEM(out, want, BLOCK * 80 * sizeof(float));
-                CHECK_LE(squared_error(in, out, BLOCK * 80), 0.8 * squares(in, BLOCK * 80) + 1e-9);
+                CHECK_LE(squared_error(in, out, BLOCK * 80), 0.8 * sum_of_squares(in, BLOCK * 80) + 1e-9);
             }
 }
 
@@ -484,7 +484,7 @@ TEST(fit_clip_finds_the_best) {
         for (j = 0; j < 12; j++) {
             double cut = j * 102 / 4096.0 * (high - low), step = (high - low - 2 * cut) / levels, sum = 0;
             for (i = 0; i < 64; i++) {
-                double v = nearest_even(((double)in[i] - low - cut) / step);
+                double v = round_half_even(((double)in[i] - low - cut) / step);
                 v = low + cut + step * (v < 0 ? 0 : v > levels ? levels : v);
                 sum += (v - (double)in[i]) * (v - (double)in[i]);
             }
@@ -524,13 +524,13 @@ TEST(subspaces) {
                     for (p = 0; p < n_parts; p++) {
                         int from = dim * p / n_parts, end = dim * (p + 1) / n_parts;
                         const uint8_t *meta = bytes + BLOCK * row + 2 * (t * n_parts + p);
-                        double low = 1e30, high = -1e30, scale = float16_at(meta);
+                        double low = 1e30, high = -1e30, scale = read_f16(meta);
                         for (i = from; i < end; i++) {
                             low = x[i] < low ? x[i] : low;
                             high = x[i] > high ? x[i] : high;
                         }
                         CHECK_NEAR(scale, (high - low) / levels, 1e-3 * scale + 1e-6);
-                        CHECK_NEAR(float16_at(meta + BLOCK * n_parts * 2), low, 1e-3 * fabs(low) + 1e-6);
+                        CHECK_NEAR(read_f16(meta + BLOCK * n_parts * 2), low, 1e-3 * fabs(low) + 1e-6);
                         for (i = from; i < end; i++) {
                             CHECK_LE(fabs(x[i] - y[i]), 0.51 * scale + 1e-3 * fabs(x[i]) + 1e-5);
                         }
@@ -549,7 +549,7 @@ TEST(subspaces) {
 
 /* >>in a cache */
 /* Attention that decodes these formats, compared with tkv_attend_reference, on every instruction set. */
-static void check_attention(const tkv_config *base, stream *s, int tokens, const char *what) {
+static void check_attention(const tkv_config *base, model_sequence *s, int tokens, const char *what) {
     static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512, TKV_ISA_NEON, TKV_ISA_WASM};
     static float reference[8 * 256 * 4];
     char reason[200];
@@ -559,16 +559,16 @@ static void check_attention(const tkv_config *base, stream *s, int tokens, const
         tkv_attend_params p;
         tkv_cache *kv = NULL;
         double error, all;
-        if (!isa_available(isas[i])) continue;
+        if (!is_isa_available(isas[i])) continue;
         cfg.host.isa = isas[i];
         REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
         s->rng = tkv_rng_seed(31);
         for (at = 0; at < tokens; at += k) {
             k = tokens - at < 50 ? tokens - at : 50;
-            next_tokens(s, k);
+            generate_tokens(s, k);
             CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, k), TKV_OK);
         }
-        next_query(s, 2);
+        generate_queries(s, 2);
         memset(&p, 0, sizeof p);
         p.n = 2;
         p.q = s->q;
@@ -577,7 +577,7 @@ static void check_attention(const tkv_config *base, stream *s, int tokens, const
         p.out = reference;
         CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
         error = sqrt(squared_error(s->out, reference, rows));
-        all = sqrt(squares(reference, rows));
+        all = sqrt(sum_of_squares(reference, rows));
         CHECK_MSG(error <= 2e-5 * all, "%s, head_dim %d and %d, %s: %g", what, s->dim, s->v_dim,
                   tkv_get_name(TKV_NAME_ISA, (int)isas[i]), error / all);
         CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
@@ -591,10 +591,10 @@ TEST(attention_with_decoded_formats) {
     int f, i;
     for (f = 0; f < COUNT(decoded_formats); f++)
         for (i = 0; i < COUNT(dims); i++) {
-            stream *s;
+            model_sequence *s;
             tkv_config cfg;
             if (tkv_test_quick() && (f + i) % 3) continue;
-            s = stream_of(i % 2 ? 6 : 2, 2, dims[i][0], dims[i][1], 30);
+            s = start_model_sequence(i % 2 ? 6 : 2, 2, dims[i][0], dims[i][1], 30);
             cfg = config_of(s, decoded_formats[f], decoded_formats[(f + i) % COUNT(decoded_formats)]);
             cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
             cfg.format.group_size = i % 3 ? 64 : 32;
@@ -609,7 +609,7 @@ TEST(cache_counts_bytes) {
     int f, opts;
     for (f = 0; f < COUNT(tokenwise_formats); f++)
         for (opts = 0; opts < 2; opts++) {
-            stream *s = stream_of(2, 2, 64, 64, 40);
+            model_sequence *s = start_model_sequence(2, 2, 64, 64, 40);
             tkv_config cfg = config_of(s, tokenwise_formats[f], tokenwise_formats[f]);
             tkv_codec c = make_codec(tokenwise_formats[f], 0, 64, 64);
             tkv_memory_info m, estimate;
@@ -619,7 +619,7 @@ TEST(cache_counts_bytes) {
             cfg.format.rotate = c.options.rotate = opts * 3;
             REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
             for (i = 0; i < 4 + 16 + 64 * 3; i++) {
-                next_tokens(s, 1);
+                generate_tokens(s, 1);
                 CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, 1), TKV_OK);
             }
             CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
@@ -635,7 +635,7 @@ TEST(cache_counts_bytes) {
 }
 
 TEST(config_refuses) {
-    tkv_config cfg = config_of(stream_of(2, 2, 64, 64, 1), TKV_INT4, TKV_INT4);
+    tkv_config cfg = config_of(start_model_sequence(2, 2, 64, 64, 1), TKV_INT4, TKV_INT4);
     char reason[200];
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
     cfg.format.fit = 6;
@@ -669,7 +669,7 @@ static void backward_for(void *user, int n, tkv_task task, void *ctx) {
 
 /* Appends the stream to a cache and attends after each append. Returns the error of later scores, relative to their
  * squares. `decoded` receives the keys. */
-static double measure_score_error(tkv_config cfg, stream *s, int tokens, int chunk, float *decoded) {
+static double measure_score_error(tkv_config cfg, model_sequence *s, int tokens, int chunk, float *decoded) {
     static float keys[1024 * 2 * 64];
     tkv_cache *kv = NULL;
     double error = 0, all = 0;
@@ -678,15 +678,15 @@ static double measure_score_error(tkv_config cfg, stream *s, int tokens, int chu
     s->rng = tkv_rng_seed(50);
     for (at = 0; at < tokens; at += n) {
         n = tokens - at < chunk ? tokens - at : chunk;
-        next_tokens(s, n);
+        generate_tokens(s, n);
         memcpy(keys + at * s->kv_heads * s->dim, s->k, (size_t)(n * s->kv_heads * s->dim) * sizeof *keys);
         CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, n), TKV_OK);
-        next_query(s, n > 4 ? 4 : n);
+        generate_queries(s, n > 4 ? 4 : n);
         CHECK_EQ(tkv_attend(kv, 0, 0, s->q, n > 4 ? 4 : n, s->out), TKV_OK);
     }
     CHECK_EQ(tkv_read(kv, 0, 0, 0, tokens, decoded, NULL), TKV_OK);
     for (i = 0; i < 200; i++) { /* new queries of the same directions */
-        next_query(s, 1);
+        generate_queries(s, 1);
         for (h = 0; h < s->heads; h++) {
             int head = h / (s->heads / s->kv_heads);
             for (at = 200; at < tokens - 100; at += 3) {
@@ -708,7 +708,7 @@ static double measure_score_error(tkv_config cfg, stream *s, int tokens, int chu
 
 TEST(squat_in_a_cache) {
     static float a[1024 * 2 * 64], b[1024 * 2 * 64];
-    stream *s = stream_of(4, 2, 64, 32, 50);
+    model_sequence *s = start_model_sequence(4, 2, 64, 32, 50);
     tkv_config cfg = config_of(s, TKV_KIVI2, TKV_KIVI2);
     double plain = measure_score_error(cfg, s, 900, 7, a), squat, wide;
     tkv_memory_info m, without;
@@ -738,7 +738,7 @@ TEST(squat_in_a_cache) {
 
 /* A cache in the caller's memory, with all options at once. */
 TEST(in_place) {
-    stream *s = stream_of(4, 2, 48, 48, 70);
+    model_sequence *s = start_model_sequence(4, 2, 48, 48, 70);
     tkv_config cfg = config_of(s, TKV_SQUAT2, TKV_FP4);
     tkv_cache *kv = NULL;
     void *mem;
@@ -756,9 +756,9 @@ TEST(in_place) {
     REQUIRE(mem != NULL);
     REQUIRE(tkv_create_in_place(&cfg, mem, size, &kv) == TKV_OK);
     for (i = 0; i < 800; i += 20) {
-        next_tokens(s, 20);
+        generate_tokens(s, 20);
         CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, 20), TKV_OK);
-        next_query(s, 4);
+        generate_queries(s, 4);
         CHECK_EQ(tkv_attend(kv, 0, 0, s->q, 4, s->out), TKV_OK);
     }
     CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, 1), TKV_ERR_CAPACITY);

@@ -13,10 +13,11 @@
 #define NEEDS_ATOMICS SKIP("no atomics: scores are not collected")
 #endif
 
-enum { LAYERS = 2, HEADS = 4, DIM = 32, MOST = 1100, CHUNK = 256, LAYER = 1, Q_ROW = HEADS * DIM };
+enum { LAYERS = 2, HEADS = 4, DIM = 32, MAX_TOKENS = 1100, CHUNK = 256, LAYER = 1, Q_ROW = HEADS * DIM };
 
-static float k_in[CHUNK * Q_ROW], v_in[CHUNK * Q_ROW], q_in[CHUNK * Q_ROW], keys[MOST * Q_ROW];
-static float out[CHUNK * Q_ROW], lse[CHUNK * HEADS], per_token[MOST], scores_a[MOST], scores_b[MOST];
+static float k_in[CHUNK * Q_ROW], v_in[CHUNK * Q_ROW], q_in[CHUNK * Q_ROW], keys[MAX_TOKENS * Q_ROW];
+static float out[CHUNK * Q_ROW], lse[CHUNK * HEADS], per_token[MAX_TOKENS], scores_a[MAX_TOKENS],
+    scores_b[MAX_TOKENS];
 static tkv_rng rng;
 
 /* Makes importance equal to the attention score: recency has no weight. */
@@ -71,7 +72,7 @@ static void attend_random_queries(tkv_cache *kv, const tkv_attend_params *p) {
 
 /* Attention scores of all positions of the layer. They are its importance, because recency has no weight. */
 static void read_scores(tkv_cache *kv, int layer, float *found) {
-    memset(found, 0, MOST * sizeof *found);
+    memset(found, 0, MAX_TOKENS * sizeof *found);
     CHECK_EQ(tkv_get_importance(kv, 0, layer, 0, tkv_get_length(kv, 0, layer), found, NULL), TKV_OK);
 }
 
@@ -93,7 +94,7 @@ typedef struct expectation {
     int combine;         /* 0: each query head counts; TKV_IMPORTANCE_MAX, _SUM: of the heads of a KV head */
     double factor;       /* of each weight; 0: 1 */
     int len, n_sampled;  /* length at the last call; sampled rows (queries times heads) so far */
-    double want[MOST], tolerance[MOST]; /* LOW_COUNTS: weights close to `low` may count or not */
+    double want[MAX_TOKENS], tolerance[MAX_TOKENS]; /* LOW_COUNTS: weights close to `low` may count or not */
 } expectation;
 
 static expectation expected;
@@ -126,8 +127,8 @@ static void add_expected_row(const double *p, const char *seen, int len) {
 
 /* Computes the weights of a call's sampled rows, and adds them to the expected scores. */
 static void add_expected_call(tkv_cache *kv, const tkv_attend_params *q) {
-    static double p[MOST], combined[MOST];
-    static char seen[MOST];
+    static double p[MAX_TOKENS], combined[MAX_TOKENS];
+    static char seen[MAX_TOKENS];
     const tkv_config *cfg = &last_config;
     const int len = tkv_get_length(kv, 0, LAYER), from = n_expired(kv);
     const int group = cfg->model.n_heads / cfg->model.n_kv_heads, row = cfg->model.n_kv_heads * DIM;
@@ -139,7 +140,7 @@ static void add_expected_call(tkv_cache *kv, const tkv_attend_params *q) {
     expected.len = len;
     for (i = 0; i < q->n; i++)
         for (h = 0; h < cfg->model.n_heads; h++) {
-            const int at = len - q->n + i, window = q->window > 0 ? q->window : MOST;
+            const int at = len - q->n + i, window = q->window > 0 ? q->window : MAX_TOKENS;
             double max_logit = q->sink_logits ? (double)q->sink_logits[h] : -1e300, sum = 0.0;
             if (expected.mode == NEWEST
                     ? at < len - expected.n_newest
@@ -183,7 +184,7 @@ static void check_scores(tkv_cache *kv, const char *label, int must_have) {
     double worst_error = 0.0, total = 0.0;
     int j, worst_token = 0;
     read_scores(kv, LAYER, scores_a);
-    for (j = 0; j < MOST; j++) {
+    for (j = 0; j < MAX_TOKENS; j++) {
         const double error = fabs((double)scores_a[j] - expected.want[j]) - expected.tolerance[j];
         if (error > worst_error) worst_error = error, worst_token = j;
         total += fabs(expected.want[j]);
@@ -196,7 +197,7 @@ static void check_scores(tkv_cache *kv, const char *label, int must_have) {
 /* Appends single tokens and chunks, and attends to each in one call. Compares scores after every third one. */
 static void check_collection(const tkv_config *cfg, const tkv_attend_params *params, const char *label) {
     static const int chunks[] = {1, 1, 1, 64, 1, 1, 100, 5, 9, 200, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-    tkv_cache *kv = make(cfg);
+    tkv_cache *kv = create_cache(cfg);
     int i;
     for (i = 0; i < COUNT(chunks); i++) {
         tkv_attend_params p = *params;
@@ -207,7 +208,7 @@ static void check_collection(const tkv_config *cfg, const tkv_attend_params *par
         if (i % 3 == 2) check_scores(kv, label, 0);
     }
     check_scores(kv, label, 1);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
@@ -330,7 +331,7 @@ TEST(mean_and_sum_rank_alike) {
         tkv_cache *kv;
         rng = tkv_rng_seed(5);
         cfg.importance.heads = is_sum ? TKV_IMPORTANCE_SUM : TKV_IMPORTANCE_MEAN;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         append_tokens(kv, LAYER, 200);
         for (i = 0; i < 20; i++) {
             append_tokens(kv, LAYER, 1);
@@ -360,7 +361,7 @@ TEST(combining_query_heads_keeps_the_output) {
             cfg.model.n_heads = 3;
             cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
             cfg.importance.heads = is_max ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             append_tokens(kv, LAYER, 200);
             append_tokens(kv, LAYER, 200);
             memset(out, 0, sizeof out);
@@ -378,7 +379,7 @@ enum { HEAVY = 30, RECENT = 8, RATE_TOKENS = 320, RATE_FROM = 192 };
  * importance, averaged over the last 128 steps: of HEAVY, of the next token, and of the token RECENT steps back. */
 static void check_rate(const tkv_config *cfg, double *heavy, double *ordinary, double *recent) {
     const int row = cfg->model.n_kv_heads * DIM;
-    tkv_cache *kv = make(cfg);
+    tkv_cache *kv = create_cache(cfg);
     int n, h, c;
     *heavy = *ordinary = *recent = 0.0;
     memset(q_in, 0, sizeof q_in);
@@ -447,13 +448,13 @@ TEST(largest_rates) {
             tkv_cache *kv;
             const double want = (every[i] < 4096 ? every[i] : 4096.0) * (heads ? HEADS : 1);
             cfg.importance.heads = heads ? TKV_IMPORTANCE_SUM : TKV_IMPORTANCE_MEAN;
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             p.layer = 0;
             append_tokens(kv, 0, 1);
             attend_random_queries(kv, &p);
             CHECK_EQ(tkv_get_importance(kv, 0, 0, 0, 1, scores_a, NULL), TKV_OK);
             CHECK_NEAR(scores_a[0], want, 1e-5 * want);
-            sound(kv);
+            check_cache(kv);
             tkv_destroy(kv);
         }
 }
@@ -465,7 +466,7 @@ TEST(scores_from_the_caller_at_any_rate) {
     for (i = 0; i < COUNT(every); i++) {
         const double step = every[i] <= 256 ? every[i] / 1048576.0 : 1.0 / 4096; /* as api.h says */
         tkv_config cfg = exact_config(2, every[i]);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         append_tokens(kv, LAYER, 100);
         for (t = 0; t < 100; t++) per_token[t] = 0.01f * (float)t;
         CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 100, per_token), TKV_OK);
@@ -482,7 +483,7 @@ TEST(many_calls_in_one_step) {
     tkv_attend_params p = make_params(1);
     NEEDS_ATOMICS;
     cfg.evict.policy = TKV_EVICT_TOVA;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     expect_mode(NEWEST, 0, 1.0);
     expected.n_newest = 1;
     append_tokens(kv, LAYER, 100);
@@ -502,7 +503,7 @@ TEST(many_calls_in_one_step) {
 
 TEST(softcap_sinks_biases_and_masks) {
     static const float alibi[HEADS] = {.02f, .01f, .005f, .0f}, sinks[HEADS] = {2.0f, -1.0f, 5.0f, 0.0f};
-    static float mask[40 * MOST];
+    static float mask[40 * MAX_TOKENS];
     static const uint64_t bits[4] = {1, 3, 5, 9};
     tkv_config cfg = exact_config(2, 1);
     tkv_attend_params p = make_params(0);
@@ -534,7 +535,7 @@ TEST(softcap_sinks_biases_and_masks) {
     cfg.importance.heads = TKV_IMPORTANCE_SUM;
     p = make_params(40);
     expect_mode(SUM, 1, 1.0);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 130);
     for (i = 0; i < 40 * 130; i++) mask[i] = i % 7 == 3 ? -1e30f : (float)(i % 5) * .3f;
     for (i = 0; i < 130; i++) mask[3 * 130 + i] = -1e30f; /* a row that sees no key adds no scores */
@@ -543,7 +544,7 @@ TEST(softcap_sinks_biases_and_masks) {
     add_expected_call(kv, &p);
     check_scores(kv, "mask", 1);
     tkv_destroy(kv);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     expect_mode(SUM, 1, 1.0);
     append_tokens(kv, LAYER, 130);
     p = make_params(4);
@@ -569,7 +570,7 @@ TEST(encoded_tiers) {
         double worst_error = 0.0, total = 0.0;
         cfg.tiers.warm = cfg.tiers.archive = pair_of(formats[i][0], formats[i][1]);
         cfg.tiers.warm_tokens = 128;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (n = 0; n < 4; n++) append_tokens(kv, LAYER, 200);
         p.lse = lse;
         p.scores = per_token;
@@ -581,14 +582,14 @@ TEST(encoded_tiers) {
             for (j = 0; j < tkv_get_length(kv, 0, LAYER); j++) scores_b[j] += per_token[j];
         }
         read_scores(kv, LAYER, scores_a);
-        for (j = 0; j < MOST; j++) {
+        for (j = 0; j < MAX_TOKENS; j++) {
             const double error = fabs((double)scores_a[j] - (double)scores_b[j]);
             worst_error = error > worst_error ? error : worst_error;
             total += (double)scores_a[j];
         }
         CHECK_LE(worst_error, 1e-5 * 148);
         CHECK_NEAR(total, 148.0 * HEADS, .1);
-        sound(kv);
+        check_cache(kv);
         tkv_destroy(kv);
     }
 }
@@ -607,7 +608,7 @@ TEST(prefill) {
         for (c = 0; c < 2; c++) {
             tkv_attend_params p = make_params(190);
             rng = tkv_rng_seed(77);
-            kv[c] = make(&cfg);
+            kv[c] = create_cache(&cfg);
             if (c) p.lse = lse, p.scores = per_token; /* p.scores rules out the prefill kernels */
             for (j = 0; j < 5; j++) {
                 append_tokens(kv[c], LAYER, 190);
@@ -616,7 +617,7 @@ TEST(prefill) {
         }
         read_scores(kv[0], LAYER, scores_a);
         read_scores(kv[1], LAYER, scores_b);
-        for (j = 0; j < MOST; j++) {
+        for (j = 0; j < MAX_TOKENS; j++) {
             const double error = fabs((double)scores_a[j] - (double)scores_b[j]);
             worst_error = error > worst_error ? error : worst_error;
             total += (double)scores_a[j];
@@ -644,7 +645,7 @@ static void run_in_three_turns(void *user, int n, tkv_task task,
 
 /* Runs the same tokens and queries each time. Returns hashes of the output and of the collected scores. */
 static void run_and_hash(const tkv_config *cfg, int queries, uint64_t *out_hash, uint64_t *score_hash) {
-    tkv_cache *kv = make(cfg);
+    tkv_cache *kv = create_cache(cfg);
     tkv_attend_params p = make_params(queries);
     int i;
     rng = tkv_rng_seed(5);
@@ -657,7 +658,7 @@ static void run_and_hash(const tkv_config *cfg, int queries, uint64_t *out_hash,
     }
     if (cfg->evict.policy || cfg->importance.sample_every) {
         read_scores(kv, LAYER, scores_a);
-        *score_hash = hash_of_floats(*score_hash, scores_a, MOST);
+        *score_hash = hash_of_floats(*score_hash, scores_a, MAX_TOKENS);
     }
     tkv_destroy(kv);
 }
@@ -682,7 +683,7 @@ TEST(threads_do_not_change_scores) {
             CHECK(out_hash[1] == out_hash[0] && out_hash[2] == out_hash[0]);
             CHECK(score_hash[1] == score_hash[0] && score_hash[2] == score_hash[0]);
             CHECK(score_hash[0] !=
-                  hash_of_floats(HASH_START, (float *)memset(scores_a, 0, sizeof scores_a), MOST));
+                  hash_of_floats(HASH_START, (float *)memset(scores_a, 0, sizeof scores_a), MAX_TOKENS));
             memset(&cfg.evict, 0, sizeof cfg.evict);
             cfg.importance.sample_every = 0;
             run_and_hash(&cfg, queries[i], &plain_hash, &unused);
@@ -701,10 +702,10 @@ TEST(instruction_sets_agree) {
     memcpy(scores_b, scores_a, sizeof scores_b);
     for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++) {
         double worst_error = 0.0;
-        if (!isa_available((tkv_isa)isa)) continue;
+        if (!is_isa_available((tkv_isa)isa)) continue;
         cfg.host.isa = (tkv_isa)isa;
         run_and_hash(&cfg, 2, &out_hash, &score_hash);
-        for (j = 0; j < MOST; j++) {
+        for (j = 0; j < MAX_TOKENS; j++) {
             const double error = fabs((double)scores_a[j] - (double)scores_b[j]);
             worst_error = error > worst_error ? error : worst_error;
         }
@@ -726,7 +727,7 @@ TEST(scores_are_collected_only_if_needed) {
                                  kind == TKV_EVICT_TOVA || kind == TKV_EVICT_SCISSORHANDS;
         int has_scores = 0;
         cfg.evict.policy = (tkv_evict_policy)kind;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         append_tokens(kv, LAYER, 64);
         attend_random_queries(kv, &p);
         memset(scores_a, 0, sizeof scores_a);
@@ -739,7 +740,7 @@ TEST(scores_are_collected_only_if_needed) {
     }
     cfg.evict.policy = TKV_EVICT_SLIDING; /* needs no scores, but sample_every requests them */
     cfg.importance.sample_every = 1;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 64);
     attend_random_queries(kv, &p);
     read_scores(kv, LAYER, scores_a);
@@ -753,7 +754,7 @@ TEST(nonfinite_queries) {
     tkv_cache *kv;
     int i, n_valid = 0;
     NEEDS_ATOMICS;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 100);
     for (i = 0; i < 2 * Q_ROW; i++) q_in[i] = tkv_test_float(i % 3 ? 0x7fc00000u : 0x7f800000u);
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
@@ -772,7 +773,7 @@ TEST(truncation_and_abort) {
     tkv_attend_params p = make_params(1);
     tkv_cache *kv;
     NEEDS_ATOMICS;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 100);
     attend_random_queries(kv, &p);
     read_scores(kv, LAYER, scores_b);
@@ -791,7 +792,7 @@ TEST(truncation_and_abort) {
     CHECK_NEAR(scores_a[100], 0.0, 0.0);
     CHECK_NEAR(scores_a[129], 0.0, 0.0);
     CHECK(scores_a[90] > 0.0f); /* tokens from before the step keep the scores of its queries */
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
@@ -802,7 +803,7 @@ TEST(truncation_with_newest_queries) {
     tkv_cache *kv;
     NEEDS_ATOMICS;
     cfg.evict.policy = TKV_EVICT_TOVA;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 100);
     attend_random_queries(kv, &p);
     CHECK_EQ(tkv_seq_truncate(kv, 0, 99), TKV_OK);
@@ -828,7 +829,7 @@ TEST(importance) {
     NEEDS_ATOMICS;
     cfg.importance.strategy = TKV_IMPORTANCE_HYBRID;
     cfg.importance.tau = 50.0f;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 256);
     attend_random_queries(kv, &p);
     append_tokens(kv, LAYER, 44);
@@ -840,7 +841,7 @@ TEST(importance) {
     tkv_destroy(kv);
     rng = saved_rng; /* the same tokens again, with the weights of the strategy */
     cfg.importance.attention = cfg.importance.recency = 0.0f;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 256);
     attend_random_queries(kv, &p);
     append_tokens(kv, LAYER, 44);
@@ -865,12 +866,12 @@ TEST(importance) {
     CHECK_MEM(scores_a, per_token, sizeof per_token); /* errors write nothing */
     tkv_destroy(kv);
     cfg.importance.sample_every = 0;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 10);
     CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 10, some, removed_mask), TKV_ERR_CONFIG);
     tkv_destroy(kv);
     cfg.importance.strategy = TKV_IMPORTANCE_RECENCY; /* needs no scores */
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 10);
     CHECK_EQ(tkv_get_importance(kv, 0, LAYER, 0, 10, some, removed_mask), TKV_OK);
     CHECK_NEAR(some[9], 1.0, 1e-6);
@@ -890,7 +891,7 @@ TEST(expired_and_evicted_tokens) {
     NEEDS_ATOMICS;
     cfg.model.window = 100;
     cfg.evict.policy = TKV_EVICT_SLIDING;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (i = 0; i < 6; i++) append_tokens(kv, LAYER, 100);
     attend_random_queries(kv, &p);
     expired = n_expired(kv);
@@ -904,7 +905,7 @@ TEST(expired_and_evicted_tokens) {
     i = 4 + 9 * 64; /* start of the newest block; its second token is evicted */
     memset(removed_mask, 0, sizeof removed_mask);
     add_to_mask(removed_mask, i + 1);
-    CHECK_EQ(evict_named(kv, 0, LAYER, removed_mask, 600), TKV_OK);
+    CHECK_EQ(evict_tokens(kv, 0, LAYER, removed_mask, 600), TKV_OK);
     CHECK_EQ(tkv_get_importance(kv, 0, LAYER, i, 3, scores_a, removed_mask), TKV_OK);
     CHECK(removed_mask[0] == 2 && scores_a[0] > 0.0f && !(scores_a[1] > 0.0f) && scores_a[2] > 0.0f);
     CHECK_EQ(tkv_add_scores(kv, 0, LAYER, i, 3, added), TKV_OK); /* skips the evicted token */
@@ -924,20 +925,20 @@ TEST(expired_and_evicted_tokens) {
 /* After eviction and merging of blocks, live tokens keep their scores and get new ones. */
 TEST(scores_after_eviction) {
     static const tkv_evict_policy policies[] = {TKV_EVICT_H2O, TKV_EVICT_TOVA, TKV_EVICT_SCISSORHANDS};
-    static float before[MOST];
+    static float before[MAX_TOKENS];
     int i, j, n;
     NEEDS_ATOMICS;
     for (i = 0; i < COUNT(policies); i++) {
         tkv_config cfg = config(2, 1);
         tkv_attend_params p = make_params(1);
-        uint64_t live_mask[MOST / 64 + 1], odd[10];
+        uint64_t live_mask[MAX_TOKENS / 64 + 1], odd[10];
         double worst_error = 0.0, total = 0.0, kept = 0.0;
         tkv_cache *kv;
         cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
         cfg.tiers.warm_tokens = 128;
         cfg.evict.policy = policies[i];
         cfg.importance.decay = .999f;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (n = 0; n < 5; n++) {
             append_tokens(kv, LAYER, 150);
             p.window = n == 4 ? 240 : 0; /* blocks outside the window are a step behind */
@@ -945,8 +946,8 @@ TEST(scores_after_eviction) {
         }
         read_scores(kv, LAYER, before);
         for (n = 0; n < 10; n++) odd[n] = 0xaaaaaaaaaaaaaaaau;
-        CHECK_EQ(evict_named(kv, 0, LAYER, odd, 640), TKV_OK);
-        CHECK(blocks_of(kv, 0, LAYER) < 750 / 64 + 1);
+        CHECK_EQ(evict_tokens(kv, 0, LAYER, odd, 640), TKV_OK);
+        CHECK(n_layer_blocks(kv, 0, LAYER) < 750 / 64 + 1);
         CHECK_EQ(live_mask_of(kv, 0, LAYER, 0, 750, live_mask), TKV_OK);
         read_scores(kv, LAYER, scores_a);
         for (j = n = 0; j < 750; j++) {
@@ -978,7 +979,7 @@ TEST(scores_after_eviction) {
         CHECK_EQ(n, 431);
         CHECK_LE(worst_error, 2e-5 * HEADS);
         if (policies[i] != TKV_EVICT_SCISSORHANDS) CHECK_NEAR(total, HEADS, 1e-2);
-        sound(kv);
+        check_cache(kv);
         tkv_destroy(kv);
     }
 }
@@ -989,7 +990,7 @@ TEST(scores_from_the_caller) {
     tkv_cache *kv;
     int i;
     cfg.importance.decay = .5f;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 200);
     for (i = 0; i < 200; i++) added[i] = (float)i * .01f;
     CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 200, added), TKV_OK);
@@ -1025,17 +1026,17 @@ TEST(scores_from_the_caller) {
     CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 0, NULL), TKV_OK);
     read_scores(kv, LAYER, scores_a);
     CHECK_MEM(scores_a, scores_b, sizeof scores_a);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
     cfg.importance.sample_every = 0;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 2);
     CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 0, 1, added), TKV_ERR_CONFIG);
     CHECK(strstr(tkv_get_last_error(kv), "sample_every") != NULL);
     tkv_destroy(kv);
     cfg.evict.policy = TKV_EVICT_SCISSORHANDS;
     cfg.importance.low = .5f;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     append_tokens(kv, LAYER, 100);
     CHECK_EQ(tkv_add_scores(kv, 0, LAYER, 2, 98, added + 2), TKV_OK);
     read_scores(kv, LAYER, scores_a);
@@ -1050,7 +1051,7 @@ TEST(top_tokens) {
     tkv_ranked best[400];
     float added[300];
     int order[300], i, j, k, n, protect, count = 0;
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     CHECK_EQ(tkv_find_top_tokens(kv, 0, LAYER, 5, 0, best, &count), TKV_OK);
     CHECK_EQ(count, 0);
     append_tokens(kv, LAYER, 200);
@@ -1094,12 +1095,12 @@ TEST(memory) {
     int i, n_requests, layer;
     cfg.limits.max_tokens = 1000;
     cfg.host.allocator = counting_allocator_of(&allocator);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (i = 0; i < 1000; i++)
         for (layer = 0; layer < LAYERS; layer++) append_tokens(kv, layer, 1);
-    n_requests = allocator.asked;
+    n_requests = allocator.n_requests;
     attend_random_queries(kv, &p);
-    CHECK_EQ(allocator.asked, n_requests); /* attention requests no memory */
+    CHECK_EQ(allocator.n_requests, n_requests); /* attention requests no memory */
     CHECK_EQ(tkv_get_memory(kv, &info), TKV_OK);
     CHECK_EQ(info.total, allocator.held);
     CHECK_EQ(tkv_estimate_memory(&cfg, 1000, 1, &estimate), TKV_OK);
@@ -1108,8 +1109,8 @@ TEST(memory) {
     CHECK_LE(info.index, 2 * estimate.index);
     cfg.importance.sample_every = 0;
     CHECK_EQ(tkv_estimate_memory(&cfg, 1000, 1, &without_scores), TKV_OK);
-    CHECK_LE(without_scores.index + (size_t)(LAYERS * blocks_of(kv, 0, LAYER)) * 432, estimate.index);
-    sound(kv);
+    CHECK_LE(without_scores.index + (size_t)(LAYERS * n_layer_blocks(kv, 0, LAYER)) * 432, estimate.index);
+    check_cache(kv);
     tkv_destroy(kv);
     CHECK_EQ(allocator.held, 0);
     cfg = config(2, 1);
@@ -1126,7 +1127,7 @@ TEST(memory) {
 #if defined(__GNUC__) || defined(__clang__)
     CHECK_NEAR(scores_a[0], HEADS, 1e-2);
 #endif
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
     free(mem);
 }

@@ -4,9 +4,10 @@
  */
 #include "kit.h"
 
-enum { BLOCK = TKV_BLOCK_TOKENS, MOST = 4096, WIDEST = 64 };
+enum { BLOCK = TKV_BLOCK_TOKENS, MAX_TOKENS = 4096, WIDEST = 64 };
 
-static float k_in[MOST * WIDEST], v_in[MOST * WIDEST], k_out[MOST * WIDEST], v_out[MOST * WIDEST];
+static float k_in[MAX_TOKENS * WIDEST], v_in[MAX_TOKENS * WIDEST], k_out[MAX_TOKENS * WIDEST],
+    v_out[MAX_TOKENS * WIDEST];
 
 /* >>the allocator: guards on both sides, poison before use and after release, a list of live allocations */
 enum { GUARD = 64, SIZES = 4096 };
@@ -153,19 +154,19 @@ static void fill_rows(int text, int layer, int first, int n, float *x, int row) 
     }
 }
 
-static tkv_status feed(tkv_cache *kv, int seq, int layer, int text, int n) {
+static tkv_status append_tokens(tkv_cache *kv, int seq, int layer, int text, int n) {
     int start = tkv_get_length(kv, seq, layer);
     fill_rows(text, layer, start, n, k_in, k_row_floats());
     fill_rows(text + 1, layer, start, n, v_in, v_row_floats());
     return tkv_append(kv, seq, layer, k_in, v_in, n);
 }
 
-static tkv_status feed_all(tkv_cache *kv, int seq, int text, int n, int chunk) {
+static tkv_status append_to_all_layers(tkv_cache *kv, int seq, int text, int n, int chunk) {
     int layer;
     while (n > 0) {
         int n_new = n < chunk ? n : chunk;
         for (layer = 0; layer < last_config.model.n_layers; layer++) {
-            tkv_status st = has_own_kv(layer) ? feed(kv, seq, layer, text, n_new) : TKV_OK;
+            tkv_status st = has_own_kv(layer) ? append_tokens(kv, seq, layer, text, n_new) : TKV_OK;
             if (st) return st;
         }
         n -= n_new;
@@ -259,18 +260,18 @@ enum { STEPS = 62, LAYERS = 3, SEQS = 3 };
 static tkv_status run_step(tkv_cache *kv, int step) {
     int i = step % 12;
     /* prompts in two chunks */
-    if (step < 12) return feed(kv, i % 2, i / 2 % LAYERS, 0, i < 6 ? 100 : 68 + i);
-    if (step == 12) return feed(kv, 0, 0, 4, 1);
-    if (step == 13) return feed(kv, 0, 1, 4, 1);
-    if (step == 14) return feed(kv, 0, 2, 4, 1);
+    if (step < 12) return append_tokens(kv, i % 2, i / 2 % LAYERS, 0, i < 6 ? 100 : 68 + i);
+    if (step == 12) return append_tokens(kv, 0, 0, 4, 1);
+    if (step == 13) return append_tokens(kv, 0, 1, 4, 1);
+    if (step == 14) return append_tokens(kv, 0, 2, 4, 1);
     if (step == 15) return tkv_seq_begin(kv, 1);
-    if (step >= 16 && step < 19) return feed(kv, 1, step - 16, 8, 130);
+    if (step >= 16 && step < 19) return append_tokens(kv, 1, step - 16, 8, 130);
     if (step == 19) return tkv_seq_abort(kv, 1);
     if (step == 20) return tkv_seq_begin(kv, 1);
-    if (step >= 21 && step < 24) return feed(kv, 1, step - 21, 8, 130);
+    if (step >= 21 && step < 24) return append_tokens(kv, 1, step - 21, 8, 130);
     if (step == 24) return tkv_seq_commit(kv, 1);
     if (step == 25) return tkv_seq_reserve(kv, 2, 300);
-    if (step >= 26 && step < 38) return feed(kv, 2, i % 3, 12, 75);
+    if (step >= 26 && step < 38) return append_tokens(kv, 2, i % 3, 12, 75);
     if (step == 38) return tkv_seq_flush(kv, 2, TKV_FLUSH_FULL);
     if (step == 39) return tkv_seq_flush(kv, 2, TKV_FLUSH_ALL);
     if (step == 40) return tkv_seq_truncate(kv, 0, tkv_get_length(kv, 0, TKV_ALL_LAYERS) - 40);
@@ -291,16 +292,16 @@ static tkv_status run_step(tkv_cache *kv, int step) {
         p.v = v_in;
         return tkv_append_ex(kv, &p);
     }
-    if (step == 43) return feed(kv, 0, 1, 20, 200);
-    if (step == 44) return feed(kv, 0, 2, 20, 200);
-    if (step == 45) return feed(kv, 1, 1, 20, 201);
-    if (step == 46) return feed(kv, 1, 2, 20, 201);
-    if (step == 47) return feed(kv, 2, 1, 20, 202);
-    if (step == 48) return feed(kv, 2, 2, 20, 202);
-    if (step < 55) return feed(kv, step % 2, (step - 49) / 2, 24, 512);
+    if (step == 43) return append_tokens(kv, 0, 1, 20, 200);
+    if (step == 44) return append_tokens(kv, 0, 2, 20, 200);
+    if (step == 45) return append_tokens(kv, 1, 1, 20, 201);
+    if (step == 46) return append_tokens(kv, 1, 2, 20, 201);
+    if (step == 47) return append_tokens(kv, 2, 1, 20, 202);
+    if (step == 48) return append_tokens(kv, 2, 2, 20, 202);
+    if (step < 55) return append_tokens(kv, step % 2, (step - 49) / 2, 24, 512);
     if (step == 55) return tkv_seq_reset(kv, 0);
     if (step == 56) return tkv_seq_reserve(kv, 0, 512);
-    if (step < 60) return feed(kv, 0, step - 57, 28, 512);
+    if (step < 60) return append_tokens(kv, 0, step - 57, 28, 512);
     return step == 60 ? tkv_seq_flush(kv, 0, TKV_FLUSH_ALL) : tkv_seq_flush(kv, 2, TKV_FLUSH_DUE);
 }
 
@@ -345,7 +346,7 @@ TEST(total_equals_allocated_bytes) {
             tkv_config cfg = make_history_config(kind, layers);
             tkv_cache *kv;
             cfg.host.allocator = start_tracking(poison);
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             check_memory_info(kv, "empty");
             for (step = 0; step < STEPS; step++) {
                 tkv_status st = run_step(kv, step);
@@ -377,7 +378,7 @@ TEST(results_ignore_old_memory) {
             trackers[i] = tracker;
             a.user = &trackers[i];
             cfg.host.allocator = a;
-            kv[i] = make(&cfg);
+            kv[i] = create_cache(&cfg);
         }
         for (step = 0; step < STEPS; step++) {
             snapshot first, other;
@@ -420,7 +421,7 @@ static void check_each_failure(int kind, int more, int stride) {
     snapshot end;
     int step;
     cfg.host.allocator = start_tracking(0xab);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (step = 0; step < STEPS; step++) {
         before[step] = tracker.count;
         CHECK_EQ(run_step(kv, step), TKV_OK);
@@ -513,14 +514,14 @@ TEST(failed_appends_keep_no_pages) {
     tkv_memory_info before, after;
     long n;
     cfg.host.allocator = start_tracking(0xab);
-    kv = make(&cfg);
-    CHECK_EQ(feed_all(kv, 0, 0, 300, 100), TKV_OK);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
     for (n = 1; n < 100; n++) { /* until the allocations suffice */
         tkv_status st;
         tracker.fail_from = tracker.count + n;
         tracker.n_failures = 1000000;
-        st = feed(kv, 0, 0, 0, 512);
+        st = append_tokens(kv, 0, 0, 0, 512);
         tracker.fail_from = 0;
         if (!st) break;
         CHECK_EQ(st, TKV_ERR_NOMEM);
@@ -535,7 +536,7 @@ TEST(failed_appends_keep_no_pages) {
 
 /* >>calls that allocate nothing */
 TEST(attention_allocates_nothing) {
-    static float q[20 * 20], out[20 * 34], lse[20 * 2], scores[MOST];
+    static float q[20 * 20], out[20 * 34], lse[20 * 2], scores[MAX_TOKENS];
     tkv_layer_config layers[LAYERS];
     tkv_config cfg = make_history_config(2, layers);
     tkv_cache *kv;
@@ -545,8 +546,8 @@ TEST(attention_allocates_nothing) {
     long count;
     char reason[100];
     cfg.host.allocator = start_tracking(0xff);
-    kv = make(&cfg);
-    CHECK_EQ(feed_all(kv, 0, 0, 1500, 300), TKV_OK);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 1500, 300), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     count = tracker.count;
     CHECK_EQ(tkv_attend(kv, 0, 1, q, 20, out), TKV_OK);
@@ -580,12 +581,12 @@ TEST(memory_after_appends_and_resets) {
     cfg.model.n_kv_heads = cfg.model.n_heads = 1;
     cfg.model.head_dim = 40;
     cfg.model.v_head_dim = 8;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (step = 0; step < steps; step++) {
         int seq = tkv_rng_below(&rng, 6);
         if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) > 1500 || tkv_rng_below(&rng, 12) == 0)
             CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
-        else CHECK_EQ(feed_all(kv, seq, seq, 1 + tkv_rng_below(&rng, 200), 512), TKV_OK);
+        else CHECK_EQ(append_to_all_layers(kv, seq, seq, 1 + tkv_rng_below(&rng, 200), 512), TKV_OK);
         check_memory_info(kv, "fragments");
         check_cache_at(kv, "fragments", step);
     }
@@ -670,7 +671,7 @@ TEST(in_place_holds_everything) {
             note_config(&cfg);
             if (!kv) return;
             CHECK_EQ(tracker.count, 0);
-            on_heap = make(&heap);
+            on_heap = create_cache(&heap);
             for (round = 0; round < (c == 2 ? 2 : 1); round++) { /* the second round uses the memory again */
                 int left = cfg.limits.max_seqs;
                 while (left) {
@@ -685,14 +686,14 @@ TEST(in_place_holds_everything) {
                     if (n == 0) continue;
                     if (chunk > max_chunk) chunk = max_chunk;
                     n = n < 10 * chunk ? n : 10 * chunk;
-                    st = feed_all(kv, seq, seq, n, chunk);
+                    st = append_to_all_layers(kv, seq, seq, n, chunk);
                     CHECK_MSG(st == TKV_OK, "shape %d chunk %d at %d: %s", i, chunk,
                               tkv_get_length(kv, seq, TKV_ALL_LAYERS), tkv_get_last_error(kv));
                     if (st) break;
-                    CHECK_EQ(feed_all(on_heap, seq, seq, n, chunk), TKV_OK);
+                    CHECK_EQ(append_to_all_layers(on_heap, seq, seq, n, chunk), TKV_OK);
                     check_cache_at(kv, "in place", i);
                 }
-                borders(&p);
+                check_borders(&p);
                 a = snapshot_of(kv);
                 b = snapshot_of(on_heap);
                 /* in the second round, only the cache in place has a table, from its flush */
@@ -704,11 +705,11 @@ TEST(in_place_holds_everything) {
                 CHECK_LE(m.total, bytes);
                 CHECK_EQ(m.total, m.peak);
                 for (seq = 0; seq < cfg.limits.max_seqs; seq++) {
-                    CHECK_EQ(feed(kv, seq, 0, 0, 1), TKV_ERR_CAPACITY);
+                    CHECK_EQ(append_tokens(kv, seq, 0, 0, 1), TKV_ERR_CAPACITY);
                     CHECK_EQ(tkv_seq_truncate(kv, seq, cfg.limits.max_tokens - 1),
                              tkv_seq_truncate(on_heap, seq, cfg.limits.max_tokens - 1));
                     if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) < cfg.limits.max_tokens)
-                        CHECK_EQ(feed_all(kv, seq, 9, 1, 1), TKV_OK);
+                        CHECK_EQ(append_to_all_layers(kv, seq, 9, 1, 1), TKV_OK);
                 }
                 for (seq = 0; seq < cfg.limits.max_seqs; seq++) { /* a flush needs no further memory */
                     tkv_status st = tkv_seq_flush(kv, seq, TKV_FLUSH_FULL);
@@ -724,7 +725,7 @@ TEST(in_place_holds_everything) {
             tkv_destroy(on_heap);
             check_all_released();
             tkv_destroy(kv); /* releases nothing: the memory belongs to the caller */
-            borders(&p);
+            check_borders(&p);
             free(p.raw);
         }
 }
@@ -754,12 +755,12 @@ TEST(in_place_steps_and_reservations) {
                               reserve ? "reserve" : "begin", n, tkv_get_length(kv, seq, TKV_ALL_LAYERS),
                               cfg.limits.max_tokens, tkv_get_last_error(kv));
                     for (layer = 0; layer < cfg.model.n_layers; layer++)
-                        CHECK_EQ(feed(kv, seq, layer, seq, n), TKV_OK);
+                        CHECK_EQ(append_tokens(kv, seq, layer, seq, n), TKV_OK);
                     if (!reserve) CHECK_EQ(tkv_seq_commit(kv, seq), TKV_OK);
                     if (st || tkv_get_last_error(kv)[0]) break;
                 }
             check_cache_at(kv, "in place", i);
-            borders(&p);
+            check_borders(&p);
             tkv_destroy(kv);
             free(p.raw);
         }
@@ -779,7 +780,7 @@ TEST(in_place_at_any_address) {
         CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
         note_config(&cfg);
         if (!kv) return;
-        CHECK_EQ(feed_all(kv, 0, 0, 600, 75), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 600, 75), TKV_OK);
         if (offset == 0) {
             first = snapshot_of(kv);
         } else {
@@ -788,7 +789,7 @@ TEST(in_place_at_any_address) {
             free_snapshot(&now);
         }
         check_cache_at(kv, "offset", (long)offset);
-        borders(&p);
+        check_borders(&p);
         tkv_destroy(kv);
         free(p.raw);
     }
@@ -882,9 +883,9 @@ static size_t get_page_bytes(tkv_config cfg) { /* bytes of a page: after the fir
     tkv_cache *kv;
     int layer = 0;
     memset(&cfg.host.allocator, 0, sizeof cfg.host.allocator);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     while (!has_own_kv(layer)) layer++;
-    CHECK_EQ(feed(kv, 0, layer, 0, 1), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, layer, 0, 1), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     tkv_destroy(kv);
     return m.total - m.tables - m.index - m.scratch;
@@ -940,11 +941,12 @@ TEST(estimate_equals_memory) {
         if (tkv_test_quick() && longest > 600) longest = 600;
         counts.page = get_page_bytes(cfg);
         cfg.host.allocator = start_tracking(0xab);
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         check_estimate(kv, &cfg, 0, 0, &counts);
         check_estimate(kv, &cfg, 0, cfg.limits.max_seqs, &counts);
         for (n = 1; n <= longest; n++) {
-            for (seq = 0; seq < cfg.limits.max_seqs; seq++) CHECK_EQ(feed_all(kv, seq, seq, 1, 1), TKV_OK);
+            for (seq = 0; seq < cfg.limits.max_seqs; seq++)
+                CHECK_EQ(append_to_all_layers(kv, seq, seq, 1, 1), TKV_OK);
             /* the estimate assumes one sequence after the other, and the tokens before the first table
              * depend on the order */
             if (shapes[i].shared && n <= 512 && n * cfg.limits.max_seqs > 512) continue;
@@ -954,9 +956,9 @@ TEST(estimate_equals_memory) {
         tkv_destroy(kv);
         check_all_released();
         if (cfg.limits.max_seqs < 2) continue;
-        kv = make(&cfg); /* one sequence after the other, without the last */
+        kv = create_cache(&cfg); /* one sequence after the other, without the last */
         for (seq = 0; seq + 1 < cfg.limits.max_seqs; seq++) {
-            CHECK_EQ(feed_all(kv, seq, seq, longest, 1), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, seq, seq, longest, 1), TKV_OK);
             check_estimate(kv, &cfg, longest, seq + 1, &counts);
         }
         tkv_destroy(kv);
@@ -986,9 +988,9 @@ TEST(estimate_of_layers_that_differ) {
     cfg.layers = layers;
     counts.page = get_page_bytes(cfg);
     cfg.host.allocator = start_tracking(0xab);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (n = 1; n <= 900; n++) {
-        CHECK_EQ(feed_all(kv, 0, 0, 1, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 1, 1), TKV_OK);
         if (n % 5 == 0 || n < 70) check_estimate(kv, &cfg, n, 1, &counts);
     }
     tkv_destroy(kv);
@@ -1022,8 +1024,8 @@ TEST(peak_of_a_prompt) {
         cfg.model.head_dim = cfg.model.v_head_dim = 16;
         page = get_page_bytes(cfg);
         cfg.host.allocator = start_tracking(0xab);
-        kv = make(&cfg);
-        CHECK_EQ(feed_all(kv, 0, 0, 4096, chunks[i]), TKV_OK);
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 4096, chunks[i]), TKV_OK);
         CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
         CHECK_EQ(m.peak, tracker.peak);
         /* beyond the total: a layer's exact chunk while it is recoded, a page of each size, the old half
@@ -1044,9 +1046,9 @@ TEST(memory_of_each_layer) {
     size_t codes[TKV_TIER_COUNT] = {0, 0, 0}, metadata[TKV_TIER_COUNT] = {0, 0, 0}, tokens = 0, fp16 = 0;
     int seq, layer, tier;
     cfg.host.allocator = start_tracking(0xab);
-    kv = make(&cfg);
-    CHECK_EQ(feed_all(kv, 0, 0, 900, 100), TKV_OK);
-    CHECK_EQ(feed_all(kv, 1, 0, 70, 70), TKV_OK);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 900, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 0, 70, 70), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &all), TKV_OK);
     for (seq = 0; seq < 2; seq++)
         for (layer = 0; layer < 3; layer++) {

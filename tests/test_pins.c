@@ -51,7 +51,7 @@ static int n_live(const tkv_cache *kv, int layer, int from, int to) {
 /* A pin ends at length 400: the append to a layer of that length is the first that may evict its tokens. */
 TEST(a_pin_ends) {
     tkv_config cfg = make_config(100);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     int l;
     append_up_to(kv, 90);
     CHECK_EQ(tkv_seq_pin(kv, 0, 20, 10, 400), TKV_OK);
@@ -65,14 +65,14 @@ TEST(a_pin_ends) {
         CHECK_EQ(n_live(kv, l, 20, 30), 0);
         CHECK_EQ(n_live(kv, l, 0, 410), 100);
     }
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
 TEST(a_block_keeps_its_longest_pin) {
     tkv_config cfg = make_config(1000);
     tkv_evict_params p;
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     memset(&p, 0, sizeof p);
     p.layer = TKV_ALL_LAYERS;
     p.keep = 50;
@@ -87,13 +87,13 @@ TEST(a_block_keeps_its_longest_pin) {
     append_up_to(kv, 310);
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
     CHECK_EQ(n_live(kv, 0, 4, 80), 0);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
 TEST(unlimited_pins_and_unpinning) {
     tkv_config cfg = make_config(100);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     append_up_to(kv, 90);
     CHECK_EQ(tkv_seq_pin(kv, 0, 10, 4, TKV_UNLIMITED), TKV_OK);
     CHECK_EQ(tkv_seq_pin(kv, 0, 70, 4, 1000), TKV_OK);
@@ -104,7 +104,7 @@ TEST(unlimited_pins_and_unpinning) {
     append_up_to(kv, 1100);
     CHECK_EQ(n_live(kv, 0, 4, 900), 4);
     CHECK_EQ(n_live(kv, 0, 10, 14), 4);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
@@ -112,7 +112,7 @@ TEST(unlimited_pins_and_unpinning) {
 TEST(an_ended_pin_does_not_come_back) {
     tkv_config cfg = make_config(1000);
     tkv_evict_params p;
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     append_up_to(kv, 150);
     CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, 160), TKV_OK);
     append_up_to(kv, 200);
@@ -123,14 +123,14 @@ TEST(an_ended_pin_does_not_come_back) {
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
     CHECK_EQ(n_live(kv, 0, 10, 12), 0);
     CHECK_EQ(n_live(kv, 0, 20, 22), 2);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
 /* Eviction leaves holes, and blocks are merged. Tokens keep their pins. Pins that have ended do not come back. */
 TEST(merged_blocks_keep_pins) {
     tkv_config cfg = make_config(4000);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     uint64_t victims[10];
     tkv_evict_params p;
     int i;
@@ -141,7 +141,7 @@ TEST(merged_blocks_keep_pins) {
     memset(victims, 0xff, sizeof victims);
     for (i = 4; i < 400; i++)
         if (i % 20 == 0 || i % 20 == 1) victims[i / 64] &= ~((uint64_t)1 << i % 64);
-    CHECK_EQ(evict_named(kv, 0, TKV_ALL_LAYERS, victims, 400), TKV_OK);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 400), TKV_OK);
     CHECK_EQ(n_live(kv, 0, 4, 400), 38);
     memset(&p, 0, sizeof p);
     p.layer = TKV_ALL_LAYERS;
@@ -152,13 +152,13 @@ TEST(merged_blocks_keep_pins) {
     append_up_to(kv, 910);
     CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
     CHECK_EQ(n_live(kv, 0, 4, 400), 0);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
 TEST(wrong_arguments) {
     tkv_config cfg = make_config(100);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     append_up_to(kv, 90);
     CHECK_EQ(tkv_seq_pin(NULL, 0, 0, 1, 10), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_pin(kv, 0, 0, 1, 0), TKV_ERR_ARG);
@@ -173,7 +173,7 @@ TEST(wrong_arguments) {
     CHECK_EQ(n_live(kv, 0, 4, 100), 0);
     memset(&cfg.evict, 0, sizeof cfg.evict);
     tkv_destroy(kv);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(tkv_seq_pin(kv, 0, 0, 1, 10), TKV_ERR_STATE);
     tkv_destroy(kv);
 }

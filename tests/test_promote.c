@@ -23,12 +23,12 @@ static float model_k[LAYERS][MAX_LEN * ROW],
 static float k_in[MAX_LEN * ROW], v_in[MAX_LEN * ROW], read_before[MAX_LEN * ROW];
 
 static tkv_config make_config(test_store *store, int keep_exact) {
-    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, 0, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, 0, CHUNK);
     cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
     cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.importance.sample_every = 1 << 20; /* only tkv_add_scores changes scores */
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
-    test_store_for(store, &cfg);
+    attach_test_store(store, &cfg);
     cfg.offload.keep_exact = keep_exact;
     return cfg;
 }
@@ -44,7 +44,7 @@ static void append_tokens(tkv_cache *kv, int n) {
 }
 
 static tkv_cache *make_filled_cache(const tkv_config *cfg, int n) {
-    tkv_cache *kv = make(cfg);
+    tkv_cache *kv = create_cache(cfg);
     for (; n > 0; n -= CHUNK) append_tokens(kv, n < CHUNK ? n : CHUNK);
     return kv;
 }
@@ -74,9 +74,9 @@ static tkv_promotion default_promotion(void) {
 }
 
 static void destroy_cache_and_store(tkv_cache *kv, test_store *store) {
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
-    test_store_end(store);
+    destroy_test_store(store);
 }
 
 /* >>exact copies: at most eight blocks per step, best first, none below the threshold */
@@ -176,13 +176,13 @@ TEST(offloaded_blocks) {
     CHECK_EQ(p.waiting, 3);
     CHECK_EQ(p.no_source, 1);
     for (i = 0; i < 4; i++) append_tokens(kv, 1);
-    store.fetch_fails = 5; /* the first block takes four reads */
-    store.fetches = 0;
+    store.fail_read = 5; /* the first block takes four reads */
+    store.n_reads = 0;
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_IO);
     CHECK(p.promoted >= 1 && p.promoted < 3);
     CHECK_EQ(p.promoted + p.waiting, 3);
     CHECK_EQ(p.by.used, p.promoted);
-    sound(kv);
+    check_cache(kv);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 12 * BLOCK, k_in, NULL), TKV_OK);
     CHECK_MEM(k_in, read_before, sizeof(float) * 12 * BLOCK * ROW);
     i = p.promoted;
@@ -286,7 +286,7 @@ TEST(within_the_budget) {
     int n, n_promoted = 0, n_refused = 0;
     cfg.host.allocator = counting_allocator_of(&allocator);
     cfg.budget.bytes = 400000;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 1200; n++) {
         tkv_status st;
         append_tokens(kv, 1);
@@ -296,7 +296,7 @@ TEST(within_the_budget) {
         n_refused += st == TKV_ERR_BUDGET;
         n_promoted += p.promoted;
         CHECK_LE(allocator.held, cfg.budget.bytes);
-        if (n % 97 == 0) sound(kv);
+        if (n % 97 == 0) check_cache(kv);
     }
     CHECK_EQ(tkv_get_memory(kv, &info), TKV_OK);
     CHECK_EQ(info.total, allocator.held);
@@ -309,7 +309,7 @@ TEST(within_the_budget) {
 TEST(wrong_arguments) {
     test_store store;
     tkv_config cfg = make_config(&store, 1);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     tkv_promotion p = default_promotion();
     CHECK_EQ(tkv_promote_important(NULL, 0, 0, &p), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote_important(kv, 0, 0, NULL), TKV_ERR_ARG);
@@ -329,7 +329,7 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_CONFIG);
     tkv_destroy(kv);
     cfg.importance.sample_every = 0;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     p = default_promotion();
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(tkv_get_last_error(kv), "sample_every") != NULL, "%s", tkv_get_last_error(kv));

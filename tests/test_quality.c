@@ -454,7 +454,7 @@ TEST(loaded_tables_apply_at_once) {
     for (loaded = 0; loaded < 2 && tables; loaded++) {
         tkv_cache *kv = run_model(&m, &plan, loaded ? tables : NULL, bytes, tokens, N);
         tkv_layer_info tiers;
-        CHECK_EQ(calibrated_layers(kv), loaded ? m.n_layers : 0);
+        CHECK_EQ(n_calibrated_layers(kv), loaded ? m.n_layers : 0);
         CHECK_EQ(tkv_get_layer(kv, 0, 0, &tiers), TKV_OK);
         /* Without tables all tokens wait in an exact tier. */
         CHECK_EQ(tiers.tokens[TKV_TIER_ARCHIVE] > 0, loaded);

@@ -25,7 +25,7 @@ static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LON
 static float k_model[SEQS][LAYERS][LONGEST * ROW], v_model[SEQS][LAYERS][LONGEST * ROW];
 
 static tkv_config small_config(void) {
-    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.tiers.warm_tokens = 2 * BLOCK;
     return cfg;
 }
@@ -73,13 +73,13 @@ static void restore_all(tkv_cache *kv, int seq) {
             CHECK_MSG(st == TKV_OK, "%d: %s", (int)st, tkv_get_last_error(kv));
             if (st) return;
         }
-    sound(kv);
+    check_cache(kv);
 }
 
 static int discard_tokens(tkv_cache *kv, int seq, int n) {
     int n_discarded = -1;
     CHECK_EQ(tkv_seq_discard(kv, seq, n, &n_discarded), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     return n_discarded;
 }
 
@@ -133,8 +133,8 @@ TEST(restored_blocks_are_the_same) {
         tkv_cache *a, *b;
         if (i < COUNT(warm_of)) cfg.tiers.warm = warm_of[i], cfg.tiers.archive = archive_of[i];
         else cfg.tiers.hot_tokens = TKV_UNLIMITED;
-        a = make(&cfg);
-        b = make(&cfg);
+        a = create_cache(&cfg);
+        b = create_cache(&cfg);
         for (n = 0; n < 12; n++)
             for (seq = 0; seq < 2; seq++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
         n = discard_tokens(b, 0, 300);
@@ -150,10 +150,10 @@ TEST(restored_blocks_are_the_same) {
         CHECK_EQ(find_discarded(b, 0, &start), 256 + n);
         CHECK_EQ(discard_tokens(b, 0, LONGEST), 0);
         CHECK_EQ(restore_tokens(b, 0, 0, 4, 128), TKV_OK); /* in parts, and fewer in layer 1 */
-        sound(b);
+        check_cache(b);
         check_attention_refused(b, 0);
         CHECK_EQ(restore_tokens(b, 0, 1, 4, 64), TKV_OK);
-        sound(b);
+        check_cache(b);
         CHECK_EQ(find_discarded(b, 0, &start), 256 + n - 64);
         CHECK_EQ(start, 68);
         restore_all(b, 0);
@@ -164,7 +164,7 @@ TEST(restored_blocks_are_the_same) {
         for (n = 0; n < 6; n++) { /* tokens are appended, and age, while blocks are discarded */
             CHECK_EQ(discard_tokens(b, 0, 256 + 64 * n), 256 + 64 * n);
             CHECK_EQ(append_to_both(a, b, 0, 50), TKV_OK);
-            sound(b);
+            check_cache(b);
             check_attention_refused(b, 0);
             restore_all(b, 0);
             check_same(a, b, 0, 2);
@@ -180,12 +180,12 @@ TEST(tiers_change_while_blocks_are_discarded) {
     int n, seq = 0;
     cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-    a = make(&cfg);
-    b = make(&cfg);
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
     for (n = 0; n < 5; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
     CHECK(discard_tokens(b, seq, LONGEST) >= 192); /* blocks of all three tiers */
     for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
-    sound(b);
+    check_cache(b);
     restore_all(b, seq);
     check_same(a, b, seq, 5);
     tkv_destroy(a);
@@ -195,7 +195,7 @@ TEST(tiers_change_while_blocks_are_discarded) {
 /* >>wrong calls */
 TEST(wrong_restores_change_nothing) {
     tkv_config cfg = small_config();
-    tkv_cache *a = make(&cfg), *b = make(&cfg);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
     float saved;
     int n, start, len;
     for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
@@ -249,16 +249,16 @@ TEST(failed_allocations_change_nothing) {
     cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
     counted = cfg;
     counted.host.allocator = counting_allocator_of(&p);
-    a = make(&cfg);
-    b = make(&counted);
+    a = create_cache(&cfg);
+    b = create_cache(&counted);
     for (n = 0; n < 10; n++) CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
     CHECK_EQ(discard_tokens(b, 0, 640), 640);
     for (n = 1; l < LAYERS; n++) {
         tkv_status st;
-        p.closed = n;
+        p.fail_at = n;
         st = restore_tokens(b, 0, l, 4, 640);
-        p.closed = 0;
-        sound(b);
+        p.fail_at = 0;
+        check_cache(b);
         if (st == TKV_OK) {
             CHECK_EQ(count_discarded(b, 0, l), 0);
             l++, n = 0;
@@ -286,8 +286,8 @@ TEST(windows) {
     memset(layers, 0, sizeof layers);
     layers[1].window = 200;
     cfg.layers = layers;
-    a = make(&cfg);
-    b = make(&cfg);
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
     for (n = 0; n < 10; n++) CHECK_EQ(append_to_both(a, b, 0, 60), TKV_OK);
     CHECK_EQ(discard_tokens(b, 0, 256), 256);
     tkv_rng_fill(&rng, q_in, (size_t)(2 * HEADS * DIM), 1.0);
@@ -311,7 +311,7 @@ TEST(windows) {
     }
     for (n = 0; n < 8; n++) { /* discarded blocks leave the window */
         CHECK_EQ(append_to_both(a, b, 0, 60), TKV_OK);
-        sound(b);
+        check_cache(b);
     }
     CHECK_EQ(count_discarded(b, 0, 1), 0);
     restore_all(b, 0);
@@ -329,29 +329,29 @@ TEST(truncations_flushes_resets) {
     int n, start, mode;
     cfg.tiers.hot_tokens = 256;
     for (mode = TKV_FLUSH_DUE; mode <= TKV_FLUSH_ALL; mode++) {
-        a = make(&cfg);
-        b = make(&cfg);
+        a = create_cache(&cfg);
+        b = create_cache(&cfg);
         for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
         n = discard_tokens(b, 0, LONGEST);
         CHECK_EQ(n, 448);
         CHECK_EQ(tkv_seq_truncate(b, 0, 300), TKV_ERR_INEXACT);
         CHECK_EQ(tkv_seq_truncate(b, 0, 4 + 448), TKV_OK); /* keeps the discarded blocks and no later token */
         CHECK_EQ(tkv_seq_truncate(a, 0, 4 + 448), TKV_OK);
-        sound(b);
+        check_cache(b);
         check_attention_refused(b, 0);
         CHECK_EQ(tkv_read(b, 0, 0, 452, 0, k_b, v_b), TKV_OK);
         CHECK_EQ(append_to_both(a, b, 0, 80), TKV_OK);
         CHECK_EQ(append_to_both(a, b, 0, 80), TKV_OK);
         CHECK_EQ(tkv_seq_flush(b, 0, (tkv_flush_mode)mode), TKV_OK);
         if (mode == TKV_FLUSH_DUE) CHECK_EQ(tkv_seq_flush(a, 0, TKV_FLUSH_DUE), TKV_OK);
-        sound(b);
+        check_cache(b);
         check_attention_refused(b, 0);
         restore_all(b, 0);
         if (mode == TKV_FLUSH_DUE) check_same(a, b, 0, 4);
         n = discard_tokens(b, 0, LONGEST);
         CHECK(n > 0);
         CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
-        sound(b);
+        check_cache(b);
         CHECK_EQ(find_discarded(b, 0, &start), 0);
         CHECK_EQ(tkv_seq_reset(a, 0), TKV_OK);
         CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
@@ -370,26 +370,26 @@ TEST(evicted_tokens) {
     cfg.evict.policy = TKV_EVICT_H2O;
     /* exact tokens: packed blocks, too, are restored with the same bits */
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
-    a = make(&cfg);
-    b = make(&cfg);
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
     for (n = 0; n < 9; n++) CHECK_EQ(append_to_both(a, b, 0, 90), TKV_OK);
     memset(victims, 0, sizeof victims);
     for (i = 10; i < 600; i++)
         if (tkv_rng_below(&rng, 5) < 2) victims[i / 64] |= (uint64_t)1 << i % 64;
-    CHECK_EQ(evict_named(a, 0, 0, victims, 600), TKV_OK); /* each layer evicts other tokens */
-    CHECK_EQ(evict_named(b, 0, 0, victims, 600), TKV_OK);
+    CHECK_EQ(evict_tokens(a, 0, 0, victims, 600), TKV_OK); /* each layer evicts other tokens */
+    CHECK_EQ(evict_tokens(b, 0, 0, victims, 600), TKV_OK);
     for (i = 0; i < COUNT(victims); i++) victims[i] &= (uint64_t)0x0fffffffffffffffu >> i % 8;
-    CHECK_EQ(evict_named(a, 0, 1, victims, 400), TKV_OK);
-    CHECK_EQ(evict_named(b, 0, 1, victims, 400), TKV_OK);
+    CHECK_EQ(evict_tokens(a, 0, 1, victims, 400), TKV_OK);
+    CHECK_EQ(evict_tokens(b, 0, 1, victims, 400), TKV_OK);
     n = discard_tokens(b, 0, LONGEST);
     CHECK(n > 300);
     CHECK(count_discarded(b, 0, 0) < count_discarded(b, 0, 1));
     CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_a), TKV_ERR_NO_SOURCE);
     memset(victims, 0, sizeof victims); /* evicts more tokens, also of discarded blocks */
     for (i = 70; i < 240; i++) victims[i / 64] |= (uint64_t)1 << i % 64;
-    CHECK_EQ(evict_named(a, 0, TKV_ALL_LAYERS, victims, 240), TKV_OK);
-    CHECK_EQ(evict_named(b, 0, TKV_ALL_LAYERS, victims, 240), TKV_OK);
-    sound(b);
+    CHECK_EQ(evict_tokens(a, 0, TKV_ALL_LAYERS, victims, 240), TKV_OK);
+    CHECK_EQ(evict_tokens(b, 0, TKV_ALL_LAYERS, victims, 240), TKV_OK);
+    check_cache(b);
     restore_all(b, 0);
     CHECK_EQ(find_discarded(b, 0, &start), 0);
     for (n = 0; n < LAYERS; n++) {
@@ -418,8 +418,8 @@ TEST(anchors) {
     cfg.importance.sample_every = 1;
     cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-    a = make(&cfg);
-    b = make(&cfg);
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
     for (n = 0; n < 12; n++) {
         CHECK_EQ(append_to_both(a, b, 0, 70), TKV_OK);
         for (l = 0; l < LAYERS; l++) {
@@ -450,10 +450,10 @@ TEST(offloaded_blocks_and_copies) {
     int n, start, n_offloaded;
     test_store d;
     offloading = cfg;
-    test_store_for(&d, &offloading);
+    attach_test_store(&d, &offloading);
     offloading.offload.keep_exact = 1;
-    a = make(&cfg);
-    b = make(&offloading);
+    a = create_cache(&cfg);
+    b = create_cache(&offloading);
     for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(a, b, 0, 70), TKV_OK);
     CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 2, &n_offloaded), TKV_OK);
     CHECK_EQ(n_offloaded, 2 * LAYERS);
@@ -463,29 +463,29 @@ TEST(offloaded_blocks_and_copies) {
     CHECK_EQ(start, 132); /* after the offloaded blocks */
     CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 2, &n_offloaded),
              TKV_OK); /* discarded blocks cannot be offloaded */
-    sound(b);
+    check_cache(b);
     check_attention_refused(b, 0);
     restore_all(b, 0);
     check_same(a, b, 0, 6);
     CHECK_EQ(discard_tokens(b, 0, 128), 128);
     CHECK_EQ(tkv_promote(b, 0, 0, 140), TKV_OK); /* from the exact copy */
-    sound(b);
+    check_cache(b);
     CHECK_EQ(count_discarded(b, 0, 0), 64);
     CHECK_EQ(count_discarded(b, 0, 1), 128);
     CHECK_EQ(find_discarded(b, 0, &start), 128);
     CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
-    sound(b);
-    CHECK_EQ(alive_in(&d), 0);
+    check_cache(b);
+    CHECK_EQ(n_stored_keys(&d), 0);
     offloading.offload.keep_exact = 0;
     tkv_destroy(b);
-    b = make(&offloading);
+    b = create_cache(&offloading);
     for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(b, NULL, 0, 70), TKV_OK);
     CHECK_EQ(discard_tokens(b, 0, 128), 128);
     CHECK_EQ(tkv_promote(b, 0, 0, 10), TKV_ERR_NO_SOURCE);
-    sound(b);
+    check_cache(b);
     tkv_destroy(a);
     tkv_destroy(b);
-    test_store_end(&d);
+    destroy_test_store(&d);
 }
 
 /* >>recomputation by a model */
@@ -524,7 +524,7 @@ static tkv_remat make_remat(double step_blocks) {
 
 TEST(recomputing_in_steps) {
     tkv_config cfg = small_config();
-    tkv_cache *a = make(&cfg), *b = make(&cfg);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
     tkv_remat r = make_remat(2);
     model m;
     int n, left;
@@ -543,13 +543,13 @@ TEST(recomputing_in_steps) {
     CHECK_EQ(left, 192);
     m.skips_layer = 1;
     CHECK_EQ(tkv_seq_recompute(b, 0, &r, 9, recompute_tokens, &m, &left), TKV_ERR_STATE);
-    sound(b);
+    check_cache(b);
     m.skips_layer = 0;
     check_attention_refused(b, 0);
     CHECK_EQ(tkv_seq_recompute(b, 0, &r, 10, recompute_tokens, &m, &left), TKV_OK);
     CHECK_EQ(left, 64);
     CHECK_EQ(tkv_seq_recompute(b, 0, &r, 11, recompute_tokens, &m, NULL), TKV_OK);
-    sound(b);
+    check_cache(b);
     check_same(a, b, 0, 3);
     CHECK_EQ((int)r.info.restored, 9); /* 5 blocks, and 2 more in each of the two calls that failed */
     CHECK(r.info.waited >= 4 && r.info.flops > 0.0);
@@ -573,8 +573,8 @@ TEST(free_bytes_discards_blocks) {
     size_t freed, want, bytes_before;
     int n, i, start;
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
-    a = make(&cfg);
-    b = make(&cfg);
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
     for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(a, b, 0, 70), TKV_OK);
     CHECK_EQ(tkv_seq_list_blocks(b, 0, NULL, 0, &n), TKV_OK);
     CHECK_EQ(n, 15);
@@ -608,7 +608,7 @@ TEST(free_bytes_discards_blocks) {
     CHECK_EQ(n, 15);
     for (i = 0; i < n; i++) CHECK_EQ(blocks[i].discarded, i >= 1 && i <= 3);
     CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, 100u << 20, blocks, actions, 32, &freed), TKV_OK);
-    sound(b);
+    check_cache(b);
     CHECK_LE(128, 840 - count_discarded(b, 0, 0)); /* at least min_materialized tokens stay */
     CHECK(count_discarded(b, 0, 0) >= 640);
     restore_all(b, 0);
@@ -627,14 +627,14 @@ TEST(free_bytes_quantizes_blocks) {
     size_t freed, used;
     int n, i, start, n_smaller = 0;
     cfg.budget.bytes = 4 * 1000 * 1000;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(kv, NULL, 0, 90), TKV_OK);
     CHECK_EQ(tkv_seq_list_blocks(kv, 0, blocks, 64, &n), TKV_OK);
     for (i = 0; i < n; i++) n_smaller += blocks[i].quantized_bytes < blocks[i].bytes;
     CHECK(n_smaller > 8);
     used = budget_of(kv).used;
     CHECK_EQ(tkv_seq_free_bytes(kv, 0, &r, 0.95f, 20000, blocks, actions, 64, &freed), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     CHECK_EQ(find_discarded(kv, 0, &start), 0);
     CHECK_EQ(budget_of(kv).level, 1);
     CHECK_LE(20000, freed);
@@ -642,7 +642,7 @@ TEST(free_bytes_quantizes_blocks) {
     CHECK((int)r.info.quantized > 1 && r.info.discarded == 0);
     for (i = 0; i < 8; i++) /* more than the ladder can free: blocks are discarded */
         CHECK_EQ(tkv_seq_free_bytes(kv, 0, &r, 0.95f, 10000000, blocks, actions, 64, &freed), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     CHECK(find_discarded(kv, 0, &start) > 640);
     restore_all(kv, 0);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 3, out_a), TKV_OK);
@@ -664,8 +664,8 @@ TEST(idle_sequences_are_discarded) {
     budgeted.budget.bytes = 700 * 1000;
     budgeted.budget.discard = 1;
     budgeted.host.allocator = counting_allocator_of(&p);
-    a = make(&cfg);
-    b = make(&budgeted);
+    a = create_cache(&cfg);
+    b = create_cache(&budgeted);
     for (round = 0; round < 7; round++)
         for (seq = 0; seq < SEQS; seq++) {
             CHECK_EQ(tkv_seq_recompute(b, seq, &r, round, recompute_tokens, &m, &left), TKV_OK);
@@ -673,7 +673,7 @@ TEST(idle_sequences_are_discarded) {
             for (n = 0; n < 4; n++) {
                 CHECK_EQ(append_to_both(b, NULL, seq, 23), TKV_OK);
                 CHECK_EQ(find_discarded(b, seq, &start), 0);
-                sound(b);
+                check_cache(b);
             }
             for (n = tkv_get_length(b, seq, TKV_ALL_LAYERS) - 92; n < tkv_get_length(b, seq, TKV_ALL_LAYERS);
                  n += 23) {
@@ -683,7 +683,7 @@ TEST(idle_sequences_are_discarded) {
                              TKV_OK);
             }
             check_same(a, b, seq, 2);
-            CHECK_LE(p.most, budgeted.budget.bytes);
+            CHECK_LE(p.peak, budgeted.budget.bytes);
             /* the sequence used longest ago loses blocks first */
             n_with_discards += find_discarded(b, (seq + 1) % SEQS, &start) > 0;
             if (find_discarded(b, (seq + 2) % SEQS, &start) > 0)
@@ -696,11 +696,11 @@ TEST(idle_sequences_are_discarded) {
     budgeted.budget.discard = 0; /* without discards, the budget is too small */
     tkv_destroy(b);
     CHECK_EQ(p.held, 0);
-    b = make(&budgeted);
+    b = create_cache(&budgeted);
     for (n = 0, left = 0; n < 28 && !left; n++)
         for (seq = 0; seq < SEQS; seq++) left |= append_to_both(b, NULL, seq, 23);
     CHECK_EQ(left, TKV_ERR_BUDGET);
-    sound(b);
+    check_cache(b);
     tkv_destroy(a);
     tkv_destroy(b);
 }
@@ -714,24 +714,24 @@ TEST(levels_come_before_discards) {
     cfg.budget.bytes = 500 * 1000;
     cfg.budget.discard = 1;
     cfg.host.allocator = counting_allocator_of(&p);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 40 && !st; n++)
         for (seq = 0; seq < SEQS && !st; seq++) {
             if (tkv_get_length(kv, seq, TKV_ALL_LAYERS) + 45 > LONGEST) continue;
             st = append_to_both(kv, NULL, seq, 45);
-            sound(kv);
+            check_cache(kv);
             info = budget_of(kv);
             if (info.discarded == 0) len_before_discards = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
             else CHECK_EQ(info.level, info.n_levels - 1);
         }
     CHECK_EQ(st, TKV_OK);
-    CHECK_LE(p.most, cfg.budget.bytes);
+    CHECK_LE(p.peak, cfg.budget.bytes);
     CHECK(len_before_discards > 400 && budget_of(kv).discarded > 6);
     st = 0; /* restored blocks need memory: blocks of other sequences are discarded */
     restore_all(kv, 0);
     CHECK(count_discarded(kv, 1, 0) + count_discarded(kv, 2, 0) > 0);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 3, out_a), TKV_OK);
-    CHECK_LE(p.most, cfg.budget.bytes);
+    CHECK_LE(p.peak, cfg.budget.bytes);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
 }
@@ -744,20 +744,20 @@ TEST(no_memory_to_restore) {
     cfg.budget.bytes = 400 * 1000;
     cfg.budget.pressure.max_level = TKV_OFF;
     cfg.host.allocator = counting_allocator_of(&p);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 5; n++) CHECK_EQ(append_to_both(kv, NULL, 0, 90), TKV_OK);
     CHECK_EQ(discard_tokens(kv, 0, 256), 256);
     while (!st) st = append_to_both(kv, NULL, 1, 10);
     CHECK_EQ(st, TKV_ERR_BUDGET);
     n_discarded = find_discarded(kv, 0, &start);
     CHECK_EQ(restore_tokens(kv, 0, 0, start, n_discarded), TKV_ERR_BUDGET);
-    sound(kv);
+    check_cache(kv);
     CHECK_EQ(find_discarded(kv, 0, &start), n_discarded);
-    CHECK_LE(p.most, cfg.budget.bytes);
+    CHECK_LE(p.peak, cfg.budget.bytes);
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     restore_all(kv, 0);
     CHECK_EQ(find_discarded(kv, 0, &start), 0);
-    CHECK_LE(p.most, cfg.budget.bytes);
+    CHECK_LE(p.peak, cfg.budget.bytes);
     tkv_destroy(kv);
 }
 
@@ -770,7 +770,7 @@ TEST(in_place) {
         void *mem;
         cfg.limits.max_tokens = LONGEST;
         cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
-        a = make(&cfg);
+        a = create_cache(&cfg);
         if (pass) cfg.budget.bytes = 600 * 1000, cfg.budget.discard = 1;
         CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
         mem = malloc(bytes);
@@ -781,7 +781,7 @@ TEST(in_place) {
         CHECK(discard_tokens(kv, 0, 256) <= 256);
         CHECK(find_discarded(kv, 0, &start) >= 256);
         for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(kv, NULL, 1, 60), TKV_OK);
-        sound(kv);
+        check_cache(kv);
         restore_all(kv, 0);
         for (n = 0; n < 480; n += 60)
             for (seq = 0; seq < LAYERS; seq++)

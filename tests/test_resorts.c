@@ -150,7 +150,7 @@ static void run_appends(const run_options *r, uint64_t seed, int n_appends, run_
         else smallest = cfg.budget.bytes + 1;
     }
     cfg.budget.bytes = smallest + r->extra_bytes;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     rng = tkv_rng_seed(seed);
     counts->n_runs++;
     for (i = 0; i < n_appends && n_refused < 6; i++) {
@@ -243,7 +243,7 @@ TEST(a_full_index_evicts_offloaded_tokens) {
         cfg.offload.write = memory_store_write, cfg.offload.read = memory_store_read, cfg.offload.user = &c;
         cfg.budget.bytes = 130 * 1000;
         cfg.importance.sample_every = 1; /* then a block takes the same bytes with both policies */
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         rng = tkv_rng_seed(3);
         for (; !st && n < LONGEST; n++)
             for (layer = 0; layer < LAYERS && !st; layer++) st = append_random(kv, 0, layer, 1);
@@ -295,7 +295,7 @@ TEST(estimated_contexts_are_reached) {
                 cfg.offload.write = memory_store_write, cfg.offload.read = memory_store_read,
                 cfg.offload.user = &c;
             CHECK_EQ(tkv_estimate_context(&cfg, seqs, &context), TKV_OK);
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             rng = tkv_rng_seed(5);
             for (seq = 0; seq + 1 < seqs; seq++) /* idle sequences; the last one grows below */
                 for (n = 0; n < context && n < 5000 && !st; n++)
@@ -362,14 +362,14 @@ TEST(failed_appends_keep_tokens) {
                 cfg.offload.write = offloads ? failing_store_write : NULL;
                 cfg.offload.read = offloads ? failing_store_read : NULL;
                 cfg.offload.user = &b;
-                kv = make(&cfg);
+                kv = create_cache(&cfg);
                 rng = tkv_rng_seed((uint64_t)step);
                 for (i = 0; i < 150; i++)
                     for (layer = 0; layer < LAYERS; layer++) {
                         const int n = 1 + tkv_rng_below(&rng, i % 3 ? 8 : CHUNK);
                         const uint64_t live_before = hash_live_tokens(kv);
                         tkv_status st;
-                        p.closed = tkv_rng_below(&rng, 2) ? 0 : 1 + tkv_rng_below(&rng, 2);
+                        p.fail_at = tkv_rng_below(&rng, 2) ? 0 : 1 + tkv_rng_below(&rng, 2);
                         b.failing_call = tkv_rng_below(&rng, 3) ? 0 : 1 + tkv_rng_below(&rng, 3);
                         st = append_random(kv, tkv_rng_below(&rng, 6) == 0, layer, n);
                         CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET);
@@ -378,7 +378,7 @@ TEST(failed_appends_keep_tokens) {
                         if (st) n_changed[st == TKV_ERR_NOMEM] += hash_live_tokens(kv) != live_before;
                     }
                 CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
-                CHECK_LE(p.most, cfg.budget.bytes);
+                CHECK_LE(p.peak, cfg.budget.bytes);
                 tkv_destroy(kv);
                 free_memory_store(&b.c);
             }

@@ -13,7 +13,7 @@ static void check_refusal(tkv_cache *kv, tkv_status got, tkv_status want, const 
     const char *message = tkv_get_last_error(kv);
     CHECK_MSG(got == want, "%s instead of %s", tkv_get_status_text(got), tkv_get_status_text(want));
     CHECK_MSG(message && strstr(message, word), "\"%s\" does not contain \"%s\"", message, word);
-    unchanged(kv, before, word);
+    check_unchanged(kv, before, word);
 }
 
 /* >>config */
@@ -60,7 +60,7 @@ static void check_good_config(const tkv_config *cfg, const char *what) {
         static const int values_[] = {__VA_ARGS__};                                                          \
         int i_;                                                                                              \
         for (i_ = 0; i_ < COUNT(values_); i_++) {                                                            \
-            tkv_config c_ = config(2, 1);                                                                    \
+            tkv_config c_ = make_config(2, 1);                                                               \
             c_.field = (type)values_[i_];                                                                    \
             snprintf(text, sizeof text, "%d", values_[i_]);                                                  \
             check_bad_config(&c_, #field, text);                                                             \
@@ -71,7 +71,7 @@ static void check_good_config(const tkv_config *cfg, const char *what) {
         static const int values_[] = {__VA_ARGS__};                                                          \
         int i_;                                                                                              \
         for (i_ = 0; i_ < COUNT(values_); i_++) {                                                            \
-            tkv_config c_ = config(2, 1);                                                                    \
+            tkv_config c_ = make_config(2, 1);                                                               \
             c_.field = (type)values_[i_];                                                                    \
             check_good_config(&c_, #field);                                                                  \
         }                                                                                                    \
@@ -79,7 +79,7 @@ static void check_good_config(const tkv_config *cfg, const char *what) {
 
 TEST(config_each_field) {
     char text[32];
-    tkv_config cfg = config(2, 1);
+    tkv_config cfg = make_config(2, 1);
     check_good_config(&cfg, "plain");
     CHECK_EQ(tkv_validate_config(NULL, text, sizeof text), TKV_ERR_ARG);
     CHECK_EQ(tkv_create(&cfg, NULL), TKV_ERR_ARG);
@@ -133,16 +133,16 @@ TEST(config_each_field) {
     check_bad_config(&cfg, "model.scale", "");
     cfg.model.scale = tkv_test_float(0x7f800000u);
     check_bad_config(&cfg, "model.scale", "");
-    cfg = config(2, 1);
+    cfg = make_config(2, 1);
     cfg.start_canary = 1;
     check_bad_config(&cfg, "start_canary", "0");
-    cfg = config(2, 1);
+    cfg = make_config(2, 1);
     cfg.end_canary = 0x80000000u;
     check_bad_config(&cfg, "end_canary", "0");
-    cfg = config(2, 1);
+    cfg = make_config(2, 1);
     cfg.host.allocator.alloc = counting_alloc;
     check_bad_config(&cfg, "host.allocator", "alloc");
-    cfg = config(2, 1);
+    cfg = make_config(2, 1);
     cfg.host.allocator.release = counting_release;
     check_bad_config(&cfg, "host.allocator", "release");
 }
@@ -152,7 +152,7 @@ TEST(config_each_field) {
         static const int values_[] = {__VA_ARGS__};                                                          \
         int i_;                                                                                              \
         for (i_ = 0; i_ < COUNT(values_); i_++) {                                                            \
-            tkv_config c_ = config(3, 1);                                                                    \
+            tkv_config c_ = make_config(3, 1);                                                               \
             memset(layers, 0, sizeof layers);                                                                \
             c_.layers = layers;                                                                              \
             layers[1].field = (type)values_[i_];                                                             \
@@ -164,7 +164,7 @@ TEST(config_each_field) {
 TEST(config_each_layer) {
     tkv_layer_config layers[3];
     char text[32];
-    tkv_config cfg = config(3, 1);
+    tkv_config cfg = make_config(3, 1);
     memset(layers, 0, sizeof layers);
     cfg.layers = layers;
     check_good_config(&cfg, "layers of zeros");
@@ -233,7 +233,7 @@ TEST(config_of_garbage_is_refused) {
 /* tkv_validate_config must explain each config that tkv_create refuses. */
 TEST(validate_config_explains_refusals) {
     tkv_layer_config layers[200];
-    tkv_config cfg = config(200, 1);
+    tkv_config cfg = make_config(200, 1);
     tkv_cache *kv = NULL;
     char reason[160];
     size_t bytes;
@@ -251,9 +251,9 @@ TEST(validate_config_explains_refusals) {
     CHECK_MSG(validated == created, "too many kinds of blocks: create says \"%s\", validate \"%s\"",
               tkv_get_status_text(created), tkv_get_status_text(validated));
     if (!created) tkv_destroy(kv);
-    cfg = config(1, 1); /* max_tokens is 0: only caches in place need it */
+    cfg = make_config(1, 1); /* max_tokens is 0: only caches in place need it */
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
-    cfg = config(1, 1);
+    cfg = make_config(1, 1);
     cfg.model.n_heads = cfg.model.n_kv_heads = 65536;
     cfg.model.head_dim = cfg.model.v_head_dim = 256;
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
@@ -263,10 +263,10 @@ TEST(validate_config_explains_refusals) {
 
 TEST(config_presets) {
     int i, k;
-    tkv_config cfg = config(1, 0), same;
+    tkv_config cfg = make_config(1, 0), same;
     for (i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) {
         tkv_cache *kv;
-        cfg = config(1, 0);
+        cfg = make_config(1, 0);
         cfg.tiers.warm_tokens = 7;
         cfg.tiers.hot.k = TKV_BF16;
         CHECK_EQ(tkv_apply_preset(&cfg, tkv_get_name(TKV_NAME_PRESET, i)), TKV_OK);
@@ -274,8 +274,8 @@ TEST(config_presets) {
         CHECK_EQ(cfg.tiers.hot.k, TKV_FORMAT_DEFAULT);
         CHECK(cfg.tiers.warm.k && cfg.tiers.warm.v && cfg.tiers.archive.k && cfg.tiers.archive.v);
         cfg.format.kvquant = TKV_KVQUANT_POST_ROPE; /* the config has no RoPE */
-        kv = make(&cfg);
-        for (k = 0; k < 3; k++) CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
+        kv = create_cache(&cfg);
+        for (k = 0; k < 3; k++) CHECK_EQ(append_tokens(kv, 0, 0, 1, 512), TKV_OK);
         CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
         tkv_destroy(kv);
     }
@@ -307,16 +307,16 @@ TEST(config_zero_is_balanced) {
     cfg.model.head_dim = 32;
     named = cfg;
     CHECK_EQ(tkv_apply_preset(&named, "balanced"), TKV_OK);
-    a = make(&cfg);
-    b = make(&named);
+    a = create_cache(&cfg);
+    b = create_cache(&named);
     for (tier = TKV_TIER_HOT; tier < TKV_TIER_COUNT; tier = (tkv_tier)(tier + 1)) {
         tkv_format_pair x = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, y = x;
-        CHECK_EQ(pair_now(a, 0, tier, &x), TKV_OK);
-        CHECK_EQ(pair_now(b, 0, tier, &y), TKV_OK);
+        CHECK_EQ(get_tier_formats(a, 0, tier, &x), TKV_OK);
+        CHECK_EQ(get_tier_formats(b, 0, tier, &y), TKV_OK);
         CHECK_EQ(x.k, y.k);
         CHECK_EQ(x.v, y.v);
     }
-    CHECK_EQ(pair_now(a, 9, TKV_TIER_HOT, NULL), TKV_ERR_ARG);
+    CHECK_EQ(get_tier_formats(a, 9, TKV_TIER_HOT, NULL), TKV_ERR_ARG);
     tkv_destroy(a);
     tkv_destroy(b);
 }
@@ -328,23 +328,23 @@ TEST(config_defaults) {
     snapshot before;
     memset(&zero, 0, sizeof zero);
     CHECK_MEM(&cfg, &zero, sizeof zero);
-    cfg = config(1, 0);
-    kv = make(&cfg);
-    CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
+    cfg = make_config(1, 0);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1, 512), TKV_OK);
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 0, 0, 1, 513), TKV_ERR_CAPACITY, "512", &before); /* max_append */
+    check_refusal(kv, append_tokens(kv, 0, 0, 1, 513), TKV_ERR_CAPACITY, "512", &before); /* max_append */
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 1, 0, 1, 1), TKV_ERR_ARG, "1", &before); /* max_seqs */
-    CHECK_EQ(feed(kv, 0, 0, 1, 512), TKV_OK);
-    CHECK_EQ(feed(kv, 0, 0, 1, 1), TKV_OK);
+    check_refusal(kv, append_tokens(kv, 1, 0, 1, 1), TKV_ERR_ARG, "1", &before); /* max_seqs */
+    CHECK_EQ(append_tokens(kv, 0, 0, 1, 512), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1, 1), TKV_OK);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     /* Tokens were last aged at length 1024. Whole blocks after the sinks that end by 960 left the tail.
      * Those that end by 512 left the warm tier. */
     CHECK_EQ(info.tokens[TKV_TIER_ARCHIVE], (512 - 4) / 64 * 64);
     CHECK_EQ(info.tokens[TKV_TIER_WARM], (960 - 4) / 64 * 64 - (512 - 4) / 64 * 64);
     CHECK_EQ(info.tokens[TKV_TIER_HOT], 1025 - (960 - 4) / 64 * 64);
-    reads_as(kv, 0, 0, 1, 0, 4, TKV_F16);
-    reads_as(kv, 0, 0, 1, 1025 - 64, 64, TKV_F16);
+    check_read(kv, 0, 0, 1, 0, 4, TKV_F16);
+    check_read(kv, 0, 0, 1, 1025 - 64, 64, TKV_F16);
     CHECK_STR(tkv_get_name(TKV_NAME_FORMAT, (int)info.format[TKV_TIER_WARM].k), "kivi4");
     CHECK_STR(tkv_get_name(TKV_NAME_FORMAT, (int)info.format[TKV_TIER_ARCHIVE].v), "kivi2");
     tkv_destroy(kv);
@@ -431,7 +431,7 @@ static void check_token_tiers(tkv_cache *kv, int seq, int layer, int sink) {
 TEST(tiers_token_by_token) {
     int i, n, longest = tkv_test_quick() ? 600 : 1200;
     for (i = 0; i < COUNT(plans); i++) {
-        tkv_config cfg = config(1, 1);
+        tkv_config cfg = make_config(1, 1);
         tkv_cache *kv;
         int sink = resolve_length(plans[i].sink, 4);
         char what[64];
@@ -439,15 +439,15 @@ TEST(tiers_token_by_token) {
         cfg.tiers.sink_tokens = plans[i].sink;
         cfg.tiers.hot_tokens = plans[i].hot;
         cfg.tiers.warm_tokens = plans[i].warm;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (n = 0; n <= longest; n++) {
             tkv_layer_info want = predict_tiers(plans[i], n, at_least_0(n - 1));
             int edge = (n - sink + BLOCK) % BLOCK;
-            if (n && feed(kv, 0, 0, 1, 1)) break;
+            if (n && append_tokens(kv, 0, 0, 1, 1)) break;
             check_tier_counts(kv, 0, 0, &want, what, n);
             if (edge < 2 || edge == BLOCK - 1 || n % BLOCK < 2 || n % BLOCK == BLOCK - 1) {
                 check_token_tiers(kv, 0, 0, sink);
-                whole(kv, what, n);
+                check_cache_at(kv, what, n);
             }
         }
         CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), longest);
@@ -460,21 +460,21 @@ TEST(tiers_in_chunks) {
     int i, round, rounds = tkv_test_quick() ? 1 : 6;
     for (i = 0; i < COUNT(plans); i++)
         for (round = 0; round < rounds; round++) {
-            tkv_config cfg = config(1, 1);
+            tkv_config cfg = make_config(1, 1);
             tkv_cache *kv;
             int n = 0, max_chunk = round % 3 == 0 ? 512 : round % 3 == 1 ? 130 : 65;
             cfg.tiers.sink_tokens = plans[i].sink;
             cfg.tiers.hot_tokens = plans[i].hot;
             cfg.tiers.warm_tokens = plans[i].warm;
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             while (n < 1500) {
                 int chunk = 1 + tkv_rng_below(&rng, max_chunk);
                 tkv_layer_info want = predict_tiers(plans[i], n + chunk, n);
-                CHECK_EQ(feed(kv, 0, 0, 1, chunk), TKV_OK);
+                CHECK_EQ(append_tokens(kv, 0, 0, 1, chunk), TKV_OK);
                 n += chunk;
                 check_tier_counts(kv, 0, 0, &want, "chunks", n);
                 check_token_tiers(kv, 0, 0, resolve_length(plans[i].sink, 4));
-                whole(kv, "chunks", n);
+                check_cache_at(kv, "chunks", n);
             }
             tkv_destroy(kv);
         }
@@ -526,7 +526,7 @@ TEST(reads_equal_decoded_blocks) {
     int i, j, t, longest = 900;
     for (i = 0; i < COUNT(format_sets); i++)
         for (j = 0; j < 3; j++) {
-            tkv_config cfg = config(1, 1);
+            tkv_config cfg = make_config(1, 1);
             tkv_cache *kv;
             int sink = j == 0 ? 4 : j == 1 ? 0 : 33, archive, warm, at;
             tkv_layer_info info;
@@ -535,13 +535,13 @@ TEST(reads_equal_decoded_blocks) {
             cfg.tiers.warm = format_sets[i].warm;
             cfg.tiers.archive = format_sets[i].archive;
             cfg.format.group_size = format_sets[i].group;
-            kv = make(&cfg);
-            CHECK_EQ(feed_all(kv, 0, 7, longest, 1), TKV_OK);
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 7, longest, 1), TKV_OK);
             CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
             archive = sink + info.tokens[TKV_TIER_ARCHIVE];
             warm = archive + info.tokens[TKV_TIER_WARM];
             CHECK(archive > sink && warm > archive && warm < longest - 64);
-            rows_of(7, 0, 0, longest, k_want, v_want);
+            fill_rows(7, 0, 0, longest, k_want, v_want);
             for (t = 0; t < longest * K_ROW; t++) k_want[t] = as_stored(cfg.tiers.hot.k, k_want[t]);
             for (t = 0; t < longest * V_ROW; t++) v_want[t] = as_stored(cfg.tiers.hot.v, v_want[t]);
             for (at = sink; at < warm; at += BLOCK) {
@@ -582,18 +582,18 @@ TEST(exact_tokens_stay_exact) {
     static const tkv_format formats[] = {TKV_F32, TKV_F16, TKV_BF16};
     int i, n;
     for (i = 0; i < COUNT(formats); i++) {
-        tkv_config cfg = config(1, 1);
+        tkv_config cfg = make_config(1, 1);
         tkv_cache *kv;
         cfg.tiers.hot.k = cfg.tiers.hot.v = formats[i];
         cfg.tiers.sink_tokens = 7;
         cfg.tiers.hot_tokens = 70;
         cfg.tiers.warm_tokens = 128;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (n = 1; n <= 700; n++) {
-            CHECK_EQ(feed(kv, 0, 0, 3, 1), TKV_OK);
+            CHECK_EQ(append_tokens(kv, 0, 0, 3, 1), TKV_OK);
             if (n % 31) continue;
-            reads_as(kv, 0, 0, 3, 0, n < 7 ? n : 7, formats[i]);
-            reads_as(kv, 0, 0, 3, at_least_0(n - 70), n < 70 ? n : 70, formats[i]);
+            check_read(kv, 0, 0, 3, 0, n < 7 ? n : 7, formats[i]);
+            check_read(kv, 0, 0, 3, at_least_0(n - 70), n < 70 ? n : 70, formats[i]);
         }
         tkv_destroy(kv);
     }
@@ -603,8 +603,8 @@ TEST(exact_tokens_stay_exact) {
 TEST(aligned_chunks_equal_single_tokens) {
     static float q[BLOCK * 2 * KV_HEADS * DIM], out_single[2 * KV_HEADS * V_DIM],
         out_chunk[BLOCK * 2 * KV_HEADS * V_DIM];
-    tkv_config cfg = config(1, 1);
-    tkv_cache *chunked = make(&cfg), *single = make(&cfg);
+    tkv_config cfg = make_config(1, 1);
+    tkv_cache *chunked = create_cache(&cfg), *single = create_cache(&cfg);
     tkv_rng rng = tkv_rng_seed(1);
     int n = 0, chunks = tkv_test_quick() ? 11 : 16, c, t;
     size_t row = 2 * KV_HEADS * V_DIM;
@@ -614,13 +614,13 @@ TEST(aligned_chunks_equal_single_tokens) {
         tkv_attend_params p;
         snapshot a, b;
         memset(&p, 0, sizeof p);
-        CHECK_EQ(feed(chunked, 0, 0, 2, n_new), TKV_OK);
+        CHECK_EQ(append_tokens(chunked, 0, 0, 2, n_new), TKV_OK);
         p.q = q;
         p.out = out_chunk;
         p.n = n_queries;
         CHECK_EQ(tkv_attend_reference(chunked, &p), TKV_OK);
         for (t = 0; t < n_new; t++) {
-            CHECK_EQ(feed(single, 0, 0, 2, 1), TKV_OK);
+            CHECK_EQ(append_tokens(single, 0, 0, 2, 1), TKV_OK);
             if (t < n_new - n_queries) continue;
             p.q = q + (size_t)(t - (n_new - n_queries)) * (2 * KV_HEADS * DIM);
             p.out = out_single;
@@ -631,9 +631,9 @@ TEST(aligned_chunks_equal_single_tokens) {
         n += n_new;
         a = snapshot_of(chunked);
         b = snapshot_of(single);
-        CHECK_MSG(same_picture(&a, &b), "at %d", n);
-        snapshot_free(&a);
-        snapshot_free(&b);
+        CHECK_MSG(is_same_snapshot(&a, &b), "at %d", n);
+        free_snapshot(&a);
+        free_snapshot(&b);
     }
     tkv_destroy(chunked);
     tkv_destroy(single);
@@ -644,10 +644,10 @@ TEST(aligned_chunks_equal_single_tokens) {
 TEST(sequences_are_independent) {
     enum { SEQS = 6 };
     tkv_rng rng = tkv_rng_seed(77);
-    tkv_config cfg = config(2, SEQS), alone = config(2, 1);
-    tkv_cache *kv = make(&cfg), *own[SEQS];
+    tkv_config cfg = make_config(2, SEQS), alone = make_config(2, 1);
+    tkv_cache *kv = create_cache(&cfg), *own[SEQS];
     int i, s, step, steps = tkv_test_quick() ? 40 : 300;
-    for (s = 0; s < SEQS; s++) own[s] = make(&alone);
+    for (s = 0; s < SEQS; s++) own[s] = create_cache(&alone);
     for (step = 0; step < steps; step++) {
         s = tkv_rng_below(&rng, SEQS);
         if (tkv_rng_below(&rng, 40) == 0) {
@@ -659,17 +659,17 @@ TEST(sequences_are_independent) {
             CHECK_EQ(tkv_seq_flush(own[s], 0, mode), TKV_OK);
         } else {
             int n = tkv_rng_below(&rng, 3) ? 1 + tkv_rng_below(&rng, 30) : 1 + tkv_rng_below(&rng, 300);
-            if (tkv_get_length(kv, s, TKV_ALL_LAYERS) + n > MOST - 1) continue;
-            CHECK_EQ(feed_all(kv, s, s, n, n), TKV_OK);
-            CHECK_EQ(feed_all(own[s], 0, s, n, n), TKV_OK);
+            if (tkv_get_length(kv, s, TKV_ALL_LAYERS) + n > MAX_TOKENS - 1) continue;
+            CHECK_EQ(append_to_all_layers(kv, s, s, n, n), TKV_OK);
+            CHECK_EQ(append_to_all_layers(own[s], 0, s, n, n), TKV_OK);
         }
-        whole(kv, "step", step);
+        check_cache_at(kv, "step", step);
         if (step % 20 && step + 1 < steps) continue;
         for (i = 0; i < SEQS; i++) {
             snapshot a = snapshot_of_seq(kv, i), b = snapshot_of_seq(own[i], 0);
-            CHECK_MSG(same_picture(&a, &b), "sequence %d after step %d", i, step);
-            snapshot_free(&a);
-            snapshot_free(&b);
+            CHECK_MSG(is_same_snapshot(&a, &b), "sequence %d after step %d", i, step);
+            free_snapshot(&a);
+            free_snapshot(&b);
         }
     }
     for (s = 0; s < SEQS; s++) tkv_destroy(own[s]);
@@ -681,8 +681,8 @@ TEST(sequences_are_independent) {
 static int fill_batch(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
     int i, at = 0;
     for (i = 0; i < n_rows; i++) {
-        rows_of(rows[i].seq, layer, tkv_get_length(kv, rows[i].seq, layer), rows[i].n, k_in + at * K_ROW,
-                v_in + at * V_ROW);
+        fill_rows(rows[i].seq, layer, tkv_get_length(kv, rows[i].seq, layer), rows[i].n, k_in + at * K_ROW,
+                  v_in + at * V_ROW);
         at += rows[i].n;
     }
     return at;
@@ -704,8 +704,8 @@ static tkv_append_params make_batch_params(int layer, const tkv_rows *rows, int 
 TEST(batch_equals_single_appends) {
     enum { SEQS = 5 };
     tkv_rng rng = tkv_rng_seed(21);
-    tkv_config cfg = config(2, SEQS);
-    tkv_cache *kv = make(&cfg), *one = make(&cfg);
+    tkv_config cfg = make_config(2, SEQS);
+    tkv_cache *kv = create_cache(&cfg), *one = create_cache(&cfg);
     int step, layer, i, steps = tkv_test_quick() ? 15 : 120;
     for (step = 0; step < steps; step++) {
         tkv_rows rows[SEQS];
@@ -722,7 +722,7 @@ TEST(batch_equals_single_appends) {
             rows[i].n = step == 0                ? 100
                         : tkv_rng_below(&rng, 4) ? tkv_rng_below(&rng, 90)
                                                  : tkv_rng_below(&rng, 2);
-            if (tkv_get_length(kv, order[i], TKV_ALL_LAYERS) + rows[i].n > MOST / 2)
+            if (tkv_get_length(kv, order[i], TKV_ALL_LAYERS) + rows[i].n > MAX_TOKENS / 2)
                 CHECK_EQ(tkv_seq_reset(kv, order[i]), TKV_OK);
             if (tkv_get_length(kv, order[i], TKV_ALL_LAYERS) == 0)
                 CHECK_EQ(tkv_seq_reset(one, order[i]), TKV_OK);
@@ -732,16 +732,16 @@ TEST(batch_equals_single_appends) {
             fill_batch(kv, layer, rows, n_rows);
             CHECK_EQ(tkv_append_ex(kv, &p), TKV_OK);
             for (i = 0; i < n_rows; i++)
-                CHECK_EQ(feed(one, rows[i].seq, layer, rows[i].seq, rows[i].n), TKV_OK);
+                CHECK_EQ(append_tokens(one, rows[i].seq, layer, rows[i].seq, rows[i].n), TKV_OK);
         }
-        whole(kv, "batch", step);
+        check_cache_at(kv, "batch", step);
         if (step % 10 && step + 1 < steps) continue;
         a = snapshot_of(kv);
         b = snapshot_of(one);
         /* a row of 0 tokens is not an append: no token changes its tier */
-        CHECK_MSG(same_picture(&a, &b), "after batch %d", step);
-        snapshot_free(&a);
-        snapshot_free(&b);
+        CHECK_MSG(is_same_snapshot(&a, &b), "after batch %d", step);
+        free_snapshot(&a);
+        free_snapshot(&b);
     }
     tkv_destroy(kv);
     tkv_destroy(one);
@@ -749,7 +749,7 @@ TEST(batch_equals_single_appends) {
 
 TEST(batch_is_all_or_nothing) {
     counting_allocator p;
-    tkv_config cfg = config(1, 4);
+    tkv_config cfg = make_config(1, 4);
     tkv_cache *kv;
     tkv_rows rows[5];
     tkv_append_params a;
@@ -758,8 +758,8 @@ TEST(batch_is_all_or_nothing) {
     cfg.host.allocator = counting_allocator_of(&p);
     cfg.limits.max_append = 100;
     cfg.limits.max_tokens = 400;
-    kv = make(&cfg);
-    for (i = 0; i < 4; i++) CHECK_EQ(feed_all(kv, i, i, 90 + 100 * i, 50), TKV_OK);
+    kv = create_cache(&cfg);
+    for (i = 0; i < 4; i++) CHECK_EQ(append_to_all_layers(kv, i, i, 90 + 100 * i, 50), TKV_OK);
     for (i = 0; i < 5; i++) {
         rows[i].seq = i;
         rows[i].n = 10;
@@ -812,14 +812,14 @@ TEST(batch_is_all_or_nothing) {
     a.k_type = TKV_TYPE_F32;
     for (i = 0; i < 4; i++) rows[i].n = i == 3 ? 10 : 100; /* needs new pages */
     fill_batch(kv, 0, rows, 4);
-    p.closed = 1;
+    p.fail_at = 1;
     before = snapshot_of(kv);
     check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_NOMEM, "310", &before);
-    p.closed = 0;
+    p.fail_at = 0;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
     CHECK_STR(tkv_get_last_error(kv), "");
     for (i = 0; i < 4; i++) CHECK_EQ(tkv_get_length(kv, i, TKV_ALL_LAYERS), i == 3 ? 400 : 190 + 100 * i);
-    whole(kv, "batch", 0);
+    check_cache_at(kv, "batch", 0);
     rows[0].n = rows[1].n = rows[2].n = rows[3].n = 0;
     a.k = a.v = NULL; /* 0 tokens need no pointers */
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
@@ -833,8 +833,8 @@ TEST(batch_is_all_or_nothing) {
 }
 
 /* >>positions: an append at a position other than the next one is refused */
-static tkv_status feed_at(tkv_cache *kv, int seq, int layer, int position, int n) {
-    rows_of(seq, layer, position, n, k_in, v_in);
+static tkv_status append_tokens_at(tkv_cache *kv, int seq, int layer, int position, int n) {
+    fill_rows(seq, layer, position, n, k_in, v_in);
     return append_at(kv, seq, layer, position, k_in, v_in, n);
 }
 
@@ -857,7 +857,7 @@ static void check_wrong_positions(tkv_cache *kv, int seq, int layer, int len) {
 }
 
 TEST(positions_of_appends) {
-    tkv_config cfg = config(3, 2);
+    tkv_config cfg = make_config(3, 2);
     tkv_layer_config layers[3];
     tkv_cache *kv;
     int i;
@@ -867,51 +867,51 @@ TEST(positions_of_appends) {
     cfg.limits.max_append = 100;
     cfg.limits.max_tokens = 400;
     cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     check_wrong_positions(kv, 0, 0, 0);
     for (i = 0; i < 200; i += 50) { /* layers grow in turn, so their lengths differ */
-        CHECK_EQ(feed_at(kv, 0, 0, i, 50), TKV_OK);
+        CHECK_EQ(append_tokens_at(kv, 0, 0, i, 50), TKV_OK);
         check_wrong_positions(kv, 0, 0, i + 50);
         check_wrong_positions(kv, 0, 2, i);
-        CHECK_EQ(feed_at(kv, 0, 2, i, 50), TKV_OK);
+        CHECK_EQ(append_tokens_at(kv, 0, 2, i, 50), TKV_OK);
     }
-    CHECK_EQ(feed_at(kv, 0, 1, 200, 1), TKV_ERR_ARG); /* a layer that shares is never appended to */
-    CHECK_EQ(feed_at(kv, 0, 1, 0, 1), TKV_ERR_ARG);
+    CHECK_EQ(append_tokens_at(kv, 0, 1, 200, 1), TKV_ERR_ARG); /* a layer that shares is never appended to */
+    CHECK_EQ(append_tokens_at(kv, 0, 1, 0, 1), TKV_ERR_ARG);
     CHECK_EQ(tkv_get_length(kv, 0, 1), 200);
-    CHECK_EQ(feed_at(kv, 0, 0, 200, 0), TKV_OK); /* the position is checked also with 0 tokens */
-    CHECK_EQ(feed_at(kv, 0, 0, 199, 0), TKV_ERR_RANGE);
-    CHECK_EQ(feed_at(kv, 0, 0, 0, 101), TKV_ERR_RANGE); /* reported before the other error */
-    CHECK_EQ(feed_at(kv, 1, 0, 0, 10), TKV_OK);         /* another sequence has its own length */
+    CHECK_EQ(append_tokens_at(kv, 0, 0, 200, 0), TKV_OK); /* the position is checked also with 0 tokens */
+    CHECK_EQ(append_tokens_at(kv, 0, 0, 199, 0), TKV_ERR_RANGE);
+    CHECK_EQ(append_tokens_at(kv, 0, 0, 0, 101), TKV_ERR_RANGE); /* reported before the other error */
+    CHECK_EQ(append_tokens_at(kv, 1, 0, 0, 10), TKV_OK);         /* another sequence has its own length */
     check_wrong_positions(kv, 1, 0, 10);
 
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* inside a step, its tokens count */
     check_wrong_positions(kv, 0, 0, 200);
-    CHECK_EQ(feed_at(kv, 0, 0, 200, 5), TKV_OK);
+    CHECK_EQ(append_tokens_at(kv, 0, 0, 200, 5), TKV_OK);
     check_wrong_positions(kv, 0, 0, 205);
-    CHECK_EQ(feed_at(kv, 0, 0, 205, 1), TKV_OK);
+    CHECK_EQ(append_tokens_at(kv, 0, 0, 205, 1), TKV_OK);
     CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
     check_wrong_positions(kv, 0, 0, 200);
 
     CHECK_EQ(tkv_seq_truncate(kv, 0, 180), TKV_OK);
     check_wrong_positions(kv, 0, 0, 180);
-    CHECK_EQ(feed_at(kv, 0, 0, 180, 20), TKV_OK);
-    reads_as(kv, 0, 0, 0, 140, 60, TKV_F32);
+    CHECK_EQ(append_tokens_at(kv, 0, 0, 180, 20), TKV_OK);
+    check_read(kv, 0, 0, 0, 140, 60, TKV_F32);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     check_wrong_positions(kv, 0, 0, 0);
-    CHECK_EQ(feed_at(kv, 0, 0, 0, 7), TKV_OK);
-    reads_as(kv, 0, 0, 0, 0, 7, TKV_F32);
-    whole(kv, "positions", 0);
+    CHECK_EQ(append_tokens_at(kv, 0, 0, 0, 7), TKV_OK);
+    check_read(kv, 0, 0, 0, 0, 7, TKV_F32);
+    check_cache_at(kv, "positions", 0);
     tkv_destroy(kv);
 }
 
 TEST(positions_in_a_batch) {
-    tkv_config cfg = config(1, 3);
-    tkv_cache *kv = make(&cfg);
+    tkv_config cfg = make_config(1, 3);
+    tkv_cache *kv = create_cache(&cfg);
     tkv_rows rows[3];
     int positions[3] = {90, 40, 0}, i;
     tkv_append_params a;
-    CHECK_EQ(feed_all(kv, 0, 0, 90, 50), TKV_OK);
-    CHECK_EQ(feed_all(kv, 2, 2, 40, 50), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 90, 50), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 2, 2, 40, 50), TKV_OK);
     for (i = 0; i < 3; i++) {
         rows[i].seq = i == 0 ? 0 : 3 - i; /* not in the order of sequence numbers */
         rows[i].n = 10;
@@ -943,13 +943,13 @@ TEST(positions_in_a_batch) {
 TEST(batch_over_many_pages) {
     enum { SEQS = 8 };
     counting_allocator p;
-    tkv_config cfg = config(1, SEQS);
+    tkv_config cfg = make_config(1, SEQS);
     tkv_cache *kv;
     tkv_rows rows[SEQS];
     int round, i;
     cfg.host.allocator = counting_allocator_of(&p);
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (round = 0; round < 12; round++) {
         tkv_append_params a = make_batch_params(0, rows, SEQS);
         for (i = 0; i < SEQS; i++) {
@@ -958,10 +958,10 @@ TEST(batch_over_many_pages) {
         }
         fill_batch(kv, 0, rows, SEQS);
         CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
-        whole(kv, "round", round);
+        check_cache_at(kv, "round", round);
         for (i = 0; i < SEQS; i++) {
             CHECK_EQ(tkv_get_length(kv, i, TKV_ALL_LAYERS), 130 * (round + 1));
-            reads_as(kv, i, 0, i, 130 * round, 130, TKV_F32);
+            check_read(kv, i, 0, i, 130 * round, 130, TKV_F32);
         }
     }
     tkv_destroy(kv);
@@ -974,25 +974,25 @@ static uint16_t round_to_half(tkv_type type, float x) {
 }
 
 TEST(input_types_and_strides) {
-    static float k_wide[N_WIDE * K_TOKEN], v_wide[N_WIDE * V_TOKEN];
-    static uint16_t k_half[N_WIDE * K_TOKEN], v_half[N_WIDE * V_TOKEN];
+    static float k_wide[N_STRIDED * K_TOKEN_STRIDE], v_wide[N_STRIDED * V_TOKEN_STRIDE];
+    static uint16_t k_half[N_STRIDED * K_TOKEN_STRIDE], v_half[N_STRIDED * V_TOKEN_STRIDE];
     int kt, vt, strided, t, h, i;
     for (kt = 0; kt < 3; kt++)
         for (vt = 0; vt < 3; vt++)
             for (strided = 0; strided < 3; strided++) { /* packed; with gaps; head-major */
-                tkv_config cfg = config_f32(1, 1);
-                tkv_cache *kv = make(&cfg);
+                tkv_config cfg = make_f32_config(1, 1);
+                tkv_cache *kv = create_cache(&cfg);
                 tkv_append_params p;
-                ptrdiff_t k_token = strided == 1 ? K_TOKEN : strided == 2 ? DIM : K_ROW;
-                ptrdiff_t v_token = strided == 1 ? V_TOKEN : strided == 2 ? V_DIM : V_ROW;
-                ptrdiff_t k_head = strided == 1 ? K_HEAD : strided == 2 ? N_WIDE * DIM : DIM;
-                ptrdiff_t v_head = strided == 1 ? V_HEAD : strided == 2 ? N_WIDE * V_DIM : V_DIM;
+                ptrdiff_t k_token = strided == 1 ? K_TOKEN_STRIDE : strided == 2 ? DIM : K_ROW;
+                ptrdiff_t v_token = strided == 1 ? V_TOKEN_STRIDE : strided == 2 ? V_DIM : V_ROW;
+                ptrdiff_t k_head = strided == 1 ? K_HEAD_STRIDE : strided == 2 ? N_STRIDED * DIM : DIM;
+                ptrdiff_t v_head = strided == 1 ? V_HEAD_STRIDE : strided == 2 ? N_STRIDED * V_DIM : V_DIM;
                 memset(k_wide, 0xff, sizeof k_wide); /* NaN in the gaps: refused if read */
                 memset(v_wide, 0xff, sizeof v_wide);
                 memset(k_half, 0xff, sizeof k_half);
                 memset(v_half, 0xff, sizeof v_half);
-                rows_of(4, 0, 0, N_WIDE, k_want, v_want);
-                for (t = 0; t < N_WIDE; t++)
+                fill_rows(4, 0, 0, N_STRIDED, k_want, v_want);
+                for (t = 0; t < N_STRIDED; t++)
                     for (h = 0; h < KV_HEADS; h++) {
                         for (i = 0; i < DIM; i++) {
                             float *x = &k_want[t * K_ROW + h * DIM + i];
@@ -1014,7 +1014,7 @@ TEST(input_types_and_strides) {
                         }
                     }
                 memset(&p, 0, sizeof p);
-                p.n = N_WIDE;
+                p.n = N_STRIDED;
                 p.k = kt ? (const void *)k_half : (const void *)k_wide;
                 p.v = vt ? (const void *)v_half : (const void *)v_wide;
                 p.k_type = (tkv_type)kt;
@@ -1026,21 +1026,21 @@ TEST(input_types_and_strides) {
                     p.v_head_stride = v_head;
                 }
                 CHECK_EQ(tkv_append_ex(kv, &p), TKV_OK);
-                CHECK_EQ(tkv_read(kv, 0, 0, 0, N_WIDE, k_out, v_out), TKV_OK);
-                CHECK_MEM(k_out, k_want, N_WIDE * K_ROW * sizeof(float));
-                CHECK_MEM(v_out, v_want, N_WIDE * V_ROW * sizeof(float));
+                CHECK_EQ(tkv_read(kv, 0, 0, 0, N_STRIDED, k_out, v_out), TKV_OK);
+                CHECK_MEM(k_out, k_want, N_STRIDED * K_ROW * sizeof(float));
+                CHECK_MEM(v_out, v_want, N_STRIDED * V_ROW * sizeof(float));
                 p.n = 3; /* the last three tokens, backwards */
-                p.k = kt ? (const void *)(k_half + (N_WIDE - 1) * k_token)
-                         : (const void *)(k_wide + (N_WIDE - 1) * k_token);
-                p.v = vt ? (const void *)(v_half + (N_WIDE - 1) * v_token)
-                         : (const void *)(v_wide + (N_WIDE - 1) * v_token);
+                p.k = kt ? (const void *)(k_half + (N_STRIDED - 1) * k_token)
+                         : (const void *)(k_wide + (N_STRIDED - 1) * k_token);
+                p.v = vt ? (const void *)(v_half + (N_STRIDED - 1) * v_token)
+                         : (const void *)(v_wide + (N_STRIDED - 1) * v_token);
                 p.k_token_stride = -k_token;
                 p.v_token_stride = -v_token;
                 CHECK_EQ(tkv_append_ex(kv, &p), TKV_OK);
                 for (t = 0; t < 3; t++) {
-                    CHECK_EQ(tkv_read(kv, 0, 0, N_WIDE + t, 1, k_out, v_out), TKV_OK);
-                    CHECK_MEM(k_out, k_want + (N_WIDE - 1 - t) * K_ROW, K_ROW * sizeof(float));
-                    CHECK_MEM(v_out, v_want + (N_WIDE - 1 - t) * V_ROW, V_ROW * sizeof(float));
+                    CHECK_EQ(tkv_read(kv, 0, 0, N_STRIDED + t, 1, k_out, v_out), TKV_OK);
+                    CHECK_MEM(k_out, k_want + (N_STRIDED - 1 - t) * K_ROW, K_ROW * sizeof(float));
+                    CHECK_MEM(v_out, v_want + (N_STRIDED - 1 - t) * V_ROW, V_ROW * sizeof(float));
                 }
                 tkv_destroy(kv);
             }
@@ -1055,21 +1055,21 @@ TEST(nonfinite_and_overflow) {
         for (side = 0; side < 2; side++)
             for (hot = TKV_F32; hot <= TKV_BF16; hot++)
                 for (at = 0; at < 2; at++) { /* the first and the last channel of 5 tokens */
-                    tkv_config cfg = config(1, 1);
+                    tkv_config cfg = make_config(1, 1);
                     tkv_cache *kv;
                     snapshot before;
                     float *x, want;
                     cfg.tiers.hot.k = cfg.tiers.hot.v = (tkv_format)hot;
-                    kv = make(&cfg);
-                    CHECK_EQ(feed(kv, 0, 0, 1, 70), TKV_OK);
-                    rows_of(1, 0, 70, 5, k_in, v_in);
+                    kv = create_cache(&cfg);
+                    CHECK_EQ(append_tokens(kv, 0, 0, 1, 70), TKV_OK);
+                    fill_rows(1, 0, 70, 5, k_in, v_in);
                     x = side ? &v_in[at ? 5 * V_ROW - 1 : 0] : &k_in[at ? 5 * K_ROW - 1 : 0];
                     *x = tkv_test_float(bad[i]);
                     before = snapshot_of(kv);
                     check_refusal(kv, tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_ERR_NONFINITE, "NaN", &before);
                     tkv_destroy(kv);
                     cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
-                    kv = make(&cfg);
+                    kv = create_cache(&cfg);
                     CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 5), TKV_OK);
                     CHECK_EQ(tkv_read(kv, 0, 0, 0, 5, k_out, v_out), TKV_OK);
                     want = as_stored((tkv_format)hot, saturated[i]);
@@ -1078,9 +1078,9 @@ TEST(nonfinite_and_overflow) {
                     tkv_destroy(kv);
                 }
     { /* finite values beyond float16 */
-        tkv_config cfg = config(1, 1);
-        tkv_cache *kv = make(&cfg);
-        rows_of(1, 0, 0, 200, k_in, v_in);
+        tkv_config cfg = make_config(1, 1);
+        tkv_cache *kv = create_cache(&cfg);
+        fill_rows(1, 0, 0, 200, k_in, v_in);
         k_in[0] = 1e6f, k_in[1] = -3e38f, k_in[2] = 65504.0f, k_in[3] = 65520.0f, v_in[0] = -70000.0f;
         k_in[100 * K_ROW] = 1e30f, v_in[100 * V_ROW] = -1e30f; /* token 100 goes through warm and archive */
         CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 200), TKV_OK);
@@ -1088,7 +1088,7 @@ TEST(nonfinite_and_overflow) {
         CHECK(k_out[0] == 65504.0f && k_out[1] == -65504.0f && k_out[2] == 65504.0f && k_out[3] == 65504.0f);
         CHECK(v_out[0] == -65504.0f);
         CHECK(k_out[100 * K_ROW] == 65504.0f && v_out[100 * V_ROW] == -65504.0f);
-        CHECK_EQ(feed_all(kv, 0, 1, 1000, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1000, 1), TKV_OK);
         CHECK_EQ(tkv_read(kv, 0, 0, 0, 1200, k_out, v_out), TKV_OK);
         /* scales are rounded to float16, so decoded values can lie slightly beyond 65504 */
         for (i = 0; i < 1200 * K_ROW; i++) CHECK(k_out[i] >= -65568.0f && k_out[i] <= 65568.0f);
@@ -1100,30 +1100,31 @@ TEST(nonfinite_and_overflow) {
 
 /* >>limits and lengths */
 TEST(limits) {
-    tkv_config cfg = config(2, 2);
+    tkv_config cfg = make_config(2, 2);
     tkv_cache *kv;
     snapshot before;
     int i;
     cfg.limits.max_append = 30;
     cfg.limits.max_tokens = 200;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_STR(tkv_get_last_error(kv), "");
     CHECK_STR(tkv_get_last_error(NULL), "");
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 0, 0, 1, 31), TKV_ERR_CAPACITY, "max_append leaves room for 30", &before);
-    CHECK_EQ(feed(kv, 0, 0, 1, 30), TKV_OK);
+    check_refusal(kv, append_tokens(kv, 0, 0, 1, 31), TKV_ERR_CAPACITY, "max_append leaves room for 30",
+                  &before);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1, 30), TKV_OK);
     CHECK_STR(tkv_get_last_error(kv), "");
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0); /* layer 1 has no tokens yet */
     CHECK_EQ(tkv_get_length(kv, 0, 0), 30);
     CHECK_EQ(tkv_get_length(kv, 0, 1), 0);
-    CHECK_EQ(feed(kv, 0, 1, 1, 11), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 1, 1, 11), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 11);
-    CHECK_EQ(feed(kv, 0, 1, 1, 19), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 1, 1, 19), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 30);
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 0, 0, 1, -1), TKV_ERR_ARG, "-1", &before);
+    check_refusal(kv, append_tokens(kv, 0, 0, 1, -1), TKV_ERR_ARG, "-1", &before);
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 2, 0, 1, 1), TKV_ERR_ARG, "2", &before);
+    check_refusal(kv, append_tokens(kv, 2, 0, 1, 1), TKV_ERR_ARG, "2", &before);
     before = snapshot_of(kv);
     check_refusal(kv, tkv_append(kv, 0, 2, k_in, v_in, 1), TKV_ERR_ARG, "2", &before);
     before = snapshot_of(kv);
@@ -1132,24 +1133,28 @@ TEST(limits) {
     check_refusal(kv, tkv_append(kv, 0, 0, k_in, NULL, 1), TKV_ERR_ARG, "v", &before);
     CHECK_EQ(tkv_append(kv, 0, 0, NULL, NULL, 0), TKV_OK);
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-    CHECK_EQ(feed(kv, 0, 0, 1, 20), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1, 20), TKV_OK);
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 0, 0, 1, 11), TKV_ERR_CAPACITY, "max_append leaves room for 10", &before);
-    CHECK_EQ(feed(kv, 0, 1, 1, 30), TKV_OK); /* each layer has its own limit */
-    CHECK_EQ(feed(kv, 0, 0, 1, 10), TKV_OK);
+    check_refusal(kv, append_tokens(kv, 0, 0, 1, 11), TKV_ERR_CAPACITY, "max_append leaves room for 10",
+                  &before);
+    CHECK_EQ(append_tokens(kv, 0, 1, 1, 30), TKV_OK); /* each layer has its own limit */
+    CHECK_EQ(append_tokens(kv, 0, 0, 1, 10), TKV_OK);
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_append leaves room for 0", &before);
-    CHECK_EQ(feed(kv, 1, 0, 1, 30), TKV_OK); /* each sequence has its own limit */
+    check_refusal(kv, append_tokens(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_append leaves room for 0",
+                  &before);
+    CHECK_EQ(append_tokens(kv, 1, 0, 1, 30), TKV_OK); /* each sequence has its own limit */
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
-    CHECK_EQ(feed_all(kv, 0, 1, 139, 30), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 139, 30), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 199);
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 0, 0, 1, 2), TKV_ERR_CAPACITY, "max_tokens leaves room for 1", &before);
-    CHECK_EQ(feed(kv, 0, 0, 1, 1), TKV_OK);
+    check_refusal(kv, append_tokens(kv, 0, 0, 1, 2), TKV_ERR_CAPACITY, "max_tokens leaves room for 1",
+                  &before);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1, 1), TKV_OK);
     before = snapshot_of(kv);
-    check_refusal(kv, feed(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_tokens leaves room for 0", &before);
+    check_refusal(kv, append_tokens(kv, 0, 0, 1, 1), TKV_ERR_CAPACITY, "max_tokens leaves room for 0",
+                  &before);
     CHECK_EQ(tkv_seq_truncate(kv, 0, 190), TKV_OK); /* the truncation leaves room for 10 */
-    CHECK_EQ(feed_all(kv, 0, 1, 10, 10), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 10, 10), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 200);
     for (i = -3; i < 5; i++) { /* unknown sequences and layers have length 0 */
         if (i < 0 || i > 1) CHECK_EQ(tkv_get_length(kv, i, TKV_ALL_LAYERS), 0);
@@ -1157,7 +1162,7 @@ TEST(limits) {
     }
     CHECK_EQ(tkv_get_length(NULL, 0, TKV_ALL_LAYERS), 0);
     CHECK_EQ(tkv_get_length(NULL, 0, 0), 0);
-    whole(kv, "limits", 0);
+    check_cache_at(kv, "limits", 0);
     tkv_destroy(kv);
 }
 
@@ -1168,7 +1173,7 @@ TEST(abort_restores) {
     int round, rounds = tkv_test_quick() ? 12 : 120;
     for (round = 0; round < rounds; round++) {
         counting_allocator p;
-        tkv_config cfg = round % 2 ? config_f32(3, 2) : config(3, 2);
+        tkv_config cfg = round % 2 ? make_f32_config(3, 2) : make_config(3, 2);
         tkv_cache *kv;
         snapshot before;
         int n_before = round < 4 ? round : tkv_rng_below(&rng, 400), layer, i, left;
@@ -1176,9 +1181,9 @@ TEST(abort_restores) {
         cfg.tiers.hot_tokens = round % 5 == 0 ? TKV_OFF : 1 + tkv_rng_below(&rng, 80);
         cfg.tiers.sink_tokens = round % 7 == 0 ? TKV_OFF : 1 + tkv_rng_below(&rng, 64);
         cfg.model.window = round % 3 == 0 ? 1 + tkv_rng_below(&rng, 100) : 0;
-        kv = make(&cfg);
-        CHECK_EQ(feed_all(kv, 1, 9, 100, 37), TKV_OK);
-        CHECK_EQ(feed_all(kv, 0, 1, n_before, 41), TKV_OK);
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 1, 9, 100, 37), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, n_before, 41), TKV_OK);
         if (round % 4 == 1) CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
         for (i = 0; i < 3; i++) {
             CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
@@ -1186,19 +1191,19 @@ TEST(abort_restores) {
             for (layer = 0; layer < 3; layer++)
                 for (left = tkv_rng_below(&rng, 150); left > 0;) {
                     int n = 1 + tkv_rng_below(&rng, left);
-                    CHECK_EQ(feed(kv, 0, layer, 2, n), TKV_OK);
+                    CHECK_EQ(append_tokens(kv, 0, layer, 2, n), TKV_OK);
                     left -= n;
                 }
-            whole(kv, "in step", round);
+            check_cache_at(kv, "in step", round);
             CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
-            unchanged(kv, &before, "abort");
+            check_unchanged(kv, &before, "abort");
         }
         CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* another step works */
-        CHECK_EQ(feed_all(kv, 0, 1, 70, 33), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 70, 33), TKV_OK);
         CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n_before + 70);
-        reads_as(kv, 0, 1, 1, n_before, 70, round % 2 ? TKV_F32 : TKV_F16);
-        whole(kv, "after", round);
+        check_read(kv, 0, 1, 1, n_before, 70, round % 2 ? TKV_F32 : TKV_F16);
+        check_cache_at(kv, "after", round);
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
     }
@@ -1206,8 +1211,8 @@ TEST(abort_restores) {
 
 /* A committed step equals the same appends without a step. */
 TEST(steps_equal_appends) {
-    tkv_config cfg = config(2, 1);
-    tkv_cache *kv = make(&cfg), *plain = make(&cfg);
+    tkv_config cfg = make_config(2, 1);
+    tkv_cache *kv = create_cache(&cfg), *plain = create_cache(&cfg);
     tkv_rng rng = tkv_rng_seed(8);
     int step, layer;
     for (step = 0; step < 40; step++) {
@@ -1215,34 +1220,34 @@ TEST(steps_equal_appends) {
         snapshot a, b;
         CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
         for (layer = 0; layer < 2; layer++) { /* in two parts; no token changes its tier between them */
-            CHECK_EQ(feed(kv, 0, layer, 1, first_part), TKV_OK);
-            CHECK_EQ(feed(kv, 0, layer, 1, n - first_part), TKV_OK);
-            CHECK_EQ(feed(plain, 0, layer, 1, n), TKV_OK);
+            CHECK_EQ(append_tokens(kv, 0, layer, 1, first_part), TKV_OK);
+            CHECK_EQ(append_tokens(kv, 0, layer, 1, n - first_part), TKV_OK);
+            CHECK_EQ(append_tokens(plain, 0, layer, 1, n), TKV_OK);
         }
         a = snapshot_of(kv);
         CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         b = snapshot_of(kv);
-        CHECK(same_picture(&a, &b));
-        snapshot_free(&a);
+        CHECK(is_same_snapshot(&a, &b));
+        free_snapshot(&a);
         a = snapshot_of(plain);
-        CHECK_MSG(same_picture(&a, &b), "step %d", step);
-        snapshot_free(&a);
-        snapshot_free(&b);
+        CHECK_MSG(is_same_snapshot(&a, &b), "step %d", step);
+        free_snapshot(&a);
+        free_snapshot(&b);
     }
     tkv_destroy(kv);
     tkv_destroy(plain);
 }
 
 TEST(steps_out_of_order) {
-    tkv_config cfg = config(2, 2);
-    tkv_cache *kv = make(&cfg);
+    tkv_config cfg = make_config(2, 2);
+    tkv_cache *kv = create_cache(&cfg);
     snapshot before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "no step", &before);
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_abort(kv, 0), TKV_ERR_STATE, "no step", &before);
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK); /* an empty step is allowed */
-    CHECK_EQ(feed_all(kv, 0, 1, 80, 80), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 80, 80), TKV_OK);
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     CHECK_STR(tkv_get_last_error(kv), "");
     before = snapshot_of(kv);
@@ -1251,14 +1256,14 @@ TEST(steps_out_of_order) {
     check_refusal(kv, tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_ERR_STATE, "open", &before);
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_truncate(kv, 0, 79), TKV_ERR_STATE, "open", &before);
-    CHECK_EQ(feed(kv, 0, 0, 1, 5), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1, 5), TKV_OK);
     before = snapshot_of(kv);
     /* lengths of layers differ; the step stays open */
     check_refusal(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before);
-    CHECK_EQ(feed(kv, 0, 1, 1, 4), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 1, 1, 4), TKV_OK);
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_commit(kv, 0), TKV_ERR_STATE, "layer 1", &before);
-    CHECK_EQ(feed(kv, 0, 1, 1, 1), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 1, 1, 1), TKV_OK);
     CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK); /* steps of two sequences are independent */
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
@@ -1278,7 +1283,7 @@ TEST(steps_out_of_order) {
 
 /* >>reservations */
 /* Appends n tokens to every layer, in random chunks and a random order of layers. */
-static tkv_status feed_in_random_order(tkv_cache *kv, int seq, int id, int n, tkv_rng *rng) {
+static tkv_status append_in_random_order(tkv_cache *kv, int seq, int id, int n, tkv_rng *rng) {
     int layers = last_config.model.n_layers, goal = tkv_get_length(kv, seq, TKV_ALL_LAYERS) + n,
         n_unfinished = layers, layer;
     while (n_unfinished > 0) {
@@ -1292,7 +1297,7 @@ static tkv_status feed_in_random_order(tkv_cache *kv, int seq, int id, int n, tk
             continue;
         }
         chunk = 1 + tkv_rng_below(rng, goal - len);
-        st = feed(kv, seq, layer, id, chunk);
+        st = append_tokens(kv, seq, layer, id, chunk);
         if (st) return st;
     }
     return TKV_OK;
@@ -1302,7 +1307,7 @@ static tkv_config make_random_config(tkv_rng *rng, int layers, int seqs) {
     static const int hots[] = {0, TKV_OFF, 1, 64, 130, TKV_UNLIMITED},
                      warms[] = {0, TKV_OFF, 64, 100, TKV_UNLIMITED};
     static const int sinks[] = {0, TKV_OFF, 1, 64, 30}, windows[] = {0, 0, 0, 1, 90, 300};
-    tkv_config cfg = tkv_rng_below(rng, 4) ? config(layers, seqs) : config_f32(layers, seqs);
+    tkv_config cfg = tkv_rng_below(rng, 4) ? make_config(layers, seqs) : make_f32_config(layers, seqs);
     cfg.tiers.hot_tokens = hots[tkv_rng_below(rng, COUNT(hots))];
     cfg.tiers.warm_tokens = warms[tkv_rng_below(rng, COUNT(warms))];
     cfg.tiers.sink_tokens = sinks[tkv_rng_below(rng, COUNT(sinks))];
@@ -1320,22 +1325,22 @@ TEST(reserved_appends_succeed) {
         int n_before = tkv_rng_below(&rng, 3) ? tkv_rng_below(&rng, 900) : 0, n, step = round % 3 == 0;
         tkv_status st;
         cfg.host.allocator = counting_allocator_of(&p);
-        kv = make(&cfg);
-        CHECK_EQ(feed_all(kv, 1, 5, tkv_rng_below(&rng, 200), 61), TKV_OK);
-        CHECK_EQ(feed_all(kv, 0, 1, n_before, 1 + tkv_rng_below(&rng, 300)), TKV_OK);
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 1, 5, tkv_rng_below(&rng, 200), 61), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, n_before, 1 + tkv_rng_below(&rng, 300)), TKV_OK);
         n = tkv_rng_below(&rng, 4) ? 1 + tkv_rng_below(&rng, 512) : 1 + tkv_rng_below(&rng, 5);
         CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
         CHECK_STR(tkv_get_last_error(kv), "");
-        whole(kv, "reserved", round);
-        p.closed = 1;
+        check_cache_at(kv, "reserved", round);
+        p.fail_at = 1;
         if (step) CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-        st = feed_in_random_order(kv, 0, 2, n, &rng);
+        st = append_in_random_order(kv, 0, 2, n, &rng);
         CHECK_MSG(st == TKV_OK, "round %d: %d tokens at %d: %s", round, n, n_before, tkv_get_last_error(kv));
         if (step) CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
-        whole(kv, "used", round);
+        check_cache_at(kv, "used", round);
         CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n_before + n);
-        p.closed = 0;
-        CHECK_EQ(feed_all(kv, 0, 1, 100, 100), TKV_OK);
+        p.fail_at = 0;
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 100, 100), TKV_OK);
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
     }
@@ -1352,26 +1357,27 @@ TEST(reservation_not_used_by_other_sequences) {
         tkv_status st = TKV_OK;
         int n = 1 + tkv_rng_below(&rng, 300), i, n_refused = 0;
         cfg.host.allocator = counting_allocator_of(&p);
-        kv = make(&cfg);
-        for (i = 0; i < 3; i++) CHECK_EQ(feed_all(kv, i, i, tkv_rng_below(&rng, 300), 64), TKV_OK);
+        kv = create_cache(&cfg);
+        for (i = 0; i < 3; i++)
+            CHECK_EQ(append_to_all_layers(kv, i, i, tkv_rng_below(&rng, 300), 64), TKV_OK);
         CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
         for (i = 0; i < 10; i++) { /* while the allocator gives memory, others do not use the reservation */
-            CHECK_EQ(feed_all(kv, 1 + i % 2, i, 1 + tkv_rng_below(&rng, 60), 64), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 1 + i % 2, i, 1 + tkv_rng_below(&rng, 60), 64), TKV_OK);
             if (i == 5) CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_FULL), TKV_OK);
         }
-        p.closed = 1;
+        p.fail_at = 1;
         for (i = 0; i < 400 && n_refused < 2; i++) {
             n_refused = 0;
-            n_refused += feed(kv, 1, i % 2, 1, 20) == TKV_ERR_NOMEM;
-            n_refused += feed(kv, 2, i % 2, 1, 20) == TKV_ERR_NOMEM;
+            n_refused += append_tokens(kv, 1, i % 2, 1, 20) == TKV_ERR_NOMEM;
+            n_refused += append_tokens(kv, 2, i % 2, 1, 20) == TKV_ERR_NOMEM;
             if (tkv_get_length(kv, 1, 0) > 1500 || tkv_get_length(kv, 2, 0) > 1500) break;
         }
         CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK); /* sequence 1 may use what a reset releases */
-        for (i = 0; i < 400 && !feed(kv, 1, i % 2, 1, 20); i++) {}
-        whole(kv, "out of memory", round);
-        st = feed_in_random_order(kv, 0, 0, n, &rng);
+        for (i = 0; i < 400 && !append_tokens(kv, 1, i % 2, 1, 20); i++) {}
+        check_cache_at(kv, "out of memory", round);
+        st = append_in_random_order(kv, 0, 0, n, &rng);
         CHECK_MSG(st == TKV_OK, "round %d: %d tokens: %s", round, n, tkv_get_last_error(kv));
-        whole(kv, "used", round);
+        check_cache_at(kv, "used", round);
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
     }
@@ -1383,17 +1389,17 @@ TEST(reservation_not_used_by_other_rows) {
     int empty;
     for (empty = 0; empty < 2; empty++) {
         counting_allocator p;
-        tkv_config cfg = config(1, 2);
+        tkv_config cfg = make_config(1, 2);
         tkv_cache *kv;
         tkv_rows rows[2];
         tkv_append_params a = make_batch_params(0, rows, 2);
         tkv_status st;
         cfg.host.allocator = counting_allocator_of(&p);
-        kv = make(&cfg);
-        CHECK_EQ(feed_all(kv, 0, 0, 68, 68), TKV_OK);
-        CHECK_EQ(feed_all(kv, 1, 1, 68, 68), TKV_OK);
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 68, 68), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 1, 1, 68, 68), TKV_OK);
         CHECK_EQ(tkv_seq_reserve(kv, 0, 512), TKV_OK);
-        p.closed = 1;
+        p.fail_at = 1;
         rows[0].seq = 0;
         rows[0].n = empty ? 0 : 1;
         rows[1].seq = 1;
@@ -1402,8 +1408,8 @@ TEST(reservation_not_used_by_other_rows) {
         st = tkv_append_ex(kv, &a);
         CHECK_MSG(st == TKV_ERR_NOMEM, "the other's 500 tokens came out of the reservation: %s",
                   tkv_get_status_text(st));
-        p.closed = st != TKV_OK; /* after a failed check, the next one gets memory */
-        while (tkv_get_length(kv, 0, TKV_ALL_LAYERS) < 68 + 512 && !(st = feed(kv, 0, 0, 0, 1))) {}
+        p.fail_at = st != TKV_OK; /* after a failed check, the next one gets memory */
+        while (tkv_get_length(kv, 0, TKV_ALL_LAYERS) < 68 + 512 && !(st = append_tokens(kv, 0, 0, 0, 1))) {}
         CHECK_MSG(st == TKV_OK, "at %d: %s", tkv_get_length(kv, 0, TKV_ALL_LAYERS), tkv_get_last_error(kv));
         tkv_destroy(kv);
     }
@@ -1412,17 +1418,17 @@ TEST(reservation_not_used_by_other_rows) {
 /* Layer 0 appends more than was reserved. The memory reserved for layer 1 stays available. */
 TEST(reservation_not_used_by_other_layers) {
     counting_allocator p;
-    tkv_config cfg = config(2, 1);
+    tkv_config cfg = make_config(2, 1);
     tkv_cache *kv;
     tkv_status st;
     cfg.host.allocator = counting_allocator_of(&p);
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
-    kv = make(&cfg);
-    CHECK_EQ(feed_all(kv, 0, 0, 68, 68), TKV_OK);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 68, 68), TKV_OK);
     CHECK_EQ(tkv_seq_reserve(kv, 0, 200), TKV_OK);
-    p.closed = 1;
-    while (tkv_get_length(kv, 0, 0) < 1000 && !feed(kv, 0, 0, 0, 10)) {}
-    st = feed(kv, 0, 1, 0, 200);
+    p.fail_at = 1;
+    while (tkv_get_length(kv, 0, 0) < 1000 && !append_tokens(kv, 0, 0, 0, 10)) {}
+    st = append_tokens(kv, 0, 1, 0, 200);
     CHECK_MSG(st == TKV_OK, "layer 0 has %d tokens, and layer 1: %s", tkv_get_length(kv, 0, 0),
               tkv_get_last_error(kv));
     tkv_destroy(kv);
@@ -1441,24 +1447,24 @@ TEST(reservation_survives_other_calls) {
     int i;
     for (i = 0; i < COUNT(how); i++) {
         counting_allocator p;
-        tkv_config cfg = config(2, 2);
+        tkv_config cfg = make_config(2, 2);
         tkv_cache *kv;
         tkv_status st = TKV_OK;
         int goal = 350 + 200;
         cfg.host.allocator = counting_allocator_of(&p);
         cfg.tiers.hot_tokens = 200;
-        kv = make(&cfg);
-        CHECK_EQ(feed_all(kv, 1, 0, 300, 100), TKV_OK);
-        CHECK_EQ(feed_all(kv, 0, 0, 350, 50), TKV_OK);
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 1, 0, 300, 100), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 350, 50), TKV_OK);
         CHECK_EQ(tkv_seq_reserve(kv, 0, 200), TKV_OK);
         if (i == 1) CHECK_EQ(tkv_seq_reserve(kv, 0, 1), TKV_OK);
-        p.closed = 1;
+        p.fail_at = 1;
         if (i == 2 || i == 3) {
             CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-            CHECK_EQ(feed_all(kv, 0, 0, i == 2 ? 150 : 200, 64), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, i == 2 ? 150 : 200, 64), TKV_OK);
             CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
         } else if (i == 4) {
-            CHECK_EQ(feed_all(kv, 0, 0, 150, 64), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, 150, 64), TKV_OK);
             CHECK_EQ(tkv_seq_truncate(kv, 0, 350), TKV_OK);
         } else if (i == 5) {
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
@@ -1468,8 +1474,8 @@ TEST(reservation_survives_other_calls) {
         } else if (i == 7) {
             CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
         }
-        whole(kv, how[i], 0);
-        st = feed_all(kv, 0, 0, goal - tkv_get_length(kv, 0, TKV_ALL_LAYERS), 64);
+        check_cache_at(kv, how[i], 0);
+        st = append_to_all_layers(kv, 0, 0, goal - tkv_get_length(kv, 0, TKV_ALL_LAYERS), 64);
         CHECK_MSG(st == TKV_OK, "after %s, at %d of %d: %s", how[i], tkv_get_length(kv, 0, TKV_ALL_LAYERS),
                   goal, tkv_get_last_error(kv));
         tkv_destroy(kv);
@@ -1478,7 +1484,7 @@ TEST(reservation_survives_other_calls) {
 
 TEST(reserve_limits) {
     counting_allocator p;
-    tkv_config cfg = config(2, 2);
+    tkv_config cfg = make_config(2, 2);
     tkv_cache *kv;
     tkv_memory_info m;
     size_t empty;
@@ -1486,7 +1492,7 @@ TEST(reserve_limits) {
     cfg.host.allocator = counting_allocator_of(&p);
     cfg.limits.max_append = 100;
     cfg.limits.max_tokens = 250;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     empty = p.held;
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_reserve(kv, 0, 101), TKV_ERR_ARG, "101", &before);
@@ -1497,10 +1503,10 @@ TEST(reserve_limits) {
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_reserve(kv, 2, 1), TKV_ERR_ARG, "2", &before);
     CHECK_EQ(tkv_seq_reserve(NULL, 0, 1), TKV_ERR_ARG);
-    p.closed = 1;
+    p.fail_at = 1;
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_reserve(kv, 0, 100), TKV_ERR_NOMEM, "100", &before);
-    p.closed = 0;
+    p.fail_at = 0;
     CHECK_EQ(tkv_seq_reserve(kv, 0, 100), TKV_OK);
     CHECK(p.held > empty);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0);
@@ -1509,12 +1515,12 @@ TEST(reserve_limits) {
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     CHECK_EQ(m.slack, m.total - m.tables - m.index - m.scratch); /* no page is in use */
-    CHECK_EQ(feed_all(kv, 0, 0, 200, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 200, 100), TKV_OK);
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_reserve(kv, 0, 51), TKV_ERR_CAPACITY, "max_tokens leaves room for 50", &before);
     CHECK_EQ(tkv_seq_reserve(kv, 0, 50), TKV_OK);
-    p.closed = 1;
-    CHECK_EQ(feed_all(kv, 0, 0, 50, 7), TKV_OK);
+    p.fail_at = 1;
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 50, 7), TKV_OK);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
 }
@@ -1532,7 +1538,7 @@ TEST(truncate_the_tail) {
     int i, round, rounds = tkv_test_quick() ? 3 : 12;
     for (i = 0; i < COUNT(plans); i++)
         for (round = 0; round < rounds; round++) {
-            tkv_config cfg = config(2, 1);
+            tkv_config cfg = make_config(2, 1);
             tkv_cache *kv;
             int n = 1 + tkv_rng_below(&rng, 900), chunk = round % 2 ? 1 : 1 + tkv_rng_below(&rng, 200);
             int chunk_start = (n - 1) / chunk * chunk, shortest = min_length(plans[i], n, chunk_start), keep;
@@ -1541,8 +1547,8 @@ TEST(truncate_the_tail) {
             cfg.tiers.sink_tokens = plans[i].sink;
             cfg.tiers.hot_tokens = plans[i].hot;
             cfg.tiers.warm_tokens = plans[i].warm;
-            kv = make(&cfg);
-            CHECK_EQ(feed_all(kv, 0, 1, n, chunk), TKV_OK);
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 1, n, chunk), TKV_OK);
             CHECK_EQ(tkv_seq_truncate(kv, 0, n + 5), TKV_OK); /* nothing to truncate */
             CHECK_EQ(tkv_seq_truncate(kv, 0, n), TKV_OK);
             CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
@@ -1558,17 +1564,17 @@ TEST(truncate_the_tail) {
             /* the last hot_tokens can be truncated */
             CHECK(shortest <= at_least_0(n - resolve_length(plans[i].hot, 64)));
             keep = shortest + tkv_rng_below(&rng, n - shortest + 1);
-            rows_of(1, 0, 0, n, k_want, v_want);
+            fill_rows(1, 0, 0, n, k_want, v_want);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, n, k_want, v_want), TKV_OK);
             CHECK_EQ(tkv_seq_truncate(kv, 0, keep), TKV_OK);
-            whole(kv, "truncated to", keep);
+            check_cache_at(kv, "truncated to", keep);
             CHECK_EQ(tkv_get_length(kv, 0, 0), keep);
             CHECK_EQ(tkv_get_length(kv, 0, 1), keep);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, keep, k_out, v_out), TKV_OK);
             CHECK_MEM(k_out, k_want, (size_t)(keep * K_ROW) * sizeof(float));
             CHECK_MEM(v_out, v_want, (size_t)(keep * V_ROW) * sizeof(float));
             CHECK_EQ(tkv_seq_truncate(kv, 0, shortest), TKV_OK);
-            whole(kv, "truncated to", shortest);
+            check_cache_at(kv, "truncated to", shortest);
             CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), shortest);
             tkv_destroy(kv);
         }
@@ -1579,31 +1585,31 @@ TEST(truncate_and_append_again) {
     tkv_rng rng = tkv_rng_seed(13);
     int round, rounds = tkv_test_quick() ? 8 : 60;
     for (round = 0; round < rounds; round++) {
-        tkv_config cfg = config(1, 1);
+        tkv_config cfg = make_config(1, 1);
         tkv_cache *kv, *reference;
         int n = 70 + tkv_rng_below(&rng, 700), n_cut = 1 + tkv_rng_below(&rng, round % 2 ? 64 : 5), i;
         snapshot a, b;
-        kv = make(&cfg);
-        reference = make(&cfg);
-        CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
+        kv = create_cache(&cfg);
+        reference = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, n, 1), TKV_OK);
         for (i = 0; i < 3; i++) { /* drafted tokens that are rejected */
             CHECK_EQ(tkv_seq_truncate(kv, 0, n - n_cut), TKV_OK);
-            CHECK_EQ(feed_all(kv, 0, 100 + i, n_cut, 1), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 100 + i, n_cut, 1), TKV_OK);
         }
         CHECK_EQ(tkv_seq_truncate(kv, 0, n - n_cut), TKV_OK);
-        CHECK_EQ(feed_all(reference, 0, 1, n - n_cut, 1), TKV_OK);
-        CHECK_EQ(feed_all(kv, 0, 2, n_cut + 1, 1), TKV_OK);
-        CHECK_EQ(feed_all(reference, 0, 2, n_cut + 1, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(reference, 0, 1, n - n_cut, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 2, n_cut + 1, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(reference, 0, 2, n_cut + 1, 1), TKV_OK);
         for (i = 0; i < 2; i++) {
             a = snapshot_of(kv);
             b = snapshot_of(reference);
-            CHECK_MSG(same_picture(&a, &b), "round %d: %d tokens, %d of them truncated", round, n, n_cut);
-            snapshot_free(&a);
-            snapshot_free(&b);
-            CHECK_EQ(feed_all(kv, 0, 3, 640, 1), TKV_OK); /* through all tiers */
-            CHECK_EQ(feed_all(reference, 0, 3, 640, 1), TKV_OK);
+            CHECK_MSG(is_same_snapshot(&a, &b), "round %d: %d tokens, %d of them truncated", round, n, n_cut);
+            free_snapshot(&a);
+            free_snapshot(&b);
+            CHECK_EQ(append_to_all_layers(kv, 0, 3, 640, 1), TKV_OK); /* through all tiers */
+            CHECK_EQ(append_to_all_layers(reference, 0, 3, 640, 1), TKV_OK);
         }
-        whole(kv, "round", round);
+        check_cache_at(kv, "round", round);
         tkv_destroy(kv);
         tkv_destroy(reference);
     }
@@ -1616,62 +1622,62 @@ TEST(check_after_truncation) {
     for (mode = 0; mode < 3; mode++) /* 1: after a full flush; 2: with a short block that was flushed */
         for (i = 0; i < COUNT(warms); i++)
             for (n = 200; n < 330; n += tkv_test_quick() ? 11 : 3) {
-                tkv_config cfg = config(1, 1);
+                tkv_config cfg = make_config(1, 1);
                 tkv_cache *kv;
                 tkv_layer_info info;
                 cfg.tiers.sink_tokens = TKV_OFF;
                 cfg.tiers.warm_tokens = warms[i];
-                kv = make(&cfg);
-                CHECK_EQ(feed_all(kv, 0, 1, mode == 2 ? 74 : n, 1), TKV_OK);
+                kv = create_cache(&cfg);
+                CHECK_EQ(append_to_all_layers(kv, 0, 1, mode == 2 ? 74 : n, 1), TKV_OK);
                 if (mode) CHECK_EQ(tkv_seq_flush(kv, 0, mode == 2 ? TKV_FLUSH_ALL : TKV_FLUSH_FULL), TKV_OK);
-                CHECK_EQ(feed_all(kv, 0, 1, mode == 2 ? n - 74 : 10, 1), TKV_OK);
+                CHECK_EQ(append_to_all_layers(kv, 0, 1, mode == 2 ? n - 74 : 10, 1), TKV_OK);
                 CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
                 CHECK_EQ(tkv_seq_truncate(kv, 0, info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE]),
                          TKV_OK);
-                whole(kv, "truncated at", n);
-                CHECK_EQ(feed_all(kv, 0, 1, 200, 1), TKV_OK);
-                whole(kv, "appended after", n);
+                check_cache_at(kv, "truncated at", n);
+                CHECK_EQ(append_to_all_layers(kv, 0, 1, 200, 1), TKV_OK);
+                check_cache_at(kv, "appended after", n);
                 tkv_destroy(kv);
             }
 }
 
 TEST(reset) {
     counting_allocator p;
-    tkv_config cfg = config(2, 3);
+    tkv_config cfg = make_config(2, 3);
     tkv_cache *kv, *fresh;
     size_t held_with_one_seq;
     tkv_memory_info before, after;
     snapshot a, b;
     cfg.host.allocator = counting_allocator_of(&p);
-    kv = make(&cfg);
-    CHECK_EQ(feed_all(kv, 1, 1, 300, 100), TKV_OK);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 300, 100), TKV_OK);
     held_with_one_seq = p.held;
     CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
-    CHECK_EQ(feed_all(kv, 0, 0, 700, 100), TKV_OK);
-    CHECK_EQ(feed_all(kv, 2, 2, 700, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 700, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 2, 2, 700, 100), TKV_OK);
     CHECK_EQ(tkv_seq_reserve(kv, 2, 300), TKV_OK);
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     a = snapshot_of_seq(kv, 1);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0);
     CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK);
-    whole(kv, "reset", 0);
+    check_cache_at(kv, "reset", 0);
     CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
     CHECK_MEM(&after.tier, &before.tier, sizeof after.tier);
     CHECK_EQ(after.slack, before.slack); /* pages are released; tables that have grown stay */
     CHECK(p.held - held_with_one_seq == after.index - before.index);
     b = snapshot_of_seq(kv, 1);
-    CHECK(same_picture(&a, &b));
-    snapshot_free(&a);
-    snapshot_free(&b);
-    CHECK_EQ(feed_all(kv, 0, 3, 400, 1), TKV_OK); /* equals a new sequence */
-    fresh = make(&cfg);
-    CHECK_EQ(feed_all(fresh, 0, 3, 400, 1), TKV_OK);
+    CHECK(is_same_snapshot(&a, &b));
+    free_snapshot(&a);
+    free_snapshot(&b);
+    CHECK_EQ(append_to_all_layers(kv, 0, 3, 400, 1), TKV_OK); /* equals a new sequence */
+    fresh = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(fresh, 0, 3, 400, 1), TKV_OK);
     a = snapshot_of_seq(kv, 0);
     b = snapshot_of_seq(fresh, 0);
-    CHECK(same_picture(&a, &b));
-    snapshot_free(&a);
-    snapshot_free(&b);
+    CHECK(is_same_snapshot(&a, &b));
+    free_snapshot(&a);
+    free_snapshot(&b);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the sequence is empty */
     CHECK_EQ(tkv_seq_reset(kv, 3), TKV_ERR_ARG);
@@ -1687,24 +1693,24 @@ TEST(flush_due) {
     int i, n;
     for (i = 0; i < COUNT(plans); i++)
         for (n = 0; n < 700; n += tkv_test_quick() ? 99 : 23) {
-            tkv_config cfg = config(2, 1);
+            tkv_config cfg = make_config(2, 1);
             tkv_cache *kv;
             tkv_layer_info want = predict_tiers(plans[i], n, n);
             snapshot before;
             cfg.tiers.sink_tokens = plans[i].sink;
             cfg.tiers.hot_tokens = plans[i].hot;
             cfg.tiers.warm_tokens = plans[i].warm;
-            kv = make(&cfg);
-            CHECK_EQ(feed_all(kv, 0, 1, n, 300), TKV_OK);
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 1, n, 300), TKV_OK);
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
             check_tier_counts(kv, 0, 0, &want, "flushed", n);
             check_tier_counts(kv, 0, 1, &want, "flushed", n);
             before = snapshot_of(kv);
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* the second flush changes nothing */
-            unchanged(kv, &before, "flushed twice");
+            check_unchanged(kv, &before, "flushed twice");
             before = snapshot_of(kv);
             CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* tkv_seq_begin flushes, too */
-            unchanged(kv, &before, "flushed and begun");
+            check_unchanged(kv, &before, "flushed and begun");
             tkv_destroy(kv);
         }
 }
@@ -1714,7 +1720,7 @@ TEST(flush_full_and_all) {
     for (mode = 1; mode < 3; mode++)
         for (i = 0; i < COUNT(plans); i++)
             for (n = 1; n < 900; n += tkv_test_quick() ? 222 : 61) {
-                tkv_config cfg = config(1, 1);
+                tkv_config cfg = make_config(1, 1);
                 tkv_cache *kv;
                 tkv_layer_info got;
                 int sink = resolve_length(plans[i].sink, 4), warm = resolve_length(plans[i].warm, 448), from,
@@ -1725,17 +1731,17 @@ TEST(flush_full_and_all) {
                 cfg.tiers.sink_tokens = plans[i].sink;
                 cfg.tiers.hot_tokens = plans[i].hot;
                 cfg.tiers.warm_tokens = plans[i].warm;
-                kv = make(&cfg);
-                CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
+                kv = create_cache(&cfg);
+                CHECK_EQ(append_to_all_layers(kv, 0, 1, n, 1), TKV_OK);
                 if (plans[i].hot == TKV_UNLIMITED) { /* all tokens stay exact */
                     before = snapshot_of(kv);
                     CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
-                    unchanged(kv, &before, "flush of an exact cache");
+                    check_unchanged(kv, &before, "flush of an exact cache");
                     tkv_destroy(kv);
                     continue;
                 }
                 CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
-                whole(kv, "flushed", n);
+                check_cache_at(kv, "flushed", n);
                 CHECK_EQ(tkv_get_layer(kv, 0, 0, &got), TKV_OK);
                 CHECK_EQ(got.blocks[TKV_TIER_WARM] + got.blocks[TKV_TIER_ARCHIVE], blocks);
                 CHECK_EQ(got.tokens[TKV_TIER_HOT], n - rest + (mode == 2 ? 0 : tail));
@@ -1746,14 +1752,14 @@ TEST(flush_full_and_all) {
                 CHECK_EQ(got.blocks[TKV_TIER_ARCHIVE], t + (mode == 2 && tail && warm == 0));
                 before = snapshot_of(kv);
                 CHECK_EQ(tkv_seq_flush(kv, 0, (tkv_flush_mode)mode), TKV_OK);
-                unchanged(kv, &before, "flushed twice");
+                check_unchanged(kv, &before, "flushed twice");
                 if (n <= sink) {
                     tkv_destroy(kv);
                     continue;
                 }
                 if (mode == 2 && tail) { /* the short block is encoded with its `tail` tokens */
                     int hot_k = TKV_F16;
-                    rows_of(1, 0, 0, n, k_want, v_want);
+                    fill_rows(1, 0, 0, n, k_want, v_want);
                     for (t = 0; t < n * K_ROW; t++) k_want[t] = as_stored((tkv_format)hot_k, k_want[t]);
                     for (t = 0; t < n * V_ROW; t++) v_want[t] = as_stored((tkv_format)hot_k, v_want[t]);
                     from = n - tail;
@@ -1765,11 +1771,13 @@ TEST(flush_full_and_all) {
                     before = snapshot_of(kv);
                     check_refusal(kv, tkv_seq_truncate(kv, 0, n - 1), TKV_ERR_INEXACT, "must stay", &before);
                 }
-                CHECK_EQ(feed_all(kv, 0, 2, 130, 1), TKV_OK); /* the next token begins a new block */
-                reads_as(kv, 0, 0, 2, n + 130 - (resolve_length(plans[i].hot, 64) < 65 ? 1 : 65), 1, TKV_F16);
-                whole(kv, "appended after", n);
-                CHECK_EQ(feed_all(kv, 0, 2, 600, 100), TKV_OK);
-                whole(kv, "appended after", n);
+                CHECK_EQ(append_to_all_layers(kv, 0, 2, 130, 1),
+                         TKV_OK); /* the next token begins a new block */
+                check_read(kv, 0, 0, 2, n + 130 - (resolve_length(plans[i].hot, 64) < 65 ? 1 : 65), 1,
+                           TKV_F16);
+                check_cache_at(kv, "appended after", n);
+                CHECK_EQ(append_to_all_layers(kv, 0, 2, 600, 100), TKV_OK);
+                check_cache_at(kv, "appended after", n);
                 CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n + 730);
                 tkv_destroy(kv);
             }
@@ -1778,14 +1786,14 @@ TEST(flush_full_and_all) {
 TEST(flush_refusals) {
     int below = -1;
     counting_allocator p;
-    tkv_config cfg = config(2, 1);
+    tkv_config cfg = make_config(2, 1);
     tkv_cache *kv;
     snapshot before;
     cfg.host.allocator = counting_allocator_of(&p);
     cfg.tiers.hot_tokens = 1000;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK); /* nothing to flush */
-    CHECK_EQ(feed_all(kv, 0, 1, 800, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 800, 100), TKV_OK);
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_flush(kv, 0, (tkv_flush_mode)3), TKV_ERR_ARG, "mode", &before);
     before = snapshot_of(kv);
@@ -1793,12 +1801,12 @@ TEST(flush_refusals) {
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_ERR_ARG, "1", &before);
     CHECK_EQ(tkv_seq_flush(NULL, 0, TKV_FLUSH_ALL), TKV_ERR_ARG);
-    p.closed = 1;
+    p.fail_at = 1;
     before = snapshot_of(kv);
     check_refusal(kv, tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_ERR_NOMEM, "memory", &before);
-    p.closed = 0;
+    p.fail_at = 0;
     CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
-    whole(kv, "flushed", 0);
+    check_cache_at(kv, "flushed", 0);
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
 }
@@ -1832,19 +1840,19 @@ TEST(windows_expire_old_tokens) {
     for (i = 0; i < COUNT(windows); i++)
         for (j = 0; j < COUNT(hots); j++)
             for (s = 0; s < COUNT(sinks); s++) {
-                tkv_config cfg = config_f32(1, 1), no_window = config_f32(1, 1);
-                tkv_cache *kv, *reference = make(&no_window);
+                tkv_config cfg = make_f32_config(1, 1), no_window = make_f32_config(1, 1);
+                tkv_cache *kv, *reference = create_cache(&no_window);
                 int n, chunk = j % 2 ? 1 : 7, hot = resolve_length(hots[j], 64), n_expired = 0, n_truncated;
                 tkv_tier tier;
                 cfg.model.window = windows[i];
                 cfg.tiers.hot_tokens = hots[j];
                 cfg.tiers.sink_tokens = sinks[s];
-                kv = make(&cfg);
+                kv = create_cache(&cfg);
                 if (hots[j] == TKV_UNLIMITED) hot = 64;
                 for (n = chunk; n <= longest; n += chunk) {
                     tkv_layer_info info;
-                    CHECK_EQ(feed(kv, 0, 0, 1, chunk), TKV_OK);
-                    CHECK_EQ(feed(reference, 0, 0, 1, chunk), TKV_OK);
+                    CHECK_EQ(append_tokens(kv, 0, 0, 1, chunk), TKV_OK);
+                    CHECK_EQ(append_tokens(reference, 0, 0, 1, chunk), TKV_OK);
                     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
                     CHECK(info.expired >= n_expired);
                     n_expired = info.expired;
@@ -1854,27 +1862,27 @@ TEST(windows_expire_old_tokens) {
                     CHECK_LE(n_expired, at_least_0(n - chunk - hot - windows[i]));
                     CHECK_LE(n - n_expired, windows[i] + hot + BLOCK + chunk + resolve_length(sinks[s], 4));
                     if (n % 21 >= chunk) continue;
-                    whole(kv, "window", n);
+                    check_cache_at(kv, "window", n);
                     check_same_attention(kv, 0, reference, 0, chunk, windows[i]);
                     if (n_expired) {
                         CHECK_EQ(tkv_read(kv, 0, 0, n_expired - 1, 1, k_out, v_out), TKV_ERR_RANGE);
                         CHECK_EQ(tier_of(kv, 0, 0, n_expired - 1, &tier), TKV_ERR_RANGE);
                         CHECK_EQ(tier_of(kv, 0, 0, n_expired, &tier), TKV_OK);
                     }
-                    reads_as(kv, 0, 0, 1, n_expired, n - n_expired, TKV_F32);
+                    check_read(kv, 0, 0, 1, n_expired, n - n_expired, TKV_F32);
                 }
                 n = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
                 n_truncated = hots[j] == TKV_UNLIMITED ? 64 : hot;
                 if (n_truncated > n) n_truncated = n;
                 CHECK_EQ(tkv_seq_truncate(kv, 0, n - n_truncated),
                          TKV_OK); /* hot_tokens can always be truncated */
-                CHECK_EQ(feed(kv, 0, 0, 2, 3), TKV_OK);
+                CHECK_EQ(append_tokens(kv, 0, 0, 2, 3), TKV_OK);
                 tkv_destroy(reference);
-                reference = make(&no_window);
-                CHECK_EQ(feed_all(reference, 0, 1, n - n_truncated, 100), TKV_OK);
-                CHECK_EQ(feed(reference, 0, 0, 2, 3), TKV_OK);
+                reference = create_cache(&no_window);
+                CHECK_EQ(append_to_all_layers(reference, 0, 1, n - n_truncated, 100), TKV_OK);
+                CHECK_EQ(append_tokens(reference, 0, 0, 2, 3), TKV_OK);
                 check_same_attention(kv, 0, reference, 0, 3, windows[i]);
-                whole(kv, "truncated in a window", n);
+                check_cache_at(kv, "truncated in a window", n);
                 tkv_destroy(kv);
                 tkv_destroy(reference);
             }
@@ -1888,26 +1896,26 @@ TEST(windows_and_the_longest_truncation) {
     for (i = 0; i < COUNT(windows); i++)
         for (j = 0; j < COUNT(hots); j++)
             for (n = 60; n < 400; n += 7) {
-                tkv_config cfg = config_f32(1, 1), no_window = config_f32(1, 1);
+                tkv_config cfg = make_f32_config(1, 1), no_window = make_f32_config(1, 1);
                 tkv_cache *kv, *reference;
                 int keep = 0;
                 tkv_layer_info info;
                 cfg.model.window = windows[i];
                 cfg.tiers.hot_tokens = hots[j];
                 cfg.tiers.sink_tokens = TKV_OFF;
-                kv = make(&cfg);
-                CHECK_EQ(feed_all(kv, 0, 1, n, 1), TKV_OK);
+                kv = create_cache(&cfg);
+                CHECK_EQ(append_to_all_layers(kv, 0, 1, n, 1), TKV_OK);
                 while (tkv_seq_truncate(kv, 0, keep) == TKV_ERR_INEXACT) keep++;
                 CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), keep);
-                whole(kv, "longest truncation", n);
+                check_cache_at(kv, "longest truncation", n);
                 CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
                 CHECK_EQ(info.expired + info.tokens[0] + info.tokens[1] + info.tokens[2], keep);
-                reference = make(&no_window);
-                CHECK_EQ(feed_all(reference, 0, 1, keep, 100), TKV_OK);
-                CHECK_EQ(feed(kv, 0, 0, 2, 1), TKV_OK);
-                CHECK_EQ(feed(reference, 0, 0, 2, 1), TKV_OK);
+                reference = create_cache(&no_window);
+                CHECK_EQ(append_to_all_layers(reference, 0, 1, keep, 100), TKV_OK);
+                CHECK_EQ(append_tokens(kv, 0, 0, 2, 1), TKV_OK);
+                CHECK_EQ(append_tokens(reference, 0, 0, 2, 1), TKV_OK);
                 check_same_attention(kv, 0, reference, 0, 1, windows[i]);
-                whole(kv, "appended after", n);
+                check_cache_at(kv, "appended after", n);
                 tkv_destroy(kv);
                 tkv_destroy(reference);
             }
@@ -1915,8 +1923,8 @@ TEST(windows_and_the_longest_truncation) {
 
 TEST(layers_that_share_or_have_no_cache) {
     tkv_layer_config layers[6];
-    tkv_config cfg = config_f32(6, 2), plain = config_f32(1, 1);
-    tkv_cache *kv, *alone = make(&plain);
+    tkv_config cfg = make_f32_config(6, 2), plain = make_f32_config(1, 1);
+    tkv_cache *kv, *alone = create_cache(&plain);
     tkv_layer_info info, other;
     tkv_tier tier;
     snapshot before;
@@ -1931,12 +1939,12 @@ TEST(layers_that_share_or_have_no_cache) {
     layers[4].share_kv = 4;
     layers[5].no_cache = 1;
     cfg.layers = layers;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (n = 1; n <= 500; n++) {
-        CHECK_EQ(feed_all(kv, 0, 1, 1, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1, 1), TKV_OK);
         if (n % 50) continue;
-        whole(kv, "shares", n);
-        CHECK_EQ(feed(alone, 0, 0, 1, 50), TKV_OK);
+        check_cache_at(kv, "shares", n);
+        CHECK_EQ(append_tokens(alone, 0, 0, 1, 50), TKV_OK);
         check_same_attention(kv, 1, kv, 2, 1, 50);
         check_same_attention(kv, 3, kv, 4, 1, 60);
         CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
@@ -1951,7 +1959,7 @@ TEST(layers_that_share_or_have_no_cache) {
         CHECK_EQ(tkv_get_layer(kv, 0, 3, &info), TKV_OK);
         CHECK_EQ(info.expired, 0);
     }
-    reads_as(kv, 0, 3, 1, 0, 0, TKV_F32);
+    check_read(kv, 0, 3, 1, 0, 0, TKV_F32);
     CHECK_EQ(tkv_read(kv, 0, 3, 0, 500, k_want, v_want), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 4, 0, 500, k_out, v_out), TKV_OK);
     CHECK_MEM(k_out, k_want, 500 * K_ROW * sizeof(float));
@@ -1964,9 +1972,9 @@ TEST(layers_that_share_or_have_no_cache) {
         check_refusal(kv, tkv_append(kv, 0, n, k_in, v_in, 1), TKV_ERR_ARG, "no K and V of its own", &before);
     }
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* a step counts the layers with K and V of their own */
-    CHECK_EQ(feed(kv, 0, 1, 1, 2), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 1, 1, 2), TKV_OK);
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_ERR_STATE);
-    CHECK_EQ(feed(kv, 0, 3, 1, 2), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 3, 1, 2), TKV_OK);
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
@@ -1977,7 +1985,7 @@ TEST(layers_that_share_or_have_no_cache) {
 
 TEST(layers_with_their_own_plans) {
     tkv_layer_config layers[COUNT(plans)];
-    tkv_config cfg = config(COUNT(plans), 1);
+    tkv_config cfg = make_config(COUNT(plans), 1);
     tkv_cache *kv;
     int i, n, t;
     memset(layers, 0, sizeof layers);
@@ -1993,11 +2001,11 @@ TEST(layers_with_their_own_plans) {
         if (i % 3 == 0) layers[i].hot.v = TKV_F32;
     }
     cfg.layers = layers;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     memset(layers, 0xff, sizeof layers); /* tkv_create copied what it needs */
     for (n = 100; n <= 700; n += 100) {
-        CHECK_EQ(feed_all(kv, 0, 1, 100, 100), TKV_OK);
-        whole(kv, "own plans", n);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 100, 100), TKV_OK);
+        check_cache_at(kv, "own plans", n);
         for (i = 0; i < COUNT(plans); i++) {
             plan p = plans[i];
             tkv_layer_info want;
@@ -2014,12 +2022,12 @@ TEST(layers_with_their_own_plans) {
         int sink = resolve_length(plans[i].sink, 9), from;
         CHECK_EQ(tkv_get_layer(kv, 0, i, &info), TKV_OK);
         CHECK_EQ(tkv_read(kv, 0, i, 699, 1, k_out, v_out), TKV_OK);
-        rows_of(1, i, 699, 1, k_want, v_want);
+        fill_rows(1, i, 699, 1, k_want, v_want);
         CHECK_NEAR(k_out[0], as_stored(TKV_F16, k_want[0]), 0);
         CHECK_NEAR(v_out[0], as_stored(i % 3 == 0 ? TKV_F32 : TKV_F16, v_want[0]), 0);
         if (!info.blocks[TKV_TIER_WARM] || info.blocks[TKV_TIER_ARCHIVE]) continue;
         from = sink + (info.blocks[TKV_TIER_WARM] - 1) * BLOCK;
-        rows_of(1, i, 0, from + BLOCK, k_want, v_want);
+        fill_rows(1, i, 0, from + BLOCK, k_want, v_want);
         for (t = 0; t < (from + BLOCK) * K_ROW; t++) k_want[t] = as_stored(TKV_F16, k_want[t]);
         for (t = 0; t < (from + BLOCK) * V_ROW && i % 3; t++) v_want[t] = as_stored(TKV_F16, v_want[t]);
         encode_and_decode(i % 2 ? TKV_KIVI3 : TKV_Q8, TKV_KIVI4, 64, from, BLOCK);
@@ -2031,8 +2039,8 @@ TEST(layers_with_their_own_plans) {
 }
 
 TEST(last_error_is_empty_after_success) {
-    tkv_config cfg = config(1, 1);
-    tkv_cache *kv = make(&cfg);
+    tkv_config cfg = make_config(1, 1);
+    tkv_cache *kv = create_cache(&cfg);
     int i;
     for (i = 0; i < 9; i++) {
         tkv_status st = TKV_OK;
@@ -2041,7 +2049,7 @@ TEST(last_error_is_empty_after_success) {
         (void)tkv_read(kv, 0, 0, 99, 1, k_out, v_out); /* neither call changes the message */
         (void)tkv_check(kv, NULL, 0);
         CHECK(tkv_get_last_error(kv)[0] != 0);
-        if (i == 0) st = feed(kv, 0, 0, 1, 10);
+        if (i == 0) st = append_tokens(kv, 0, 0, 1, 10);
         if (i == 1) st = tkv_append(kv, 0, 0, NULL, NULL, 0);
         if (i == 2) st = tkv_seq_reserve(kv, 0, 4);
         if (i == 3) st = tkv_seq_begin(kv, 0);

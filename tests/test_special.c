@@ -27,7 +27,7 @@ static float scores_a[LEN], scores_b[LEN];
 typedef void (*special_check)(tkv_cache *kv, int rows, const char *label);
 
 static tkv_config make_config(tkv_isa isa, int formats) {
-    tkv_config cfg = shape_of(1, HEADS, KV_HEADS, DIM, 1, LEN);
+    tkv_config cfg = make_sized_config(1, HEADS, KV_HEADS, DIM, 1, LEN);
     cfg.host.isa = isa;
     cfg.tiers.hot = pair_of(formats == 1 ? TKV_F32 : TKV_F16, formats == 1 ? TKV_F32 : TKV_F16);
     cfg.tiers.hot_tokens = 20;
@@ -59,7 +59,7 @@ static void for_each_cache(special_check check) {
             for (i = 0; i < COUNT(rows); i++) {
                 const tkv_config cfg = make_config(isas[isa], formats);
                 tkv_rng rng = tkv_rng_seed(77);
-                tkv_cache *kv = make(&cfg);
+                tkv_cache *kv = create_cache(&cfg);
                 char label[80];
                 snprintf(label, sizeof label, "%s, %s, %d rows", tkv_get_name(TKV_NAME_ISA, isas[isa]),
                          tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.warm.k), rows[i]);
@@ -71,7 +71,7 @@ static void for_each_cache(special_check check) {
                                     v_in + LEN / 2 * KV_HEADS * DIM, LEN - LEN / 2),
                          TKV_OK);
                 check(kv, rows[i], label);
-                sound(kv);
+                check_cache(kv);
                 tkv_destroy(kv);
             }
     }
@@ -231,7 +231,7 @@ TEST(nonfinite_queries_add_no_scores) {
             double score_sum = 0.0;
             cfg.importance.sample_every = 1;
             cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             tkv_rng_fill(&rng, k_in, LEN * KV_HEADS * DIM, 1.0);
             tkv_rng_fill(&rng, q_in, ROW, 1.0);
             CHECK_EQ(tkv_append(kv, 0, 0, k_in, k_in, LEN), TKV_OK);
@@ -321,7 +321,7 @@ static void check_nonfinite_values(tkv_isa isa, tkv_format hot, int saturate) {
     int i, side, at;
     cfg.tiers.hot = pair_of(hot, hot);
     cfg.host.nonfinite = saturate ? TKV_NONFINITE_SATURATE : TKV_NONFINITE_REFUSE;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (side = 0; side < 2; side++)
         for (i = 0; i < COUNT(nonfinite); i++) {
             float *const x = side ? v : k, *const x2 = side ? v2 : k2;
@@ -390,7 +390,7 @@ TEST(nonfinite_numbers_elsewhere) {
     int i;
     cfg.importance.sample_every = 1;
     cfg.budget.bytes = 1 << 22;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     rng = tkv_rng_seed(5);
     tkv_rng_fill(&rng, k_in, LEN * KV_HEADS * DIM, 1.0);
     CHECK_EQ(tkv_append(kv, 0, 0, k_in, k_in, 64), TKV_OK);
@@ -432,7 +432,7 @@ TEST(nonfinite_numbers_elsewhere) {
         bad.model.rope.base = x;
         CHECK_EQ(tkv_validate_config(&bad, NULL, 0), TKV_ERR_CONFIG);
     }
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 

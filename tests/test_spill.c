@@ -32,7 +32,7 @@ static float out_a[CHUNK * HEADS * DIM], out_b[CHUNK * HEADS * DIM];
 static float k_a[LONGEST * ROW], v_a[LONGEST * ROW], k_b[LONGEST * ROW], v_b[LONGEST * ROW];
 
 static tkv_config small_config(void) {
-    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     cfg.tiers.warm_tokens = 2 * BLOCK;
     return cfg;
 }
@@ -54,17 +54,17 @@ static tkv_status append_to_both(tkv_cache *a, tkv_cache *b, int seq, int n) {
     return st;
 }
 
-/* Returns the key of the offloaded block that holds this token of sequence 0; DEPOT_KEYS if the block is in RAM. */
+/* Returns the key of the offloaded block that holds this token of sequence 0; STORE_KEYS if the block is in RAM. */
 static uint32_t find_key(tkv_cache *kv, test_store *store, int layer, int token) {
-    const int n_fetches = store->fetches;
+    const int n_reads = store->n_reads;
     CHECK_EQ(tkv_read(kv, 0, layer, token, 1, k_a, v_a), TKV_OK);
-    return store->fetches > n_fetches ? store->last_key : (uint32_t)DEPOT_KEYS;
+    return store->n_reads > n_reads ? store->last_key : (uint32_t)STORE_KEYS;
 }
 
 static int offload_all(tkv_cache *kv, int seq) {
     int n_blocks = 0;
     CHECK_EQ(tkv_offload(kv, seq, TKV_ALL_LAYERS, LONGEST, &n_blocks), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     return n_blocks;
 }
 
@@ -120,9 +120,9 @@ TEST(attention_is_bit_identical) {
         cfg.meter.heads = i % 3;
         cfg.meter.every = 1;
         cfg_with_store = cfg;
-        test_store_for(&store, &cfg_with_store);
-        a = make(&cfg);
-        b = make(&cfg_with_store);
+        attach_test_store(&store, &cfg_with_store);
+        a = create_cache(&cfg);
+        b = create_cache(&cfg_with_store);
         for (n = 0; n < 8; n++)
             for (seq = 0; seq < SEQS; seq++) CHECK_EQ(append_to_both(a, b, seq, 60 + 30 * seq), TKV_OK);
         for (n = 0; n < 3; n++) /* until blocks leave the hot tier */
@@ -132,19 +132,20 @@ TEST(attention_is_bit_identical) {
         CHECK(n_offloaded(b, 1, 1) > 6);
         for (n = 0; n < COUNT(queries); n++)
             for (seq = 0; seq < SEQS; seq++) check_same(a, b, seq, queries[n]);
-        CHECK_MSG(store.hints > 0 && store.fetches > 0, "%d hints, %d fetches", store.hints, store.fetches);
+        CHECK_MSG(store.n_prefetches > 0 && store.n_reads > 0, "%d prefetches, %d reads", store.n_prefetches,
+                  store.n_reads);
         for (n = 0; n < 40; n++) /* appends still work */
             for (seq = 0; seq < SEQS; seq++) CHECK_EQ(append_to_both(a, b, seq, 1), TKV_OK);
         if (!i) check_same(a, b, 1, 5);
-        sound(b);
-        CHECK_EQ(alive_in(&store),
+        check_cache(b);
+        CHECK_EQ(n_stored_keys(&store),
                  n_offloaded(b, 0, 0) + n_offloaded(b, 0, 1) + n_offloaded(b, 1, 0) + n_offloaded(b, 1, 1));
         CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
-        CHECK_EQ(alive_in(&store), 0);
-        sound(b);
+        CHECK_EQ(n_stored_keys(&store), 0);
+        check_cache(b);
         tkv_destroy(a);
         tkv_destroy(b);
-        test_store_end(&store);
+        destroy_test_store(&store);
     }
 }
 
@@ -158,9 +159,9 @@ TEST(all_attention_options) {
     test_store store;
     int n, options;
     cfg_with_store = cfg;
-    test_store_for(&store, &cfg_with_store);
-    a = make(&cfg);
-    b = make(&cfg_with_store);
+    attach_test_store(&store, &cfg_with_store);
+    a = create_cache(&cfg);
+    b = create_cache(&cfg_with_store);
     for (n = 0; n < 9; n++) CHECK_EQ(append_to_both(a, b, 0, CHUNK), TKV_OK);
     CHECK(offload_all(b, 0) > 0);
     tkv_rng_fill(&rng, mask, (size_t)(CHUNK * tkv_get_length(a, 0, TKV_ALL_LAYERS)), 3.0);
@@ -197,15 +198,15 @@ TEST(all_attention_options) {
         CHECK_EQ(tkv_attend_reference(a, &p), TKV_OK);
         CHECK_MEM(out_a, out_b, 2 * HEADS * DIM * sizeof(float));
     }
-    n = store.fetches;
+    n = store.n_reads;
     p.n = 1;
     p.window = 100;
     p.non_causal = 0;
     CHECK_EQ(tkv_attend_ex(b, &p), TKV_OK);
-    CHECK_EQ(store.fetches, n); /* blocks outside the window are not read */
+    CHECK_EQ(store.n_reads, n); /* blocks outside the window are not read */
     tkv_destroy(a);
     tkv_destroy(b);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 TEST(wide_heads) {
@@ -223,9 +224,9 @@ TEST(wide_heads) {
         cfg.model.v_head_dim = dims[i][1];
         cfg.tiers.hot_tokens = i == 0 ? TKV_UNLIMITED : 64; /* exact blocks are the largest */
         cfg_with_store = cfg;
-        test_store_for(&store, &cfg_with_store);
-        a = make(&cfg);
-        b = make(&cfg_with_store);
+        attach_test_store(&store, &cfg_with_store);
+        a = create_cache(&cfg);
+        b = create_cache(&cfg_with_store);
         for (n = 0; n < 8; n++) {
             tkv_rng_fill(&rng, k, CHUNK * 256, 1.0);
             tkv_rng_fill(&rng, v, CHUNK * 256, 1.0);
@@ -239,7 +240,7 @@ TEST(wide_heads) {
         CHECK_MEM(x, y, 2u * (size_t)dims[i][1] * sizeof(float));
         tkv_destroy(a);
         tkv_destroy(b);
-        test_store_end(&store);
+        destroy_test_store(&store);
     }
 }
 
@@ -257,37 +258,37 @@ TEST(exact_tokens_beyond_the_budget) {
     cfg_with_store.budget.pressure.max_level = TKV_OFF;
     cfg_with_store.budget.bytes = 210 * 1000;
     cfg_with_store.host.allocator = counting_allocator_of(&allocator);
-    test_store_for(&store, &cfg_with_store);
-    a = make(&cfg);
-    b = make(&cfg_with_store);
+    attach_test_store(&store, &cfg_with_store);
+    a = create_cache(&cfg);
+    b = create_cache(&cfg_with_store);
     for (n = 0; n < 3900; n += n_new) {
         n_new = 1 + tkv_rng_below(&rng, n % 5 ? 3 : 20);
         if (n + n_new > LONGEST) break;
         CHECK_EQ(append_to_both(a, b, 0, n_new), TKV_OK);
-        CHECK_LE(allocator.most, cfg_with_store.budget.bytes);
-        sound(b);
+        CHECK_LE(allocator.peak, cfg_with_store.budget.bytes);
+        check_cache(b);
     }
     check_same(a, b, 0, 4);
     CHECK_EQ(tkv_get_memory(b, &m), TKV_OK);
     printf("\n    %d tokens, %lu bytes as FP16 in %lu of %lu, %d blocks offloaded", n,
            (unsigned long)m.fp16_bytes, (unsigned long)m.total, (unsigned long)cfg_with_store.budget.bytes,
-           alive_in(&store));
+           n_stored_keys(&store));
     CHECK_LE(10.0 * 0.45, m.ratio);
-    CHECK_EQ(m.offloaded.codes + m.offloaded.metadata, (size_t)alive_in(&store) * BLOCK * ROW * 2 * 2);
-    CHECK_EQ(m.offloaded.tokens, (size_t)alive_in(&store) * BLOCK);
-    CHECK_EQ(budget_of(b).offloaded, alive_in(&store));
+    CHECK_EQ(m.offloaded.codes + m.offloaded.metadata, (size_t)n_stored_keys(&store) * BLOCK * ROW * 2 * 2);
+    CHECK_EQ(m.offloaded.tokens, (size_t)n_stored_keys(&store) * BLOCK);
+    CHECK_EQ(budget_of(b).offloaded, n_stored_keys(&store));
     CHECK_EQ(budget_of(b).refused, 0);
-    n_stored = alive_in(&store);
+    n_stored = n_stored_keys(&store);
     CHECK_EQ(tkv_seq_truncate(b, 0, 64), TKV_ERR_INEXACT); /* inside an offloaded block */
-    CHECK_EQ(alive_in(&store), n_stored);
+    CHECK_EQ(n_stored_keys(&store), n_stored);
     n = tkv_get_length(b, 0, TKV_ALL_LAYERS) - 66;
     CHECK_EQ(tkv_seq_truncate(a, 0, n), TKV_OK);
     if (tkv_seq_truncate(b, 0, n) == TKV_OK) check_same(a, b, 0, 4);
-    sound(b);
+    check_cache(b);
     tkv_destroy(a);
     tkv_destroy(b);
     CHECK_EQ(allocator.held, 0);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 TEST(offload_follows_compression) {
@@ -299,23 +300,23 @@ TEST(offload_follows_compression) {
     int n, seq, l, i;
     cfg.budget.bytes = 330 * 1000;
     cfg.host.allocator = counting_allocator_of(&allocator);
-    test_store_for(&store, &cfg);
-    kv = make(&cfg);
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 3900; n += 30)
         for (seq = 0; seq < SEQS; seq++) {
             CHECK_EQ(append_to_both(kv, NULL, seq, 30), TKV_OK);
-            sound(kv);
-            if (store.stores == 0) continue;
+            check_cache(kv);
+            if (store.n_writes == 0) continue;
             info = budget_of(kv);
             CHECK_EQ(info.level, info.n_levels - 1); /* offload comes after all levels */
         }
-    CHECK(alive_in(&store) > 20);
-    CHECK_LE(allocator.most, cfg.budget.bytes);
+    CHECK(n_stored_keys(&store) > 20);
+    CHECK_LE(allocator.peak, cfg.budget.bytes);
     for (l = 0; l < LAYERS; l++) { /* the oldest blocks, about as many of both sequences */
         CHECK(n_offloaded(kv, 0, l) > 5);
         CHECK_LE(n_offloaded(kv, 0, l) - n_offloaded(kv, 1, l), 2);
         CHECK_LE(n_offloaded(kv, 1, l) - n_offloaded(kv, 0, l), 2);
-        for (i = 1; i <= n_offloaded(kv, 0, l); i++) CHECK(find_key(kv, &store, l, i * BLOCK) < DEPOT_KEYS);
+        for (i = 1; i <= n_offloaded(kv, 0, l); i++) CHECK(find_key(kv, &store, l, i * BLOCK) < STORE_KEYS);
         tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
         CHECK_EQ(tkv_attend(kv, 0, l, q_in, 1, out_a), TKV_OK);
         {
@@ -330,14 +331,14 @@ TEST(offload_follows_compression) {
         for (i = 0; i < HEADS * DIM; i++) CHECK_NEAR(out_a[i], out_b[i], 0.01);
     }
     CHECK_EQ(tkv_seq_reserve(kv, 0, 60), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     CHECK_EQ(append_to_both(kv, NULL, 0, 60), TKV_OK);
     CHECK_EQ(tkv_set_budget(kv, cfg.budget.bytes * 9 / 10), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     CHECK_LE(allocator.held, cfg.budget.bytes * 9 / 10);
     tkv_destroy(kv);
     CHECK_EQ(allocator.held, 0);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 TEST(eviction_if_the_store_is_full) {
@@ -348,34 +349,34 @@ TEST(eviction_if_the_store_is_full) {
     cfg.budget.bytes = 420 * 1000;
     cfg.evict.policy = TKV_EVICT_SLIDING;
     cfg.tiers.hot_tokens = 256;
-    test_store_for(&store, &cfg);
-    kv = make(&cfg);
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 2000; n += 20) {
         CHECK_EQ(append_to_both(kv, NULL, 0, 20), TKV_OK);
-        sound(kv);
+        check_cache(kv);
     }
-    n_stored = alive_in(&store);
+    n_stored = n_stored_keys(&store);
     CHECK(n_stored > 20);
     CHECK_EQ(budget_of(kv).evicted, 0);
     /* Now tokens in RAM are evicted. Offloaded tokens stay, because they take no memory. */
-    store.full = 1;
+    store.is_full = 1;
     for (n = 0; n < 600; n += 20) {
         CHECK_EQ(append_to_both(kv, NULL, 0, 20), TKV_OK);
-        sound(kv);
+        check_cache(kv);
     }
     evicted = (int)budget_of(kv).evicted;
     CHECK(evicted > 300);
-    CHECK_EQ(alive_in(&store), n_stored);
+    CHECK_EQ(n_stored_keys(&store), n_stored);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 4 + BLOCK * n_offloaded(kv, 0, 0), k_a, v_a), TKV_OK);
-    store.full = 0;
+    store.is_full = 0;
     for (n = 0; n < 600; n += 20) {
         CHECK_EQ(append_to_both(kv, NULL, 0, 20), TKV_OK);
-        sound(kv);
+        check_cache(kv);
     }
-    CHECK(alive_in(&store) > n_stored);
+    CHECK(n_stored_keys(&store) > n_stored);
     CHECK_EQ(budget_of(kv).evicted, evicted);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 TEST(steps) {
@@ -384,24 +385,24 @@ TEST(steps) {
     test_store store;
     int n, len;
     cfg.budget.bytes = 300 * 1000;
-    test_store_for(&store, &cfg);
-    kv = make(&cfg);
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 60; n++) {
         CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
         len = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
         CHECK_EQ(append_to_both(kv, NULL, 0, 40), TKV_OK);
         CHECK_EQ(append_to_both(kv, NULL, 0, 40), TKV_OK);
-        sound(kv);
+        check_cache(kv);
         if (n % 3) CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
         else CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
         CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n % 3 ? len + 80 : len);
-        sound(kv);
+        check_cache(kv);
         tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
         CHECK_EQ(tkv_attend(kv, 0, 0, q_in, tkv_get_length(kv, 0, TKV_ALL_LAYERS) > 0, out_a), TKV_OK);
     }
-    CHECK(alive_in(&store) > 0);
+    CHECK(n_stored_keys(&store) > 0);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 typedef struct offload_log {
@@ -439,8 +440,8 @@ TEST(events_and_reports) {
     for (n = 0; n < LAYERS; n++) log.next[n] = 4; /* after the sinks */
     cfg.host.on_event = log_offload;
     cfg.host.event_user = &log;
-    test_store_for(&store, &cfg);
-    kv = make(&cfg);
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 9; n++) CHECK_EQ(append_to_both(kv, NULL, 1, CHUNK), TKV_OK);
     CHECK(has_report_line(kv, "tkv_blocks_offloaded_total", 0));
     n_blocks = offload_all(kv, 1);
@@ -459,7 +460,7 @@ TEST(events_and_reports) {
     CHECK(has_report_line(kv, "tkv_tokens_discarded", n * LAYERS));
     CHECK(has_report_line(kv, "tkv_blocks_discarded_total", n * LAYERS / BLOCK));
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 /* >>a store that fails */
@@ -472,9 +473,9 @@ TEST(write_fails) {
         int n, len = 0;
         cfg.budget.bytes = 230 * 1000;
         cfg.budget.pressure.max_level = TKV_OFF;
-        test_store_for(&store, &cfg);
-        kv = make(&cfg);
-        store.store_fails = at;
+        attach_test_store(&store, &cfg);
+        kv = create_cache(&cfg);
+        store.fail_write = at;
         while (len < 1200) {
             for (n = 0; n < LAYERS; n++) { /* a refused append adds no tokens */
                 tkv_status st;
@@ -483,32 +484,32 @@ TEST(write_fails) {
                 st = tkv_append(kv, 0, n, k_in, v_in, 20);
                 CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
                 CHECK_EQ(tkv_get_length(kv, 0, n), st ? old_len : old_len + 20);
-                sound(kv);
+                check_cache(kv);
                 if (!st) continue;
                 n_refused++;
                 CHECK_MSG(strstr(tkv_get_last_error(kv), "cfg.offload.write") != NULL, "%s",
                           tkv_get_last_error(kv));
                 CHECK_EQ(budget_of(kv).unwritten, 1);
-                CHECK_EQ(store.stores, at);
+                CHECK_EQ(store.n_writes, at);
                 CHECK_EQ(tkv_append(kv, 0, n, k_in, v_in, 20), TKV_OK);
             }
             len += 20;
         }
-        CHECK(store.stores > 0);
-        sound(kv);
+        CHECK(store.n_writes > 0);
+        check_cache(kv);
         CHECK_EQ(tkv_set_budget(kv, 900 * 1000), TKV_OK);
         for (n = 0; n < 4; n++) CHECK_EQ(append_to_both(kv, NULL, 0, CHUNK), TKV_OK);
-        store.store_fails = 1;
+        store.fail_write = 1;
         CHECK_EQ(tkv_offload(kv, 0, TKV_ALL_LAYERS, 3, &n), TKV_ERR_IO);
         CHECK_EQ(n, 0);
-        sound(kv);
-        store.store_fails = KV_HEADS + 1;
+        check_cache(kv);
+        store.fail_write = KV_HEADS + 1;
         CHECK_EQ(tkv_offload(kv, 0, 0, 3, &n), TKV_ERR_IO);
         CHECK_EQ(n, 1);
-        sound(kv);
-        store.store_fails = 0;
+        check_cache(kv);
+        store.fail_write = 0;
         tkv_destroy(kv);
-        test_store_end(&store);
+        destroy_test_store(&store);
     }
     CHECK(n_refused > 3);
 }
@@ -518,8 +519,8 @@ TEST(write_fails) {
 static tkv_cache *make_offloaded_cache(tkv_config *cfg, test_store *store) {
     tkv_cache *kv;
     int n;
-    test_store_for(store, cfg);
-    kv = make(cfg);
+    attach_test_store(store, cfg);
+    kv = create_cache(cfg);
     for (n = 0; n < 7; n++) CHECK_EQ(append_to_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(offload_all(kv, 0) > 0);
     tkv_rng_fill(&rng, q_in, (size_t)(CHUNK * HEADS * DIM), 1.0);
@@ -537,32 +538,32 @@ static void check_readers(tkv_cache *kv, tkv_status expected) {
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, CHUNK, out_b), expected);
     CHECK_EQ(tkv_attend_reference(kv, &p), expected);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, tkv_get_length(kv, 0, TKV_ALL_LAYERS), k_b, v_b), expected);
-    sound(kv);
+    check_cache(kv);
 }
 
 TEST(read_fails) {
     tkv_config cfg = small_config();
     test_store store;
     tkv_cache *kv = make_offloaded_cache(&cfg, &store);
-    int at, n_fetches;
+    int at, n_reads;
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 70, out_a), TKV_OK);
-    store.fetches = 0;
+    store.n_reads = 0;
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 70, out_b), TKV_OK);
-    n_fetches = store.fetches;
-    CHECK(n_fetches > 20);
-    for (at = 1; at <= n_fetches; at += 1 + at / 8) {
-        store.fetch_fails = at;
+    n_reads = store.n_reads;
+    CHECK(n_reads > 20);
+    for (at = 1; at <= n_reads; at += 1 + at / 8) {
+        store.fail_read = at;
         CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 70, out_b), TKV_ERR_IO);
-        CHECK_EQ(store.fetch_fails, 0);
-        sound(kv);
+        CHECK_EQ(store.fail_read, 0);
+        check_cache(kv);
         CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 70, out_b), TKV_OK);
         CHECK_MEM(out_a, out_b, 70 * HEADS * DIM * sizeof(float));
     }
-    store.fetch_fails = 3;
+    store.fail_read = 3;
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_b, v_b), TKV_ERR_IO);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_b, v_b), TKV_OK);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 TEST(bytes_are_checked) {
@@ -571,19 +572,19 @@ TEST(bytes_are_checked) {
     tkv_cache *kv = make_offloaded_cache(&cfg, &store);
     stored_key *key = &store.key[find_key(kv, &store, 0, 2 * BLOCK)],
                *other = &store.key[find_key(kv, &store, 0, 3 * BLOCK)];
-    uint8_t *saved = (uint8_t *)malloc(store.room);
+    uint8_t *saved = (uint8_t *)malloc(store.key_bytes);
     int i, k;
     if (!saved) exit(2);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_a), TKV_OK);
-    CHECK_EQ(key->parts, KV_HEADS);
-    memcpy(saved, key->bytes, store.room);
+    CHECK_EQ(key->n_parts, KV_HEADS);
+    memcpy(saved, key->bytes, store.key_bytes);
     for (i = 0; i < KV_HEADS; i++)
         for (k = 0; k < 20; k++) { /* flips a bit anywhere, also in the hash */
             size_t at =
                 key->at[i] + (k == 19 ? key->size[i] - 1 : (size_t)tkv_rng_below(&rng, (int)key->size[i]));
             key->bytes[at] = (uint8_t)(key->bytes[at] ^ 1 << k % 8);
             check_readers(kv, TKV_ERR_DATA);
-            memcpy(key->bytes, saved, store.room);
+            memcpy(key->bytes, saved, store.key_bytes);
         }
     /* Flips three bits that would cancel in a hash of lanes without rotations: bit 63 of a word, bits 63 and 31 of
      * the word 32 bytes later. */
@@ -594,23 +595,23 @@ TEST(bytes_are_checked) {
             word[39] ^= 0x80;
             word[35] ^= 0x80;
             CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), TKV_ERR_DATA);
-            memcpy(key->bytes, saved, store.room);
+            memcpy(key->bytes, saved, store.key_bytes);
         }
     CHECK_EQ(key->size[0], key->size[1]); /* heads swapped */
     memcpy(key->bytes + key->at[0], saved + key->at[1], key->size[0]);
     memcpy(key->bytes + key->at[1], saved + key->at[0], key->size[0]);
     check_readers(kv, TKV_ERR_DATA);
-    memcpy(key->bytes, other->bytes, store.room); /* the bytes of another block */
+    memcpy(key->bytes, other->bytes, store.key_bytes); /* the bytes of another block */
     check_readers(kv, TKV_ERR_DATA);
-    memset(key->bytes, 0, store.room); /* zeros, as from a hole in a file */
+    memset(key->bytes, 0, store.key_bytes); /* zeros, as from a hole in a file */
     check_readers(kv, TKV_ERR_DATA);
-    memcpy(key->bytes, saved, store.room);
+    memcpy(key->bytes, saved, store.key_bytes);
     check_readers(kv, TKV_OK);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), TKV_OK);
     CHECK_MEM(out_a, out_b, HEADS * DIM * sizeof(float));
     free(saved);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 TEST(stale_records) {
@@ -619,13 +620,13 @@ TEST(stale_records) {
     tkv_cache *kv = make_offloaded_cache(&cfg, &store);
     int n;
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* blocks will get the same numbers and positions again */
-    CHECK_EQ(alive_in(&store), 0);
-    store.lazy = 1; /* writes keep nothing: the store holds the old bytes */
+    CHECK_EQ(n_stored_keys(&store), 0);
+    store.discards_writes = 1; /* writes keep nothing: the store holds the old bytes */
     for (n = 0; n < 7; n++) CHECK_EQ(append_to_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(offload_all(kv, 0) > 0);
     check_readers(kv, TKV_ERR_DATA);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 /* >>each key is erased once */
@@ -636,41 +637,41 @@ TEST(keys_are_erased) {
     int n, most_keys = 0;
     cfg.model.window = 300;
     cfg.offload.keep_exact = 1;
-    test_store_for(&store, &cfg);
-    kv = make(&cfg);
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 40; n++) {
         CHECK_EQ(append_to_both(kv, NULL, n % 2, CHUNK), TKV_OK);
         (void)offload_all(kv, n % 2);
-        if (alive_in(&store) > most_keys) most_keys = alive_in(&store);
+        if (n_stored_keys(&store) > most_keys) most_keys = n_stored_keys(&store);
         CHECK_EQ(tkv_attend(kv, n % 2, 0, q_in, 1, out_a), TKV_OK);
     }
-    CHECK(store.drops > most_keys); /* expired blocks are erased */
+    CHECK(store.n_erased > most_keys); /* expired blocks are erased */
     CHECK_LE(most_keys, 2 * SEQS * LAYERS * (300 / BLOCK + 4));
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-    sound(kv);
-    CHECK(alive_in(&store) > 0);
+    check_cache(kv);
+    CHECK(n_stored_keys(&store) > 0);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
     /* truncation of exact blocks */
     cfg = small_config();
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
-    test_store_for(&store, &cfg);
-    kv = make(&cfg);
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 6; n++) CHECK_EQ(append_to_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK(offload_all(kv, 0) > 0);
-    n = alive_in(&store);
+    n = n_stored_keys(&store);
     CHECK_EQ(tkv_seq_truncate(kv, 0, 4), TKV_ERR_INEXACT);
-    CHECK_EQ(alive_in(&store), n);
+    CHECK_EQ(n_stored_keys(&store), n);
     CHECK_EQ(tkv_seq_truncate(kv, 0, 4 + BLOCK * n_offloaded(kv, 0, 0)), TKV_OK);
-    CHECK_EQ(alive_in(&store), n);
-    sound(kv);
+    CHECK_EQ(n_stored_keys(&store), n);
+    check_cache(kv);
     tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_a), TKV_OK); /* the last block is offloaded now */
     CHECK_EQ(append_to_both(kv, NULL, 0, 10), TKV_OK);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 10, out_a), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 /* >>promotion */
@@ -682,29 +683,29 @@ TEST(promotion_restores) {
     int n, l, at, len;
     exact.tiers.hot_tokens = TKV_UNLIMITED;
     cfg.offload.keep_exact = 1;
-    test_store_for(&store, &cfg);
-    a = make(&exact);
-    b = make(&cfg);
+    attach_test_store(&store, &cfg);
+    a = create_cache(&exact);
+    b = create_cache(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, 0, CHUNK), TKV_OK);
     len = tkv_get_length(b, 0, TKV_ALL_LAYERS);
     CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 3, NULL), TKV_OK); /* besides the exact copies */
-    sound(b);
-    CHECK(alive_in(&store) > LAYERS * (8 + 3));
+    check_cache(b);
+    CHECK(n_stored_keys(&store) > LAYERS * (8 + 3));
     CHECK_EQ(tkv_promote(b, 0, 0, len - 1), TKV_ERR_NO_SOURCE); /* already exact */
     CHECK_EQ(tkv_promote(b, 0, 0, 0), TKV_ERR_NO_SOURCE);
     CHECK_EQ(tkv_promote(b, 0, 0, len), TKV_ERR_RANGE);
     CHECK_EQ(tkv_promote(b, 0, LAYERS, 0), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote(b, SEQS, 0, 0), TKV_ERR_ARG);
-    store.fetch_fails = 2;
+    store.fail_read = 2;
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_ERR_IO);
-    sound(b);
+    check_cache(b);
     for (l = 0; l < LAYERS; l++)
         for (at = 4; at < len; at += BLOCK) {
             tkv_status st = tkv_promote(b, 0, l, at + at % BLOCK);
             CHECK_EQ(tier_of(b, 0, l, at, &tier), TKV_OK);
             CHECK_EQ(st, tier == TKV_TIER_HOT ? TKV_ERR_NO_SOURCE : TKV_OK);
             CHECK_EQ(tkv_promote(b, 0, l, at), TKV_ERR_NO_SOURCE);
-            sound(b);
+            check_cache(b);
         }
     CHECK_EQ(n_offloaded(b, 0, 0), 0);
     check_same(a, b, 0, 7); /* all blocks are exact again */
@@ -714,11 +715,11 @@ TEST(promotion_restores) {
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_OK);
     check_same(a, b, 0, 7);
     tkv_destroy(b);
-    test_store_end(&store);
+    destroy_test_store(&store);
     /* without an exact copy, promotion brings back the offloaded format */
     cfg = small_config();
-    test_store_for(&store, &cfg);
-    b = make(&cfg);
+    attach_test_store(&store, &cfg);
+    b = create_cache(&cfg);
     for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(b, NULL, 0, CHUNK), TKV_OK);
     CHECK_EQ(tkv_promote(b, 0, 0, 100), TKV_ERR_NO_SOURCE);
     CHECK_MSG(strstr(tkv_get_last_error(b), "keep_exact") != NULL, "%s", tkv_get_last_error(b));
@@ -729,13 +730,13 @@ TEST(promotion_restores) {
     CHECK_EQ(tkv_read(b, 0, 0, 0, len, k_b, v_b), TKV_OK);
     CHECK_MEM(k_a, k_b, (size_t)len * ROW * sizeof(float));
     CHECK_MEM(v_a, v_b, (size_t)len * ROW * sizeof(float));
-    sound(b);
+    check_cache(b);
     n = n_offloaded(b, 0, 0);
     CHECK_EQ(tkv_offload(b, 0, 0, 1, NULL), TKV_OK);
     CHECK_EQ(n_offloaded(b, 0, 0), n + 1);
     tkv_destroy(a);
     tkv_destroy(b);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 TEST(promotion_under_a_budget) {
@@ -747,16 +748,16 @@ TEST(promotion_under_a_budget) {
     cfg.budget.bytes = 330 * 1000;
     cfg.host.allocator = counting_allocator_of(&allocator);
     cfg.offload.keep_exact = 1;
-    test_store_for(&store, &cfg);
-    kv = make(&cfg);
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 3900; n += 50) CHECK_EQ(append_to_both(kv, NULL, 0, 50), TKV_OK);
     for (at = 4; at < 1000; at += BLOCK) {
         tkv_status st = tkv_promote(kv, 0, 0, at);
         CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
         n_promoted += st == TKV_OK;
         n_refused += st == TKV_ERR_BUDGET;
-        sound(kv);
-        CHECK_LE(allocator.most, cfg.budget.bytes);
+        check_cache(kv);
+        CHECK_LE(allocator.peak, cfg.budget.bytes);
     }
     CHECK(n_refused > 0);
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
@@ -764,13 +765,13 @@ TEST(promotion_under_a_budget) {
     for (at = 4; at < 1000; at += BLOCK) n_promoted += tkv_promote(kv, 0, 1, at) == TKV_OK;
     CHECK(n_promoted > 10);
     CHECK_EQ(tkv_set_budget(kv, cfg.budget.bytes), TKV_OK); /* memory shrinks to the old budget */
-    sound(kv);
+    check_cache(kv);
     CHECK_LE(allocator.held, cfg.budget.bytes);
     for (n = 0; n < 40; n++) CHECK_EQ(append_to_both(kv, NULL, 1, 5), TKV_OK);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
     CHECK_EQ(allocator.held, 0);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 /* >>allocations that fail, memory of the caller */
@@ -786,8 +787,8 @@ TEST(every_allocation_fails_once) {
         cfg.budget.bytes = nth % 2 ? 300 * 1000 : 0;
         cfg.host.allocator = counting_allocator_of(&allocator);
         cfg.offload.keep_exact = nth % 3 == 0;
-        test_store_for(&store, &cfg);
-        allocator.closed = nth;
+        attach_test_store(&store, &cfg);
+        allocator.fail_at = nth;
         st = tkv_create(&cfg, &kv);
         CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
         for (n = 0; n < 50 && kv; n++) {
@@ -797,22 +798,22 @@ TEST(every_allocation_fails_once) {
                 st = tkv_append(kv, 0, l, k_in, v_in, 20);
                 CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET);
                 CHECK_EQ(tkv_get_length(kv, 0, l), st ? old_len : old_len + 20);
-                if (allocator.closed == 1) refused = 1, allocator.closed = 0;
+                if (allocator.fail_at == 1) refused = 1, allocator.fail_at = 0;
                 if (st) CHECK_EQ(tkv_append(kv, 0, l, k_in, v_in, 20), TKV_OK);
             }
             if (n % 4 == 0) CHECK_EQ(tkv_offload(kv, 0, TKV_ALL_LAYERS, 1, NULL), TKV_OK);
             if (n % 7 == 6) {
                 st = tkv_promote(kv, 0, 0, 4);
                 CHECK(st == TKV_OK || st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET || st == TKV_ERR_NO_SOURCE);
-                if (allocator.closed == 1) refused = 1, allocator.closed = 0;
+                if (allocator.fail_at == 1) refused = 1, allocator.fail_at = 0;
             }
-            sound(kv);
-            CHECK(cfg.budget.bytes == 0 || allocator.most <= cfg.budget.bytes);
+            check_cache(kv);
+            CHECK(cfg.budget.bytes == 0 || allocator.peak <= cfg.budget.bytes);
         }
         n_refused += refused || !kv;
         tkv_destroy(kv);
         CHECK_EQ(allocator.held, 0);
-        test_store_end(&store);
+        destroy_test_store(&store);
     }
     CHECK(n_refused > 10);
 }
@@ -828,7 +829,7 @@ TEST(in_place) {
     cfg.limits.max_seqs = 1;
     cfg.limits.max_tokens = LONGEST;
     cfg.budget.bytes = 240 * 1000;
-    test_store_for(&store, &cfg);
+    attach_test_store(&store, &cfg);
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
     raw = (uint8_t *)malloc(bytes + 128);
     if (!raw) exit(2);
@@ -837,21 +838,21 @@ TEST(in_place) {
     if (!kv) return;
     cfg = small_config();
     cfg.tiers.hot_tokens = TKV_UNLIMITED;
-    a = make(&cfg);
+    a = create_cache(&cfg);
     for (n = 0; n + 25 <= LONGEST; n += 25) {
         CHECK_EQ(append_to_both(a, kv, 0, 25), TKV_OK);
-        if (n % 200 == 0) sound(kv);
+        if (n % 200 == 0) check_cache(kv);
     }
     check_same(a, kv, 0, 3);
-    CHECK(alive_in(&store) > 50);
+    CHECK(n_stored_keys(&store) > 50);
     for (i = 0; i < 64; i++) CHECK(raw[i] == 0xa5 && raw[bytes + 64 + (size_t)i] == 0xa5);
     CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 25), TKV_ERR_CAPACITY); /* max_tokens */
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-    CHECK_EQ(alive_in(&store), 0);
+    CHECK_EQ(n_stored_keys(&store), 0);
     tkv_destroy(kv);
     tkv_destroy(a);
     free(raw);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 /* >>the store of examples/spill_file.h */
@@ -883,15 +884,15 @@ TEST(a_file) {
     REQUIRE(spill_file_open(&file, NULL, bytes) == 0);
     cfg_with_store.offload = spill_file_config(&file);
     cfg_with_store.offload.read = read_and_record_key;
-    a = make(&cfg);
-    b = make(&cfg_with_store);
+    a = create_cache(&cfg);
+    b = create_cache(&cfg_with_store);
     for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, 0, CHUNK), TKV_OK);
     (void)signal(SIGXFSZ, SIG_IGN);
     limit_file_size(5 * file.bytes + 1000); /* in the middle of a block */
     CHECK_EQ(tkv_offload(b, 0, 0, 100, &n_blocks), TKV_ERR_IO);
     CHECK(n_blocks > 0 && n_blocks < 8);
     limit_file_size(0);
-    sound(b);
+    check_cache(b);
     check_same(a, b, 0, 3); /* nothing is lost */
     n_before = n_blocks;
     CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 100, &n_blocks), TKV_OK);
@@ -905,7 +906,7 @@ TEST(a_file) {
     CHECK_EQ(ftruncate(file.fd, (off_t)n * (off_t)file.bytes + 300), 0); /* reads are cut short */
     CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_b), TKV_ERR_IO);
     CHECK_EQ(tkv_read(b, 0, 0, 0, tkv_get_length(b, 0, TKV_ALL_LAYERS), k_b, v_b), TKV_ERR_IO);
-    sound(b);
+    check_cache(b);
     CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK); /* the store still works */
     CHECK_EQ(tkv_seq_reset(a, 0), TKV_OK);
     for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, 0, CHUNK), TKV_OK);
@@ -927,11 +928,11 @@ TEST(wrong_configs_and_arguments) {
     test_store store;
     tkv_cache *kv;
     int i;
-    test_store_for(&store, &cfg);
+    attach_test_store(&store, &cfg);
     cfg.offload.read = NULL;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "offload.") == reason, "%s", reason);
-    cfg.offload.read = test_store_fetch;
+    cfg.offload.read = test_store_read;
     cfg.offload.keep_exact = 2;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     cfg.offload.keep_exact = 0;
@@ -946,7 +947,7 @@ TEST(wrong_configs_and_arguments) {
     CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, NULL), TKV_ERR_ARG);
     cfg = small_config();
     cfg.offload.keep_exact = 1; /* without a store, no copies are kept */
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (i = 0; i < 4; i++) CHECK_EQ(append_to_both(kv, NULL, 0, CHUNK), TKV_OK);
     CHECK_EQ(tkv_promote(kv, 0, 0, 10), TKV_ERR_NO_SOURCE);
     CHECK_EQ(tkv_promote(kv, 0, 0, LONGEST), TKV_ERR_RANGE);
@@ -955,7 +956,7 @@ TEST(wrong_configs_and_arguments) {
     CHECK_EQ(tkv_offload(NULL, 0, 0, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote(NULL, 0, 0, 0), TKV_ERR_ARG);
     tkv_destroy(kv);
-    test_store_end(&store);
+    destroy_test_store(&store);
 }
 
 int main(int argc, char **argv) {

@@ -687,7 +687,7 @@ TEST(tiers_follow_ages) {
     cfg.model.n_layers = cfg.model.n_heads = 1;
     cfg.model.head_dim = 16;
     CHECK_EQ(tkv_apply_preset(&cfg, "small"), TKV_OK);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     memset(row, 0, sizeof row);
     for (n = 1; n <= 500; n++) {
         CHECK_EQ(tkv_append(kv, 0, 0, row, row, 1), TKV_OK);
@@ -719,7 +719,7 @@ static tkv_cache *make_small_cache(void) {
     cfg.limits.max_seqs = 4;
     cfg.meter.heads = 1;
     cfg.meter.every = 4;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (n = 0; n < 700; n++)
         for (layer = 0; layer < 1; layer++) {
             tkv_rng_fill(&r, k, COUNT(k), 1);

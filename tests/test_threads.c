@@ -402,10 +402,10 @@ static size_t save_table(tkv_cache *kv, uint8_t *table) {
     size_t bytes = 0;
     memset(k, 0, sizeof k);
     memset(v, 0, sizeof v);
-    CHECK_EQ(calibrated_layers(kv), 0);
+    CHECK_EQ(n_calibrated_layers(kv), 0);
     CHECK_EQ(tkv_append(kv, 1, 0, k, v, 2), TKV_OK); /* the 512th token; the next append makes the table */
     CHECK_EQ(tkv_append(kv, 1, 0, k, v, 1), TKV_OK);
-    CHECK_EQ(calibrated_layers(kv), 1);
+    CHECK_EQ(n_calibrated_layers(kv), 1);
     CHECK_EQ(tkv_save_calibration(kv, table, TABLE, &bytes), TKV_OK);
     return bytes;
 }

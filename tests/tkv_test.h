@@ -48,9 +48,10 @@ enum { TKV_TEST_SHOWN = 10 }; /* failed checks printed per test; more are only c
 
 typedef struct tkv_test_state {
     const char *filter;
-    int list, dead;              /* dead: the forced instruction set is missing, so every test is skipped */
+    int list;                    /* 1: only prints the names of tests */
+    int isa_missing;             /* the instruction set of TKV_ISA is missing, so every test is skipped */
     int passed, failed, skipped; /* tests */
-    int checks, bad;             /* checks, and failed ones, of the running test */
+    int n_checks, n_bad;         /* checks, and failed ones, of the running test */
     const char *skip;            /* why the running test is skipped, or NULL */
 } tkv_test_state;
 static tkv_test_state tkv_test_;
@@ -86,10 +87,10 @@ static tkv_test_state tkv_test_;
 
 /* Counts one check. Returns 1 if the caller must print a failure, after printing where it happened. */
 static inline int tkv_test_note_(int ok, const char *file, int line, const char *what) {
-    tkv_test_.checks++;
+    tkv_test_.n_checks++;
     if (ok) return 0;
-    if (tkv_test_.bad++ == 0) printf("\n");
-    if (tkv_test_.bad > TKV_TEST_SHOWN) return 0;
+    if (tkv_test_.n_bad++ == 0) printf("\n");
+    if (tkv_test_.n_bad > TKV_TEST_SHOWN) return 0;
     printf("    %s:%d: %s", file, line, what);
     return 1;
 }
@@ -151,7 +152,7 @@ static inline int tkv_test_is_finite(double x) {
 
 static inline void tkv_test_near_(double a, double b, double tol, const char *file, int line,
                                   const char *what) {
-    int ok = memcmp(&a, &b, sizeof a) == 0; /* equal bits pass: infinities of one sign are near each other */
+    int ok = memcmp(&a, &b, sizeof a) == 0; /* equal bits pass, so equal infinities do */
     double d = a > b ? a - b : b - a;
     if (!ok) ok = tkv_test_is_finite(a) && tkv_test_is_finite(b) && d <= tol;
     if (tkv_test_is_nan(a)) ok = 0;
@@ -172,8 +173,8 @@ static inline int tkv_test_flag_(const char *name) {
 static inline int tkv_test_quick(void) { return tkv_test_flag_("TKV_TEST_QUICK"); }
 static inline int tkv_test_long(void) { return tkv_test_flag_("TKV_TEST_LONG"); }
 
-/* >>conveniences over the interface */
-static inline int isa_available(tkv_isa isa) {
+/* >>short calls of the public interface */
+static inline int is_isa_available(tkv_isa isa) {
     tkv_build_info build;
     return tkv_get_build(NULL, &build) == TKV_OK && (build.isa_mask >> (int)isa & 1u) != 0;
 }
@@ -183,12 +184,12 @@ static inline tkv_isa isa_of(const tkv_cache *kv) {
     return tkv_get_build(kv, &build) == TKV_OK ? build.isa : TKV_ISA_AUTO;
 }
 
-static inline int calibrated_layers(const tkv_cache *kv) {
+static inline int n_calibrated_layers(const tkv_cache *kv) {
     tkv_calibration_info info;
     return tkv_get_calibration(kv, &info) == TKV_OK ? info.n_calibrated : 0;
 }
 
-static inline tkv_format format_named(const char *name) { /* TKV_FORMAT_DEFAULT: there is no such format */
+static inline tkv_format find_format(const char *name) { /* TKV_FORMAT_DEFAULT: no format has this name */
     int value = TKV_FORMAT_DEFAULT;
     (void)tkv_find_name(TKV_NAME_FORMAT, name, &value);
     return (tkv_format)value;
@@ -207,7 +208,8 @@ static inline tkv_isa tkv_test_isa(void) { /* TKV_ISA_COUNT if TKV_ISA is no kno
 static inline int tkv_test_isas(tkv_isa *list) {
     int isa, n = 0;
     for (isa = TKV_ISA_SCALAR; isa < TKV_ISA_COUNT; isa++)
-        if (isa_available((tkv_isa)isa) && (tkv_test_isa() == TKV_ISA_AUTO || tkv_test_isa() == (tkv_isa)isa))
+        if (is_isa_available((tkv_isa)isa) &&
+            (tkv_test_isa() == TKV_ISA_AUTO || tkv_test_isa() == (tkv_isa)isa))
             list[n++] = (tkv_isa)isa;
     return n;
 }
@@ -279,8 +281,8 @@ static inline void tkv_test_begin(int argc, char **argv) {
         printf("TKV_ISA is \"%s\": use auto, scalar, avx2, avx512, neon or wasm\n", getenv("TKV_ISA"));
         exit(2);
     }
-    if (isa != TKV_ISA_AUTO && !isa_available(isa)) {
-        tkv_test_.dead = 1;
+    if (isa != TKV_ISA_AUTO && !is_isa_available(isa)) {
+        tkv_test_.isa_missing = 1;
         if (!tkv_test_.list) printf("%s is not available here\n", tkv_get_name(TKV_NAME_ISA, (int)isa));
     }
 }
@@ -295,24 +297,24 @@ static inline void tkv_test_run_(const char *name, void (*test)(void)) {
         printf("%s\n", name);
         return;
     }
-    t->checks = t->bad = 0;
-    t->skip = t->dead ? "instruction set" : NULL;
+    t->n_checks = t->n_bad = 0;
+    t->skip = t->isa_missing ? "instruction set" : NULL;
     printf("  %-42s", name);
     fflush(stdout); /* shows the name of a test that crashes */
-    if (!t->dead) test();
-    if (t->bad > TKV_TEST_SHOWN) printf("    ... %d more\n", t->bad - TKV_TEST_SHOWN);
-    if (t->bad) {
+    if (!t->isa_missing) test();
+    if (t->n_bad > TKV_TEST_SHOWN) printf("    ... %d more\n", t->n_bad - TKV_TEST_SHOWN);
+    if (t->n_bad) {
         t->failed++;
-        printf("  FAILED %s: %d of %d checks", name, t->bad, t->checks);
+        printf("  FAILED %s: %d of %d checks", name, t->n_bad, t->n_checks);
     } else if (t->skip) {
         t->skipped++;
         printf(" skipped: %s", t->skip);
-    } else if (!t->checks) {
+    } else if (!t->n_checks) {
         t->failed++;
         printf(" FAILED: it checks nothing");
     } else {
         t->passed++;
-        printf(" ok, %d checks", t->checks);
+        printf(" ok, %d checks", t->n_checks);
     }
 #ifndef __wasi__
     printf(", %.2f s", (double)(clock() - start) / (double)CLOCKS_PER_SEC);
@@ -323,13 +325,13 @@ static inline void tkv_test_run_(const char *name, void (*test)(void)) {
 
 static inline int tkv_test_end(void) { /* the exit status */
     const tkv_test_state *t = &tkv_test_;
-    int none = t->passed + t->failed + t->skipped == 0;
+    int found_none = t->passed + t->failed + t->skipped == 0;
     if (t->list) return 0;
-    if (none) printf("no test has \"%s\" in its name\n", t->filter ? t->filter : "");
+    if (found_none) printf("no test has \"%s\" in its name\n", t->filter ? t->filter : "");
     printf("%d passed, %d failed", t->passed, t->failed);
     if (t->skipped) printf(", %d skipped", t->skipped);
     printf("\n");
-    return t->failed || none;
+    return t->failed || found_none;
 }
 
 #endif /* TKV_TEST_H */

@@ -294,7 +294,7 @@ TEST(figures_are_right) {
         figures f;
         cfg.tiers.hot = pair_of(hot[i % 3], hot[i % 3]);
         if (formats[i].k == TKV_BF16) cfg.tiers.hot.v = TKV_F32; /* and hot.k is coded although it is exact */
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         snprintf(what, sizeof what, "%s and %s", tkv_get_name(TKV_NAME_FORMAT, (int)formats[i].k),
                  tkv_get_name(TKV_NAME_FORMAT, (int)formats[i].v));
         f = run(kv, &plain, tkv_test_quick() ? 620 : 1000);
@@ -332,7 +332,7 @@ TEST(figures_with_everything_that_changes_logits) {
             w.mask = mask;
             w.window = 300;
         }
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         f = run(kv, &w, tkv_test_quick() ? 300 : 400);
         snprintf(what, sizeof what, "change %d", which);
         compare(kv, &f, 0.02, what);
@@ -350,7 +350,7 @@ TEST(figures_of_a_part) { /* more coded tokens than copies */
         tkv_cache *kv;
         figures f;
         cfg.meter.tokens = tokens[i];
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         f = run(kv, &plain, tkv_test_quick() ? 600 : 1000);
         compare(kv, &f, 0.03, "part");
         CHECK(f.kept < f.keys && f.kept > 0.0);
@@ -366,7 +366,7 @@ TEST(copies_lie_evenly) {
         tkv_config cfg = config(TKV_KIVI2, TKV_KIVI2);
         tkv_cache *kv;
         cfg.meter.tokens = slots * 64;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (t = 0; t < 1000; t += 8) {
             const tkvi_head_probe *g = &kv->meter->head_probe[0];
             tkv_layer_info info;
@@ -392,9 +392,9 @@ TEST(coverage_scales_up) {
     NEEDS_METER;
     if (tkv_test_quick()) SKIP("long");
     cfg.meter.every = 1;
-    a = make(&cfg);
+    a = create_cache(&cfg);
     cfg.meter.tokens = 256;
-    b = make(&cfg);
+    b = create_cache(&cfg);
     for (t = 0; t < 1000; t += 20) {
         CHECK_EQ(feed(a, 0, 20), TKV_OK);
         CHECK_EQ(feed(b, 0, 20), TKV_OK);
@@ -428,7 +428,7 @@ TEST(exact_is_perfect) {
         if (which > 1)
             cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F32, TKV_F32); /* coded, without loss */
         if (which == 3) cfg.tiers.hot = pair_of(TKV_BF16, TKV_BF16);
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (t = 0; t < n; t += 20) {
             CHECK_EQ(feed(kv, 0, 20), TKV_OK);
             for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(ask(kv, 0, layer, 20), TKV_OK);
@@ -461,7 +461,7 @@ TEST(more_bits_less_error) {
         last.top1 = 1.0;
         for (i = 0; formats[family][i].k != TKV_F32; i++) {
             tkv_config cfg = config(formats[family][i].k, formats[family][i].v);
-            tkv_cache *kv = make(&cfg);
+            tkv_cache *kv = create_cache(&cfg);
             for (t = 0; t < 900; t += 10) {
                 CHECK_EQ(feed(kv, 0, 10), TKV_OK);
                 for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
@@ -492,9 +492,9 @@ TEST(attention_keeps_its_bits) {
         cfg.host.precise = i == 1;
         cfg.meter.every = 1;
         cfg.meter.tokens = 256;
-        on = make(&cfg);
+        on = create_cache(&cfg);
         cfg.meter.heads = 0;
-        off = make(&cfg);
+        off = create_cache(&cfg);
         for (at = step = 0; at < (tkv_test_quick() ? 600 : 900); at += chunks[step++ % COUNT(chunks)]) {
             int n = chunks[step % COUNT(chunks)];
             CHECK_EQ(feed(on, 0, n), TKV_OK);
@@ -541,7 +541,7 @@ TEST(whom_it_watches) {
     int t;
     NEEDS_METER;
     cfg.meter.every = 1;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(watched(kv), TKV_NO_SEQ);
     for (t = 0; t < 200; t += 40) CHECK_EQ(feed(kv, 1, 40), TKV_OK);
     CHECK_EQ(watched(kv), 1);
@@ -581,7 +581,7 @@ TEST(figures_through_a_life) {
     NEEDS_METER;
     cfg.tiers.warm.v = TKV_KIVI4;
     cfg.meter.every = 3;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (round = 0; round < 2; round++) {
         memset(&f, 0, sizeof f);
         for (t = 0; t < 300; t += 60) CHECK_EQ(feed(kv, 0, 60), TKV_OK);
@@ -634,7 +634,7 @@ TEST(figures_in_windows) { /* blocks leave, sinks too; their copies make room */
     NEEDS_METER;
     cfg.model.window = 220;
     cfg.meter.tokens = 512;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     f = run(kv, &plain, tkv_test_quick() ? 700 : 1000);
     compare(kv, &f, 0.03, "window");
     CHECK(f.kept == f.keys);
@@ -660,7 +660,7 @@ TEST(layers_of_all_kinds) {
     cfg.model.n_layers = 6;
     cfg.meter.heads = 64;
     cfg.meter.every = 1;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(kv->meter->n, 4 * KV_HEADS);
     for (t = 0; t < 400; t += 50) {
         float k[50 * K_ROW], v[50 * V_ROW];
@@ -712,7 +712,7 @@ TEST(places) {
                 cfg.model.head_dim = 16;
                 cfg.meter.heads = n;
                 cfg.meter.tokens = 128;
-                kv = make(&cfg);
+                kv = create_cache(&cfg);
                 m = kv->meter;
                 CHECK_EQ(m->n, n < layers * kv_heads ? n : layers * kv_heads);
                 for (i = 0; i < m->n; i++) {
@@ -746,7 +746,7 @@ TEST(batches) {
     memset(&again, 0, sizeof again);
     cfg.meter.every = 1;
     cfg.limits.max_seqs = 3;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0; t < 300; t += 50) CHECK_EQ(feed(kv, 1, 50), TKV_OK); /* this one begins */
     for (t = 0; t < 250; t += 50) CHECK_EQ(feed(kv, 0, 50), TKV_OK);
     memset(&p, 0, sizeof p);
@@ -812,7 +812,7 @@ TEST(damage_is_found) {
     tkvi_head_probe *g;
     int t, i;
     NEEDS_METER;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0; t < 400; t += 40) CHECK_EQ(feed(kv, 0, 40), TKV_OK);
     g = &kv->meter->head_probe[1];
     REQUIRE(g->n >= 3);
@@ -895,7 +895,7 @@ TEST(every_byte_is_counted) {
             cfg.host.allocator = allocator_of(&l);
             cfg.meter.heads = heads;
             cfg.meter.tokens = tokens;
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             for (t = 0; t < 600; t++) {
                 if (t % 50 == 0) {
                     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
@@ -946,7 +946,7 @@ TEST(in_place) {
     cfg.limits.max_tokens = 800;
     cfg.meter.every = 2;
     cfg.meter.tokens = 300;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
     memory = (char *)malloc(bytes);
     if (!memory) exit(2);
@@ -1041,7 +1041,7 @@ TEST(extremes) {
         tkv_rng r = tkv_rng_seed((uint64_t)which);
         cfg.meter.every = 1;
         cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (t = 0; t < n; t += 10) {
             tkv_rng_fill(&r, k, COUNT(k), which == 0 ? 20000.0 : 1.0);
             tkv_rng_fill(&r, v, COUNT(v), which == 1 ? 1e30 : 1.0);
@@ -1072,17 +1072,17 @@ TEST(eviction_under_a_budget) {
     int i, evicted = 0;
     for (i = 0; i < TOKENS * 2 * DIM; i++) k[i] = (float)((i * 7919) % 1000) / 500.0f - 1.0f;
     for (budget = 905000; budget < 916000; budget += 500) {
-        tkv_config cfg = shape_of(1, 2, 2, DIM, 1, TOKENS);
+        tkv_config cfg = make_sized_config(1, 2, 2, DIM, 1, TOKENS);
         tkv_cache *kv;
         cfg.meter.heads = 1;
         cfg.evict.policy = TKV_EVICT_H2O;
         cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
         cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
         cfg.budget.bytes = budget;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         for (i = 0; i < COUNT(chunk); i++) {
             (void)tkv_append(kv, 0, 0, k, k, chunk[i]); /* refused or not */
-            sound(kv);
+            check_cache(kv);
         }
         evicted += budget_of(kv).evicted > 0;
         tkv_destroy(kv);
@@ -1154,7 +1154,7 @@ TEST(a_consumer_is_a_row) {
                 cfg.meter.heads = 0;
                 cfg.tiers.hot_tokens = TKV_UNLIMITED;
                 cfg.host.parallel_for = parallel ? one_by_one : NULL;
-                kv = make(&cfg);
+                kv = create_cache(&cfg);
                 for (i = 0; i < 4; i++) CHECK_EQ(feed(kv, 0, CHUNK), TKV_OK);
                 for (i = 0; i < 2 * Q_ROW; i++) q_in[i] = (float)((i * 37) % 101 - 50) * .02f;
                 memset(&p, 0, sizeof p);

@@ -9,14 +9,14 @@
 
 /* >>the self-check sees damage */
 static tkv_cache *damage_me(void) {
-    tkv_config cfg = config(2, 3);
+    tkv_config cfg = make_config(2, 3);
     tkv_cache *kv;
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
-    kv = make(&cfg);
-    CHECK_EQ(feed_all(kv, 0, 0, 900, 100), TKV_OK);
-    CHECK_EQ(feed_all(kv, 1, 1, 850, 100), TKV_OK);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 900, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 850, 100), TKV_OK);
     CHECK_EQ(tkv_seq_reserve(kv, 1, 100), TKV_OK);
-    whole(kv, "before damage", 0);
+    check_cache_at(kv, "before damage", 0);
     return kv;
 }
 
@@ -39,7 +39,7 @@ static void is_broken(const tkv_cache *kv, const char *what) {
         (field) = (wrong);                                                                                   \
         is_broken(kv, #field " = " #wrong);                                                                  \
         memcpy(&(field), saved, sizeof(field));                                                              \
-        whole(kv, "repaired: " #field, 0);                                                                   \
+        check_cache_at(kv, "repaired: " #field, 0);                                                          \
     } while (0)
 
 TEST(check_sees_damage) {
@@ -173,7 +173,7 @@ TEST(shared_blocks) {
     for (round = 0; round < rounds; round++) {
         enum { SEQS = 4 };
         counting_allocator p;
-        tkv_config cfg = config(2, SEQS), alone = config(2, 1);
+        tkv_config cfg = make_config(2, SEQS), alone = make_config(2, 1);
         tkv_cache *kv, *own[3];
         tkv_memory_info before, after;
         size_t empty;
@@ -181,17 +181,17 @@ TEST(shared_blocks) {
         cfg.host.allocator = counting_allocator_of(&p);
         if (round % 3 == 1) cfg.model.window = alone.model.window = 40 + round;
         if (round % 3 == 2) cfg.tiers.hot_tokens = alone.tiers.hot_tokens = 1 + round * 3;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         empty = p.held;
-        for (i = 0; i < 3; i++) own[i] = make(&alone);
+        for (i = 0; i < 3; i++) own[i] = create_cache(&alone);
         note_config(&cfg);
-        CHECK_EQ(feed_all(kv, 3, 9, 100, 100), TKV_OK); /* a stranger in the same pages */
-        CHECK_EQ(feed_all(kv, 0, 0, n, chunk), TKV_OK);
-        for (i = 0; i < 3; i++) CHECK_EQ(feed_all(own[i], 0, 0, n, chunk), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 3, 9, 100, 100), TKV_OK); /* a stranger in the same pages */
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, n, chunk), TKV_OK);
+        for (i = 0; i < 3; i++) CHECK_EQ(append_to_all_layers(own[i], 0, 0, n, chunk), TKV_OK);
         CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
         share(kv, 0, 1);
         share(kv, 1, 2);
-        whole(kv, "shared", round);
+        check_cache_at(kv, "shared", round);
         CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
         CHECK_MEM(&after.tier, &before.tier, sizeof after.tier); /* counts once */
         CHECK_EQ(after.slack, before.slack);
@@ -205,23 +205,23 @@ TEST(shared_blocks) {
             if (op < 6) {
                 if (op == 0) { /* not a byte of anybody's changes when there is no memory */
                     all = snapshot_of(kv);
-                    p.closed = 1;
-                    st = feed(kv, i, 0, 10 + i, some);
-                    p.closed = 0;
-                    if (st == TKV_ERR_NOMEM) unchanged(kv, &all, "no memory");
-                    else st2 = feed(own[i], 0, 0, 10 + i, some);
+                    p.fail_at = 1;
+                    st = append_tokens(kv, i, 0, 10 + i, some);
+                    p.fail_at = 0;
+                    if (st == TKV_ERR_NOMEM) check_unchanged(kv, &all, "no memory");
+                    else st2 = append_tokens(own[i], 0, 0, 10 + i, some);
                     CHECK_EQ(st2, TKV_OK);
-                    snapshot_free(&all);
+                    free_snapshot(&all);
                     /* the layers are brought to one length again below */
                     some = tkv_get_length(own[i], 0, 0) - tkv_get_length(own[i], 0, 1);
                     if (some) {
-                        CHECK_EQ(feed(kv, i, 1, 10 + i, some), TKV_OK);
-                        CHECK_EQ(feed(own[i], 0, 1, 10 + i, some), TKV_OK);
+                        CHECK_EQ(append_tokens(kv, i, 1, 10 + i, some), TKV_OK);
+                        CHECK_EQ(append_tokens(own[i], 0, 1, 10 + i, some), TKV_OK);
                     }
                     st = st2 = TKV_OK;
                 } else {
-                    st = feed_all(kv, i, 10 + i, some, some);
-                    st2 = feed_all(own[i], 0, 10 + i, some, some);
+                    st = append_to_all_layers(kv, i, 10 + i, some, some);
+                    st2 = append_to_all_layers(own[i], 0, 10 + i, some, some);
                 }
             } else if (op == 6) {
                 st = tkv_seq_flush(kv, i, TKV_FLUSH_FULL);
@@ -236,36 +236,36 @@ TEST(shared_blocks) {
             } else if (op == 10) {
                 CHECK_EQ(tkv_seq_begin(kv, i), TKV_OK);
                 CHECK_EQ(tkv_seq_begin(own[i], 0), TKV_OK);
-                CHECK_EQ(feed_all(kv, i, 50, some, some), TKV_OK);
+                CHECK_EQ(append_to_all_layers(kv, i, 50, some, some), TKV_OK);
                 st = tkv_seq_abort(kv, i);
                 st2 = tkv_seq_abort(own[i], 0);
             } else { /* reserved, with shared tails and shared blocks that come of age */
                 CHECK_EQ(tkv_seq_reserve(kv, i, some), TKV_OK);
-                whole(kv, "reserved", step);
-                p.closed = 1;
-                st = feed_all(kv, i, 10 + i, some, some);
-                p.closed = 0;
-                st2 = feed_all(own[i], 0, 10 + i, some, some);
+                check_cache_at(kv, "reserved", step);
+                p.fail_at = 1;
+                st = append_to_all_layers(kv, i, 10 + i, some, some);
+                p.fail_at = 0;
+                st2 = append_to_all_layers(own[i], 0, 10 + i, some, some);
             }
             CHECK_MSG(st == st2, "round %d step %d op %d: %s, alone %s", round, step, op,
                       tkv_get_status_text(st), tkv_get_status_text(st2));
-            whole(kv, "step", step);
+            check_cache_at(kv, "step", step);
             CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
             CHECK_EQ(after.total, p.held);
             if (step % 5 < 4) continue;
             for (i = 0; i < 3; i++) {
                 snapshot a = snapshot_of_seq(kv, i), b = snapshot_of_seq(own[i], 0);
-                CHECK_MSG(same_picture(&a, &b), "round %d step %d sequence %d", round, step, i);
-                snapshot_free(&a);
-                snapshot_free(&b);
+                CHECK_MSG(is_same_snapshot(&a, &b), "round %d step %d sequence %d", round, step, i);
+                free_snapshot(&a);
+                free_snapshot(&b);
             }
         }
         for (i = 0; i < 3; i++) {
             CHECK_EQ(tkv_seq_reset(kv, (i + round) % 3), TKV_OK);
-            whole(kv, "released", i);
+            check_cache_at(kv, "released", i);
             tkv_destroy(own[i]);
         }
-        reads_as(kv, 3, 0, 9, tkv_get_length(kv, 3, 0) - 1, 1, TKV_F16);
+        check_read(kv, 3, 0, 9, tkv_get_length(kv, 3, 0) - 1, 1, TKV_F16);
         CHECK_EQ(tkv_seq_reset(kv, 3), TKV_OK);
         CHECK_EQ(kv->pool.n_blocks, 0);
         CHECK_EQ(kv->pool.n_pages, 0);
@@ -277,44 +277,45 @@ TEST(shared_blocks) {
 
 /* The partial tail is copied once, by the one who writes; the demoted block by the one who grows old. */
 TEST(shared_tail_and_shared_demotion) {
-    tkv_config cfg = config(1, 2);
-    tkv_cache *kv = make(&cfg);
+    tkv_config cfg = make_config(1, 2);
+    tkv_cache *kv = create_cache(&cfg);
     tkvi_list *a = tkvi_list_of(kv, 0, 0), *b = tkvi_list_of(kv, 1, 0);
     uint32_t blocks, tail;
     snapshot before, now;
-    CHECK_EQ(feed_all(kv, 0, 0, 4 + 64 + 40, 1), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 4 + 64 + 40, 1), TKV_OK);
     share(kv, 0, 1);
     tail = tkvi_ids(kv, 0, 0)[a->n - 1];
     blocks = kv->pool.n_blocks;
     CHECK_EQ(kv->pool.block[tail].refs, 2);
     before = snapshot_of_seq(kv, 0);
-    CHECK_EQ(feed(kv, 1, 0, 1, 1), TKV_OK); /* too young for the full block to move */
+    CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK); /* too young for the full block to move */
     CHECK_EQ(kv->pool.n_blocks, blocks + 1);
     CHECK_EQ(kv->pool.block[tail].refs, 1);
     CHECK(tkvi_ids(kv, 0, 0)[a->n - 1] == tail && tkvi_ids(kv, 1, 0)[b->n - 1] != tail);
-    CHECK_EQ(feed(kv, 1, 0, 1, 1), TKV_OK); /* its own now */
+    CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK); /* its own now */
     CHECK_EQ(kv->pool.n_blocks, blocks + 1);
-    CHECK_EQ(feed(kv, 0, 0, 0, 0), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 0, 0), TKV_OK);
     now = snapshot_of_seq(kv, 0);
-    CHECK(same_picture(&before, &now));
-    snapshot_free(&now);
-    CHECK_EQ(feed_all(kv, 1, 1, 60, 1), TKV_OK); /* the full block moves to warm in sequence 1 only */
+    CHECK(is_same_snapshot(&before, &now));
+    free_snapshot(&now);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 60, 1),
+             TKV_OK); /* the full block moves to warm in sequence 1 only */
     CHECK(b->warm == 1 && a->warm == 0);
     CHECK(tkvi_ids(kv, 0, 0)[1] != tkvi_ids(kv, 1, 0)[1]);
     CHECK_EQ(tkvi_ids(kv, 0, 0)[0], tkvi_ids(kv, 1, 0)[0]); /* the sinks stay shared */
     CHECK_EQ(kv->pool.block[tkvi_ids(kv, 0, 0)[0]].refs, 2);
     now = snapshot_of_seq(kv, 0);
-    CHECK(same_picture(&before, &now));
-    snapshot_free(&now);
-    reads_as(kv, 0, 0, 0, 0, 108, TKV_F16);
-    snapshot_free(&before);
+    CHECK(is_same_snapshot(&before, &now));
+    free_snapshot(&now);
+    check_read(kv, 0, 0, 0, 0, 108, TKV_F16);
+    free_snapshot(&before);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(kv->pool.block[tkvi_ids(kv, 1, 0)[0]].refs, 1);
-    whole(kv, "one left", 0);
-    reads_as(kv, 1, 0, 0, 0, 4, TKV_F16);
+    check_cache_at(kv, "one left", 0);
+    check_read(kv, 1, 0, 0, 0, 4, TKV_F16);
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     CHECK_EQ(kv->pool.n_blocks, 0);
-    whole(kv, "none left", 0);
+    check_cache_at(kv, "none left", 0);
     tkv_destroy(kv);
 }
 
@@ -356,7 +357,7 @@ static int steps(uint32_t cap) {
 TEST(appends_allocate_pages_and_growths) {
     int kind, i, n;
     for (kind = 0; kind < 2; kind++) { /* with a window the cache stops growing */
-        tkv_config cfg = config(2, 1);
+        tkv_config cfg = make_config(2, 1);
         tkv_cache *kv;
         size_log log;
         size_t page;
@@ -364,17 +365,17 @@ TEST(appends_allocate_pages_and_growths) {
         long pages = 0;
         if (kind) cfg.model.window = 100;
         cfg.host.allocator = size_log_of(&log);
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         page = kv->tables.page_bytes;
         for (n = 0; n < 3000; n++) {
             log.n = 0;
-            CHECK_EQ(feed_all(kv, 0, 0, 1, 1), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, 1, 1), TKV_OK);
             for (i = 0; i < log.n; i++) {
                 if (log.sizes[i] == page) pages++;
                 else tables++;
             }
             CHECK(log.n <= 9);
-            if (kind && n > 1000) CHECK_LE(log.p.held, log.p.most);
+            if (kind && n > 1000) CHECK_LE(log.p.held, log.p.peak);
             if (kind && n > 1000 && tables) CHECK_EQ(tables, 3); /* first list, block table, page table */
         }
         CHECK(pages >= (long)kv->pool.n_pages);
@@ -431,14 +432,14 @@ TEST(page_waste_is_bounded) {
 /* Whatever the history, pages in use are what the blocks need. */
 TEST(pages_do_not_fragment) {
     static float k[200 * 40], v[200 * 8];
-    tkv_config cfg = config(2, 6);
+    tkv_config cfg = make_config(2, 6);
     tkv_rng rng = tkv_rng_seed(44);
     tkv_cache *kv;
     int step, layer, c, n_steps = tkv_test_quick() ? 100 : 1500;
     cfg.model.n_kv_heads = cfg.model.n_heads = 1;
     cfg.model.head_dim = 40;
     cfg.model.v_head_dim = 8;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (step = 0; step < n_steps; step++) {
         int seq = tkv_rng_below(&rng, 6);
         int64_t pages = 0;
@@ -455,7 +456,7 @@ TEST(pages_do_not_fragment) {
             pages += (kv->pool.used_slots[c] + slots - 1) / slots;
         }
         CHECK_EQ(kv->pool.n_pages, pages);
-        whole(kv, "fragments", step);
+        check_cache_at(kv, "fragments", step);
     }
     tkv_destroy(kv);
 }

@@ -474,13 +474,13 @@ TEST(code_books) {
     int i;
     for (i = 0; i < 256; i++) {
         float e4 = tkvi_e4m3_level(i) * 64.0f, e5 = tkvi_e5m2_level(i) * 4096.0f;
-        CHECK_NEAR(e4, level_of(TKV_FP8_E4M3, i), 0);
-        CHECK_NEAR(e5, level_of(TKV_FP8_E5M2, i), 0);
+        CHECK_NEAR(e4, value_of_code(TKV_FP8_E4M3, i), 0);
+        CHECK_NEAR(e5, value_of_code(TKV_FP8_E5M2, i), 0);
         if (i != 0x80 && i != nans[0] && i != nans[1]) CHECK_EQ(tkvi_e4m3_code(e4 / 64.0f), i);
         if (i != 0x80 && (i & 0x7f) < 0x7c) CHECK_EQ(tkvi_e5m2_code(e5 / 4096.0f), i);
     }
     for (i = 0; i < 16; i++) {
-        CHECK_NEAR(tkvi_e2m1_level(i), level_of(TKV_FP4, i), 0);
+        CHECK_NEAR(tkvi_e2m1_level(i), value_of_code(TKV_FP4, i), 0);
         if (i != 8) CHECK_EQ(tkvi_e2m1_code(tkvi_e2m1_level(i)), i);
         if (i != 8) CHECK_EQ(tkvi_int4_code(tkvi_int4_level(i)), i);
     }
@@ -553,7 +553,7 @@ TEST(rope_against_double) {
                     tkv_rng_fill(&rng, x, (size_t)dim, 1);
                     memcpy(y, x, sizeof y);
                     tkvi_rope_rotate(&rope, positions[p], k, y);
-                    naive_rope(&r, (double)positions[p], k ? -1 : 1, x, ref, dim);
+                    apply_rope_naively(&r, (double)positions[p], k ? -1 : 1, x, ref, dim);
                     for (i = 0; i < dim; i++) {
                         double e = fabs((double)y[i] - ref[i]);
                         worst = e > worst ? e : worst;
@@ -563,7 +563,7 @@ TEST(rope_against_double) {
                     CHECK_MSG(worst <= 1e-6 * size, "dim %d, base %g, position %ld: %g of %g", dim,
                               (double)r.base, (long)positions[p], worst, size);
                     tkvi_rope_rotate(&rope, positions[p], !k, y);
-                    CHECK_LE(sqrt(squared_error(x, y, dim)), 3e-7 * sqrt(squares(x, dim)));
+                    CHECK_LE(sqrt(squared_error(x, y, dim)), 3e-7 * sqrt(sum_of_squares(x, dim)));
                 }
         }
 }

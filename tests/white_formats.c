@@ -35,7 +35,7 @@ static void check_single_bits(const int *widths, int n) {
         tkvi_tile_at at = tile_at(&runs, widths, tile);
         for (b = 0; b < widths[tile]; b++)
             for (q = 0; q < 256; q += tkv_test_quick() ? 7 : 1) {
-                bit_place p = place(widths, n, tile, q, b);
+                bit_position p = find_bit(widths, n, tile, q, b);
                 int wrong = 0;
                 memset(bytes, 0, size);
                 memset(code, 0, sizeof code);
@@ -61,14 +61,14 @@ TEST(tile_bits) {
     check_single_bits(mixed, COUNT(mixed));
 }
 
-/* The drawing once more, without `place`: bytes written out by hand. */
+/* The layout of tiles again, without `find_bit`: bytes are written by hand. */
 TEST(tile_bits_literal) {
     static const int two[] = {2}, four[] = {4}, three[] = {3, 3, 3};
     tkvi_tile_counts runs = runs_of(two, 1);
     tkvi_tile_at at = tkvi_first_tile(&runs);
     uint8_t code[TKVI_TILE_CODES];
     memset(code, 0, sizeof code);
-    memset(bytes, 0, ROOM);
+    memset(bytes, 0, BUFFER_BYTES);
     code[64 * 0 + 4 * 5 + 1] = 1; /* planes 0 to 3 of lane 5, reduced 1 */
     code[64 * 1 + 4 * 5 + 1] = 2;
     code[64 * 2 + 4 * 5 + 1] = 3;
@@ -80,7 +80,7 @@ TEST(tile_bits_literal) {
 
     runs = runs_of(four, 1);
     at = tkvi_first_tile(&runs);
-    memset(bytes, 0, ROOM);
+    memset(bytes, 0, BUFFER_BYTES);
     tkvi_pack_tile(bytes, &at, 4, code);
     CHECK_EQ(bytes[21], 1 | 2 << 4);
     CHECK_EQ(bytes[64 + 21], 3 | 1 << 4);
@@ -89,7 +89,7 @@ TEST(tile_bits_literal) {
     code[64 * 2 + 4 * 5 + 1] = 7;
     runs = runs_of(three, 3);
     at = tile_at(&runs, three, 1);
-    memset(bytes, 0, ROOM);
+    memset(bytes, 0, BUFFER_BYTES);
     tkvi_pack_tile(bytes, &at, 3, code);
     CHECK_EQ(bytes[64 + 21], 1 | 2 << 2 | 3 << 4 | 1 << 6);
     CHECK_EQ(bytes[192 + 21], 1 << (4 + 2)); /* the second half of the first vector behind three tiles */
@@ -105,8 +105,8 @@ TEST(tile_round_trip) {
         tkvi_tile_at at = tkvi_first_tile(&runs);
         size_t size = tkvi_tiles_bytes(&runs), i;
         uint8_t code[16][TKVI_TILE_CODES], back[TKVI_TILE_CODES];
-        memset(bytes, 0, ROOM);
-        memset(other, 0, ROOM);
+        memset(bytes, 0, BUFFER_BYTES);
+        memset(other, 0, BUFFER_BYTES);
         memset(bytes + size, 0x5a, 64);
         CHECK_EQ(size, run_bytes(widths, n));
         for (tile = 0; tile < n; tile++) {
@@ -137,27 +137,27 @@ TEST(decode_of_a_part) {
     int f, side, i, round, t;
     for (f = 1; f < TKV_FORMAT_COUNT; f++)
         for (side = 0; side < 2; side++)
-            for (i = 0; i < COUNT(dims); i++) {
-                int dim = dims[i];
-                tkv_codec c = codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
+            for (i = 0; i < COUNT(head_dims); i++) {
+                int dim = head_dims[i];
+                tkv_codec c = make_codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
                 tkvi_side s;
                 if (!tkv_get_block_bytes(&c)) continue; /* a format for the other side alone */
                 CHECK(tkvi_codec_side(&c, &s));
-                fill(OUTLIERS, &r, BLOCK, dim, in);
-                CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM), TKV_OK);
-                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+                fill_input(OUTLIERS, &r, BLOCK, dim, in);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, BLOCK, out, 0), TKV_OK);
                 for (round = 0; round < 6; round++) {
                     int first = tkv_rng_below(&r, BLOCK), n = 1 + tkv_rng_below(&r, BLOCK - first);
                     int stride = dim + tkv_rng_below(&r, 8);
-                    poison(want, sizeof want);
-                    poison(in, sizeof in);
+                    fill_nan(want, sizeof want);
+                    fill_nan(in, sizeof in);
                     for (t = 0; t < n; t++)
                         memcpy(want + t * stride, out + (first + t) * dim, (size_t)dim * sizeof(float));
                     tkvi_decode_side(&s, bytes, first, n, in, (size_t)stride);
                     CHECK_MEM(in, want, sizeof want);
                     if (first > 0) continue;
-                    poison(in, sizeof in);
-                    CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, in, stride), TKV_OK);
+                    fill_nan(in, sizeof in);
+                    CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, n, in, stride), TKV_OK);
                     CHECK_MEM(in, want, sizeof want);
                 }
             }
@@ -213,7 +213,8 @@ TEST(mixed_widths) {
     tkvi_format format = own_format();
     int round, rounds = tkv_test_quick() ? 60 : 300;
     for (round = 0; round < rounds; round++) {
-        int side = round % 2, tabled = round / 2 % 2, dim = 1 + tkv_rng_below(&r, 96), pad = up(dim, 16);
+        int side = round % 2, tabled = round / 2 % 2, dim = 1 + tkv_rng_below(&r, 96),
+            pad = round_up(dim, 16);
         int group = tkv_rng_below(&r, 2) ? 32 : 64, n_meta, tiles = pad / 4, tile, q, i, u, first, n;
         int widths[TKV_MAX_HEAD_DIM / 4], pairs = side && round % 3 == 0;
         uint8_t order[TKV_MAX_HEAD_DIM];
@@ -227,7 +228,7 @@ TEST(mixed_widths) {
         s.pad = (int16_t)pad;
         s.tokens = BLOCK;
         s.group = (int16_t)group;
-        s.groups = (int16_t)(side ? up(dim, group) / group : BLOCK / group);
+        s.groups = (int16_t)(side ? round_up(dim, group) / group : BLOCK / group);
         s.pairs = (int8_t)pairs;
         if (pairs) tiles = widths_of_pairs(widths, pad);
         else widths_of_a_side(&r, widths, tiles, side ? 4 : 1, tabled ? 4 : 8);
@@ -244,7 +245,7 @@ TEST(mixed_widths) {
         }
         if (!side && round % 3) s.order = order;
 
-        memset(bytes, 0, ROOM);
+        memset(bytes, 0, BUFFER_BYTES);
         n_meta = s.groups * (side ? BLOCK : pad);
         zero = bytes + s.code_bytes;
         scale = zero + 2 * n_meta + 32;
@@ -252,7 +253,7 @@ TEST(mixed_widths) {
             tkvi_store16(zero + 2 * i, tkvi_f32_to_f16((float)(10 * tkv_rng_gauss(&r))));
             tkvi_store16(scale + 2 * i, tkvi_f32_to_f16((float)(0.01 + tkv_rng_uniform(&r))));
         }
-        poison(want, sizeof want);
+        fill_nan(want, sizeof want);
         first = tkv_rng_below(&r, BLOCK);
         n = 1 + tkv_rng_below(&r, BLOCK - first);
         for (tile = 0; tile < tiles; tile++)
@@ -268,12 +269,12 @@ TEST(mixed_widths) {
                     int level = pairs ? levels[(widths[tile] == 3 ? 16 * u : 32) + code] : levels[code & 15];
                     volatile double x;
                     if (channel >= dim || token < first || token >= first + n) continue;
-                    x = half_value(half_at(scale + 2 * m)) * (s.levels ? level : code) +
-                        half_value(half_at(zero + 2 * m));
+                    x = f16_to_double(read_f16_bits(scale + 2 * m)) * (s.levels ? level : code) +
+                        f16_to_double(read_f16_bits(zero + 2 * m));
                     want[(token - first) * (dim + 3) + channel] = (float)x;
                 }
             }
-        poison(out, sizeof out);
+        fill_nan(out, sizeof out);
         tkvi_decode_side(&s, bytes, first, n, out, (size_t)(dim + 3));
         CHECK_MEM(out, want, sizeof want);
     }
@@ -404,7 +405,7 @@ static void random_sharers(tkv_rng *r, sharers *s, int n, int dim, int unit, int
     memset(s, 0, sizeof *s);
     s->n = n;
     s->dim = dim;
-    s->pad = up(dim, 16);
+    s->pad = round_up(dim, 16);
     s->unit = unit;
     for (h = 0; h < n; h++) {
         int level = 255;
@@ -590,7 +591,7 @@ typedef struct owned_share {
 
 static tkvi_side k_side(owned_share *o, tkv_rng *r, int dim, int width, float mean, float most) {
     tkvi_side s;
-    int i, pad = up(dim, 16);
+    int i, pad = round_up(dim, 16);
     memset(o, 0, sizeof *o);
     if (width) o->share.tiles.n[width] = (uint16_t)(pad / 4);
     for (i = 0; i < pad; i++) o->order[i] = (uint8_t)i;
@@ -618,7 +619,7 @@ static tkvi_side v_side(owned_share *o, int dim, int half_bits, float most) {
 }
 
 static void there_and_back(const tkvi_side *s, int n) { /* `in` to `out` */
-    CHECK(s->bytes <= ROOM);
+    CHECK(s->bytes <= BUFFER_BYTES);
     tkvi_encode_side(s, &tkvi_simd_ops_scalar, in, (size_t)s->dim, n, bytes);
     tkvi_decode_side(s, bytes, 0, n, out, (size_t)s->dim);
 }
@@ -633,7 +634,7 @@ static moments moments_of(const tkvi_side *s, tkv_rng *r, int blocks) {
     moments m;
     int b, t, c;
     for (b = 0; b < blocks; b++) {
-        fill(GAUSSIAN, r, BLOCK, s->dim, in);
+        fill_input(GAUSSIAN, r, BLOCK, s->dim, in);
         there_and_back(s, BLOCK);
         for (c = 0; c < s->dim; c++) {
             double mx = 0, my = 0;
@@ -697,7 +698,8 @@ TEST(sizes_of_shared_formats) {
     for (f = TKV_A40; f <= TKV_R10; f++)
         for (i = 0; i < COUNT(heads); i++) { /* the bits of their names, and 8 a token of V */
             int side = tkvi_formats[f].rotated, dim_ = heads[i];
-            tkv_codec c = codec((tkv_format)f, side, dim_, 64), no = codec((tkv_format)f, !side, dim_, 64);
+            tkv_codec c = make_codec((tkv_format)f, side, dim_, 64),
+                      no = make_codec((tkv_format)f, !side, dim_, 64);
             double named = tkvi_formats[f].bits / 4.0 + (side ? 8.0 / dim_ : 0);
             CHECK_LE(format_bits(&c), named + 8.0 / dim_ - 1e-9); /* an odd tile rounds up */
             CHECK_LE(named - 1e-9, format_bits(&c));
@@ -706,24 +708,24 @@ TEST(sizes_of_shared_formats) {
         }
     for (f = TKV_A40; f <= TKV_R10; f++)
         for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
-            tkv_codec c = codec((tkv_format)f, tkvi_formats[f].rotated, dim, 64);
+            tkv_codec c = make_codec((tkv_format)f, tkvi_formats[f].rotated, dim, 64);
             CHECK_EQ(tkv_get_block_bytes(&c) % 64, 0);
-            CHECK(tkv_get_block_bytes(&c) > 0 && tkv_get_block_bytes(&c) <= ROOM);
+            CHECK(tkv_get_block_bytes(&c) > 0 && tkv_get_block_bytes(&c) <= BUFFER_BYTES);
         }
 }
 
 TEST(nothing_comes_back_as_nothing) {
     int f, i, n;
     for (f = TKV_A40; f <= TKV_R10; f++)
-        for (i = 0; i < COUNT(dims); i++)
+        for (i = 0; i < COUNT(head_dims); i++)
             for (n = 1; n <= BLOCK; n += 21) {
-                tkv_codec c = codec((tkv_format)f, tkvi_formats[f].rotated, dims[i], 64);
+                tkv_codec c = make_codec((tkv_format)f, tkvi_formats[f].rotated, head_dims[i], 64);
                 int t, wrong = 0;
                 memset(in, 0, sizeof in);
-                poison(out, sizeof out);
-                CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, ROOM), TKV_OK);
-                CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, n, out, 0), TKV_OK);
-                for (t = 0; t < n * dims[i]; t++) wrong += tkvi_bits(out[t]) << 1 != 0;
+                fill_nan(out, sizeof out);
+                CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, BUFFER_BYTES), TKV_OK);
+                CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, n, out, 0), TKV_OK);
+                for (t = 0; t < n * head_dims[i]; t++) wrong += tkvi_bits(out[t]) << 1 != 0;
                 CHECK_EQ(wrong, 0);
             }
 }
@@ -815,7 +817,7 @@ TEST(norms_of_values) {
             const int dim = heads[i];
             tkvi_side s = v_side(&o, dim, half_bits[b], 256.0f);
             double all = 0;
-            fill(GAUSSIAN, &r, BLOCK, dim, in);
+            fill_input(GAUSSIAN, &r, BLOCK, dim, in);
             for (t = 0; t < BLOCK; t++)
                 for (c = 0; c < dim; c++)
                     in[t * dim + c] *= (float)ldexp(t % 5 == 4 && c == t ? 30.0 : 1.0, t % 9 - 2);
@@ -843,14 +845,14 @@ TEST(large_values_stay_in_order) {
         for (k = 0; k < 4; k++) {
             static const double sizes[] = {65504, 3e6, 1e30, 3e38};
             int side = tkvi_formats[f].rotated;
-            tkv_codec c = codec((tkv_format)f, side, 64, 64);
+            tkv_codec c = make_codec((tkv_format)f, side, 64, 64);
             owned_share o;
             tkvi_side s;
             double xy = 0, xx = 0;
             for (t = 0; t < BLOCK * 64; t++) in[t] = (float)(sizes[k] * (2 * tkv_rng_uniform(&r) - 1));
-            CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, ROOM),
+            CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES),
                      TKV_OK); /* in a window that ends at 2^8 */
-            CHECK_EQ(tkv_decode_block(&c, bytes, ROOM, BLOCK, out, 0), TKV_OK);
+            CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, BLOCK, out, 0), TKV_OK);
             for (t = 0; t < BLOCK * 64; t++) {
                 if (!tkv_test_is_finite((double)out[t])) xy -= 1e300;
                 xy += (double)in[t] / sizes[k] * (double)out[t];
@@ -875,7 +877,7 @@ TEST(any_bytes_and_any_floats) {
     for (f = TKV_A40; f <= TKV_R10; f++)
         for (round = 0; round < (tkv_test_quick() ? 10 : 60); round++) {
             int dim = 1 + tkv_rng_below(&r, TKV_MAX_HEAD_DIM), n = 1 + tkv_rng_below(&r, BLOCK), finite = 0;
-            tkv_codec c = codec((tkv_format)f, tkvi_formats[f].rotated, dim, 64);
+            tkv_codec c = make_codec((tkv_format)f, tkvi_formats[f].rotated, dim, 64);
             size_t size = tkv_get_block_bytes(&c), k;
             for (k = 0; k < size; k++) bytes[k] = (uint8_t)(round == 0 ? 0xff : tkv_rng_below(&r, 256));
             CHECK_EQ(tkv_decode_block(&c, bytes, size, n, out, 0), TKV_OK);
@@ -1020,7 +1022,7 @@ static void paper_quantizer(const float *u, int unit, double result[SAMPLE][SAMP
                 high = x[t][c] > high ? x[t][c] : high;
             }
             step = (high - low) / 3;
-            for (t = 0; t < SAMPLE; t++) result[t][c] = nearest_even((x[t][c] - low) / step) * step + low;
+            for (t = 0; t < SAMPLE; t++) result[t][c] = round_half_even((x[t][c] - low) / step) * step + low;
         }
         for (c = from; u && c < end && end < SAMPLE_DIM; c++)
             for (f = end; f < SAMPLE_DIM; f++)
@@ -1154,13 +1156,13 @@ TEST(squat_factors) {
 /* The encoder against a plain loop over its definition, bit for bit. */
 TEST(squat_as_defined) {
     static const int sizes[] = {1, 7, 16, 31, 64, 80, 128, 255, 256};
-    static float x[MOST];
+    static float x[MAX_VALUES];
     tkv_rng r = tkv_rng_seed(23);
     int k, i, t, c, g, f;
     if (FAST_MATH) SKIP("sums are not ours to order");
     for (k = 0; k < 2 * COUNT(sizes); k++) {
         int dim = sizes[k / 2], n = k % 3 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK), from, levels;
-        tkv_codec plain = codec(k % 2 ? TKV_KIVI4 : TKV_KIVI2, 0, dim, k % 4 < 2 ? 32 : 64);
+        tkv_codec plain = make_codec(k % 2 ? TKV_KIVI4 : TKV_KIVI2, 0, dim, k % 4 < 2 ? 32 : 64);
         tkvi_options o;
         tkvi_side s;
         memset(&o, 0, sizeof o);
@@ -1190,11 +1192,11 @@ TEST(squat_as_defined) {
                         low = (double)x[t * dim + c] < low ? (double)x[t * dim + c] : low;
                         high = (double)x[t * dim + c] > high ? (double)x[t * dim + c] : high;
                     }
-                    scale = half((double)as_float((double)as_float(high - low) / levels));
-                    zero = half(low);
+                    scale = round_to_f16((double)as_float((double)as_float(high - low) / levels));
+                    zero = round_to_f16(low);
                     for (t = g; t < stop; t++) {
                         double v = (double)as_float((double)x[t * dim + c] - zero);
-                        v = scale > 0 ? nearest_even((double)as_float(v / scale)) : 0;
+                        v = scale > 0 ? round_half_even((double)as_float(v / scale)) : 0;
                         v = v < 0 ? 0 : v > levels ? levels : v;
                         want[t * dim + c] = as_float(scale * v + zero);
                         x[t * dim + c] = as_float((double)want[t * dim + c] - (double)x[t * dim + c]);

@@ -480,11 +480,11 @@ TEST(dispatch) {
     CHECK(tkvi_kernels_for(TKV_ISA_AUTO) != NULL);
     CHECK(tkvi_kernels_for(TKV_ISA_SCALAR) == &tkvi_kernels_scalar);
     CHECK(tkvi_kernels_for(TKV_ISA_COUNT) == NULL);
-    CHECK(!isa_available(TKV_ISA_COUNT));
-    CHECK(!isa_available(TKV_ISA_AVX512) || isa_available(TKV_ISA_AVX2));
+    CHECK(!is_isa_available(TKV_ISA_COUNT));
+    CHECK(!is_isa_available(TKV_ISA_AVX512) || is_isa_available(TKV_ISA_AVX2));
     for (i = TKV_ISA_SCALAR; i < TKV_ISA_COUNT; i++) {
         const tkvi_kernels *kernels = tkvi_kernels_for((tkv_isa)i);
-        CHECK_EQ(kernels != NULL, isa_available((tkv_isa)i));
+        CHECK_EQ(kernels != NULL, is_isa_available((tkv_isa)i));
         if (!kernels) continue;
         CHECK_EQ(kernels->isa, i);
         CHECK_STR(kernels->name, tkv_get_name(TKV_NAME_ISA, i));

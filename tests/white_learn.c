@@ -249,13 +249,13 @@ TEST(nothing_is_coded_before_the_512th_token) {
     int i, total;
     for (i = 0; i < COUNT(chunks); i++) {
         tkv_config cfg = config(1, 1), twin = config_kivi(1, 1);
-        tkv_cache *kv = make(&cfg), *other = make(&twin);
+        tkv_cache *kv = create_cache(&cfg), *other = create_cache(&twin);
         for (total = 0; total < 1100; total += chunks[i]) {
-            CHECK_EQ(calibrated_layers(kv), total - chunks[i] >= LEARN);
+            CHECK_EQ(n_calibrated_layers(kv), total - chunks[i] >= LEARN);
             CHECK_EQ(feed(kv, 0, 0, chunks[i]), TKV_OK);
             CHECK_EQ(feed(other, 0, 0, chunks[i]), TKV_OK);
-            CHECK_EQ(calibrated_layers(kv), total >= LEARN);
-            CHECK_EQ(calibrated_layers(other), 0);
+            CHECK_EQ(n_calibrated_layers(kv), total >= LEARN);
+            CHECK_EQ(n_calibrated_layers(other), 0);
             if (total >= LEARN) CHECK(same_tiers(kv, other, 0, 0)); /* all that was due, at once */
             else CHECK(all_hot(kv, 0, 0));
             whole(kv, "waiting");
@@ -269,7 +269,7 @@ TEST(nothing_is_coded_before_the_512th_token) {
 TEST(sequences_learn_together) {
     enum { SEQS = 5 };
     tkv_config cfg = config(2, SEQS), twin = config_kivi(2, SEQS);
-    tkv_cache *kv = make(&cfg), *other = make(&twin);
+    tkv_cache *kv = create_cache(&cfg), *other = create_cache(&twin);
     int total[2] = {0, 0}, step, seq, layer;
     for (step = 0; step < 120; step++) {
         int n = 1 + step % 23;
@@ -284,10 +284,10 @@ TEST(sequences_learn_together) {
             else CHECK(all_hot(kv, seq, layer));
             total[layer] += more;
         }
-        CHECK_EQ(calibrated_layers(kv), has_table(kv, 0) + has_table(kv, 1));
+        CHECK_EQ(n_calibrated_layers(kv), has_table(kv, 0) + has_table(kv, 1));
         whole(kv, "together");
     }
-    CHECK_EQ(calibrated_layers(kv), 2);
+    CHECK_EQ(n_calibrated_layers(kv), 2);
     for (layer = 0; layer < 2; layer++) table_is_sound(kv, layer, "several sequences");
     tkv_destroy(kv);
     tkv_destroy(other);
@@ -296,7 +296,7 @@ TEST(sequences_learn_together) {
 /* A sequence that comes when there is a table does not wait, and one that is full before ages when it is used. */
 TEST(later_sequences_do_not_wait) {
     tkv_config cfg = config(1, 3), twin = config_kivi(1, 3);
-    tkv_cache *kv = make(&cfg), *other = make(&twin);
+    tkv_cache *kv = create_cache(&cfg), *other = create_cache(&twin);
     int seq, n;
     for (seq = 0; seq < 2; seq++) {
         CHECK_EQ(feed(kv, seq, 0, 256), TKV_OK);
@@ -328,16 +328,16 @@ TEST(one_shared_tier) {
     layers[0].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     layers[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.layers = layers;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     feed_all(kv, 0, 500, 25);
-    CHECK_EQ(calibrated_layers(kv), 0);
+    CHECK_EQ(n_calibrated_layers(kv), 0);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] == 384 && info.tokens[TKV_TIER_ARCHIVE] == 0);
     CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] == 0 && info.tokens[TKV_TIER_ARCHIVE] == 256);
     whole(kv, "one tier");
     feed_all(kv, 0, 500, 25);
-    CHECK_EQ(calibrated_layers(kv), 2);
+    CHECK_EQ(n_calibrated_layers(kv), 2);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] == 128 && info.tokens[TKV_TIER_ARCHIVE] == 768);
     CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
@@ -372,12 +372,12 @@ TEST(tiers_out_of_reach) {
         format = i % 2 ? TKV_KVQUANT3 : TKV_A30;
         if (cases[c].shared & 1) cfg.tiers.warm = pair_of((tkv_format)format, TKV_KIVI4);
         if (cases[c].shared & 2) cfg.tiers.archive = pair_of((tkv_format)format, TKV_KIVI2);
-        kv = make(&cfg);
-        other = make(&twin);
+        kv = create_cache(&cfg);
+        other = create_cache(&twin);
         CHECK_EQ(tkv_freeze_calibration(kv), cases[c].learns ? TKV_ERR_STATE : TKV_OK);
         feed_all(kv, 0, 640, 40);
         feed_all(other, 0, 640, 40);
-        CHECK_MSG(calibrated_layers(kv) == cases[c].learns, "case %d", i);
+        CHECK_MSG(n_calibrated_layers(kv) == cases[c].learns, "case %d", i);
         CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
         CHECK_EQ(tkv_estimate_memory(&cfg, 640, 1, &estimate), TKV_OK);
         CHECK_EQ(memory.tables, estimate.tables);
@@ -403,7 +403,7 @@ TEST(tiers_out_of_reach) {
 TEST(nothing_is_collected_afterwards) {
     WANTS_ATOMICS;
     tkv_config cfg = config(1, 1);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     int i, head, any;
     for (i = 0; i < WELL + 200; i += 20) {
         CHECK_EQ(feed(kv, 0, 0, 20), TKV_OK);
@@ -440,7 +440,7 @@ TEST(any_contents_make_a_table) {
                     cfg.format.allocation_unit = unit;
                     cfg.tiers.archive = pair_of(archives[a][0], archives[a][1]);
                     if (what == BIASED) cfg.tiers.hot.k = TKV_F32;
-                    kv = make(&cfg);
+                    kv = create_cache(&cfg);
                     memset(q, 0, sizeof q);
                     for (n = 0; n < 700; n += 20) {
                         CHECK_EQ(feed_this(kv, what, 0, 0, 20), TKV_OK);
@@ -484,7 +484,7 @@ TEST(any_shape_makes_a_table) {
             cfg.format.allocation_unit = i % 2 ? 16 : 4;
             cfg.tiers.warm = pair_of(formats[(i + 3) % COUNT(formats)][0], formats[i][1]);
             cfg.tiers.archive = pair_of(formats[i][0], formats[(i + s) % COUNT(formats)][1]);
-            kv = make(&cfg);
+            kv = create_cache(&cfg);
             k = k_in;
             v = v_in;
             tkv_rng_fill(&rng, q, COUNT(q), 1.0);
@@ -508,16 +508,16 @@ TEST(a_flush_makes_a_table) {
     int n;
     for (n = 1; n < 300; n += n < 8 ? 1 : 67) {
         tkv_config cfg = config(1, 2);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         tkv_layer_info info;
         double loss[2];
         CHECK_EQ(feed(kv, 0, 0, n), TKV_OK);
         CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* nothing is asked for */
-        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(n_calibrated_layers(kv), 0);
         CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_OK); /* nothing is there */
-        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(n_calibrated_layers(kv), 0);
         CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-        CHECK_EQ(calibrated_layers(kv), n > 4); /* sinks teach nothing */
+        CHECK_EQ(n_calibrated_layers(kv), n > 4); /* sinks teach nothing */
         CHECK_EQ(tkv_freeze_calibration(kv), n > 4 ? TKV_OK : TKV_ERR_STATE);
         if (n <= 4) {
             tkv_destroy(kv);
@@ -539,7 +539,7 @@ TEST(sequences_that_left_before) {
     int how;
     for (how = 0; how < 4; how++) {
         tkv_config cfg = config(1, 2);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         double loss[2];
         int what = how % 2 ? BIASED : LARGE;
         if (how % 2) cfg.tiers.hot.k = TKV_F32;
@@ -565,7 +565,7 @@ TEST(sequences_that_left_before) {
 /* >>steps and reservations with blocks that wait */
 TEST(no_table_inside_a_step) {
     tkv_config cfg = config(2, 2), twin = config_kivi(2, 2);
-    tkv_cache *kv = make(&cfg), *other = make(&twin);
+    tkv_cache *kv = create_cache(&cfg), *other = create_cache(&twin);
     int layer, i;
     feed_all(kv, 0, 400, 100);
     feed_all(other, 0, 400, 100);
@@ -579,20 +579,20 @@ TEST(no_table_inside_a_step) {
             CHECK_EQ(feed(other, 0, layer, i ? 251 : 101), TKV_OK);
             CHECK(all_hot(kv, 0, layer));
         }
-        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(n_calibrated_layers(kv), 0);
         CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
         CHECK_EQ(tkv_refresh_calibration(kv), TKV_ERR_STATE);
         CHECK_EQ(tkv_load_calibration(kv, saved, sizeof saved), TKV_ERR_STATE);
         CHECK(tkv_get_last_error(kv)[0] != 0);
         CHECK_EQ(i ? tkv_seq_commit(kv, 0) : tkv_seq_abort(kv, 0), TKV_OK);
         CHECK_EQ(i ? tkv_seq_commit(other, 0) : tkv_seq_abort(other, 0), TKV_OK);
-        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(n_calibrated_layers(kv), 0);
         CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), i ? 651 : 400);
         whole(kv, "step");
     }
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* does what is due */
     CHECK_EQ(tkv_seq_begin(other, 0), TKV_OK);
-    CHECK_EQ(calibrated_layers(kv), 2);
+    CHECK_EQ(n_calibrated_layers(kv), 2);
     for (layer = 0; layer < 2; layer++) CHECK(same_tiers(kv, other, 0, layer));
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
     whole(kv, "after the step");
@@ -616,18 +616,18 @@ TEST(reservations_over_the_table) {
                 if (n <= 128)
                     cfg.limits.max_append = 128; /* no room for a large chunk that those who wait could use */
                 cfg.host.allocator = counting_allocator_of(&p);
-                kv = make(&cfg);
+                kv = create_cache(&cfg);
                 CHECK_EQ(feed(kv, 1, 0, 77), TKV_OK);
                 for (left = had; left > 0; left -= 100)
                     CHECK_EQ(feed(kv, 0, 0, left < 100 ? left : 100), TKV_OK);
                 CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
-                p.closed = 1;
+                p.fail_at = 1;
                 for (left = n; left > 0; left -= chunks[i]) {
                     tkv_status st = feed(kv, 0, 0, left < chunks[i] ? left : chunks[i]);
                     CHECK_MSG(st == TKV_OK, "%d tokens, %d reserved, %d left: %s", had, n, left,
                               tkv_get_last_error(kv));
                 }
-                p.closed = 0;
+                p.fail_at = 0;
                 CHECK_EQ(tkv_get_length(kv, 0, 0), had + n);
                 whole(kv, "reserved");
                 CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
@@ -643,14 +643,14 @@ TEST(no_memory_for_the_second_table) {
     counting_allocator p;
     tkv_cache *kv;
     cfg.host.allocator = counting_allocator_of(&p);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     feed_all(kv, 0, WELL, 64);
     CHECK_EQ(tkv_seq_reserve(kv, 0, 1), TKV_OK);
-    p.closed = 1;
+    p.fail_at = 1;
     CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 0);
     whole(kv, "no memory");
-    p.closed = 0;
+    p.fail_at = 0;
     CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 1);
     whole(kv, "memory again");
@@ -670,15 +670,15 @@ TEST(a_failure_makes_no_table) {
                 tkv_status st;
                 int l;
                 cfg.host.allocator = counting_allocator_of(&p);
-                kv = make(&cfg);
+                kv = create_cache(&cfg);
                 feed_all(kv, 0, n ? WELL : LEARN, 512);
-                p.closed = left + 1; /* the next `left` are granted */
+                p.fail_at = left + 1; /* the next `left` are granted */
                 st = kind == 0   ? feed(kv, 0, 0, 512)
                      : kind == 1 ? tkv_seq_flush(kv, 0, TKV_FLUSH_FULL)
                                  : tkv_seq_begin(kv, 0);
                 for (l = 0; l < 2 && st; l++) CHECK_EQ(kv->tables.current_version[l], n ? 0 : -1);
                 if (st) CHECK_EQ(st, TKV_ERR_NOMEM);
-                p.closed = 0;
+                p.fail_at = 0;
                 whole(kv, "failed");
                 tkv_destroy(kv);
                 CHECK_EQ(p.held, 0);
@@ -714,19 +714,19 @@ TEST(no_memory_for_the_recoding) {
     counting_allocator p;
     tkv_cache *kv;
     cfg.host.allocator = counting_allocator_of(&p);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(feed(kv, 0, 0, LEARN), TKV_OK);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_want, v_want), TKV_OK);
-    p.closed = 1;
+    p.fail_at = 1;
     CHECK_EQ(feed(kv, 0, 0, 512), TKV_ERR_NOMEM);
     CHECK(all_hot(kv, 0, 0));
     CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_out, v_out), TKV_OK);
     CHECK_MEM(k_out, k_want, LEARN * K_ROW * sizeof(float));
     CHECK_MEM(v_out, v_want, LEARN * V_ROW * sizeof(float));
     whole(kv, "no memory");
-    p.closed = 0;
+    p.fail_at = 0;
     CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
-    CHECK_EQ(calibrated_layers(kv), 1);
+    CHECK_EQ(n_calibrated_layers(kv), 1);
     whole(kv, "memory again");
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
@@ -757,14 +757,14 @@ TEST(heads_that_look_far_get_more) {
     int swap;
     for (swap = 0; swap < 2; swap++) { /* what is near does not count */
         tkv_config cfg = config(1, 1);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         far_and_near(kv, 400, swap, 60);
         CHECK_LE((double)*tkvi_far_attention_of(kv, 0, swap), 2e10); /* of 10^9 a query and head */
         tkv_destroy(kv);
     }
     for (swap = 0; swap < 2; swap++) {
         tkv_config cfg = config(1, 1);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         const tkvi_record *r;
         far_and_near(kv, LEARN + 1, swap, 200);
         table_is_sound(kv, 0, "far and near");
@@ -782,7 +782,7 @@ TEST(heads_that_look_far_get_more) {
 TEST(channels_are_in_order) {
     WANTS_ATOMICS;
     tkv_config cfg = config(1, 1);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     static float q[20 * Q_ROW], out[20 * OUT_ROW];
     const tkvi_head *head;
     int n, c, i;
@@ -814,7 +814,7 @@ TEST(heads_with_large_keys_get_more) {
     int log2, head;
     for (log2 = -3; log2 <= 3; log2++) {
         tkv_config cfg = config(1, 1);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         int n, t, c, bits[KV_HEADS];
         for (n = 0; n <= LEARN; n += 64) {
             rows_of(USUAL, 3, 0, n, 64, KV_HEADS, DK, 1, k_in); /* all channels alike */
@@ -836,7 +836,7 @@ TEST(heads_with_large_keys_get_more) {
 /* >>calibration: out and in again */
 /* A cache that has learned from 600 tokens, and its calibration in `saved`. */
 static tkv_cache *learned(const tkv_config *cfg, size_t *bytes) {
-    tkv_cache *kv = make(cfg);
+    tkv_cache *kv = create_cache(cfg);
     int layer, n;
     for (n = 0; n < 600; n += 20)
         for (layer = 0; layer < cfg->model.n_layers; layer++)
@@ -874,7 +874,7 @@ TEST(saved_and_loaded) {
     layers[1].warm = layers[1].archive = pair_of(TKV_KIVI4, TKV_KIVI2); /* this one has nothing to learn */
     cfg.layers = layers;
     a = learned(&cfg, &bytes);
-    CHECK_EQ(calibrated_layers(a), 2);
+    CHECK_EQ(n_calibrated_layers(a), 2);
     CHECK_EQ(tkv_save_calibration(a, NULL, 0, &need), TKV_OK);
     CHECK_EQ(need, bytes);
     CHECK_EQ(bytes, 24 + 3 * 4 + 2 * KV_HEADS * (6 + 4 * DK) + 8); /* as drawn in learn/calibration.h */
@@ -888,11 +888,11 @@ TEST(saved_and_loaded) {
     CHECK_EQ(tkv_save_calibration(NULL, saved_again, bytes, &again), TKV_ERR_ARG);
     CHECK_EQ(tkv_save_calibration(a, saved_again, bytes, &again), TKV_OK);
     CHECK_MEM(saved_again, saved, bytes);
-    b = make(&cfg);
+    b = create_cache(&cfg);
     CHECK_EQ(tkv_load_calibration(b, NULL, bytes), TKV_ERR_ARG);
     CHECK_EQ(tkv_load_calibration(NULL, saved, bytes), TKV_ERR_ARG);
     CHECK_EQ(tkv_load_calibration(b, saved, bytes), TKV_OK);
-    CHECK_EQ(calibrated_layers(b), 2);
+    CHECK_EQ(n_calibrated_layers(b), 2);
     memset(saved_again, 0, sizeof saved_again);
     CHECK_EQ(tkv_save_calibration(b, saved_again, sizeof saved_again, &again), TKV_OK);
     CHECK_EQ(again, bytes);
@@ -933,7 +933,7 @@ TEST(loaded_into_another_plan) {
         cfg.tiers.archive = pair_of(plans[i][0], plans[i][1]);
         cfg.format.allocation_unit = i % 2 ? 16 : 4;
         cfg.tiers.sink_tokens = TKV_OFF;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK);
         CHECK_EQ(tkv_save_calibration(kv, saved_again, sizeof saved_again, &again), TKV_OK);
         CHECK_EQ(again, bytes);
@@ -948,9 +948,9 @@ TEST(loaded_into_another_plan) {
         tkv_destroy(kv);
     }
     cfg = config_kivi(2, 1); /* a plan that has no use for it */
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK);
-    CHECK_EQ(calibrated_layers(kv), 0);
+    CHECK_EQ(n_calibrated_layers(kv), 0);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(tkv_save_calibration(kv, saved_again, sizeof saved_again, &again), TKV_OK);
@@ -969,8 +969,8 @@ TEST(tables_are_the_same_on_every_isa) {
             tkv_config cfg = config(1, 1);
             tkv_cache *kv;
             cfg.host.isa = (tkv_isa)isa;
-            if (!isa_available(cfg.host.isa)) continue;
-            kv = make(&cfg);
+            if (!is_isa_available(cfg.host.isa)) continue;
+            kv = create_cache(&cfg);
             while (tkv_get_length(kv, 0, 0) < 1000) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
             CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK); /* once more, from warm blocks */
             while (tkv_get_length(kv, 0, 0) < 1600) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
@@ -995,7 +995,7 @@ TEST(frozen) {
     layers[1].share_kv = 1;
     layers[2].no_cache = 1;
     cfg.layers = layers;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(tkv_freeze_calibration(NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
     CHECK_EQ(feed(kv, 0, 0, 100), TKV_OK);
@@ -1003,10 +1003,10 @@ TEST(frozen) {
     CHECK(tkvi_q_sq_sum_of(kv, 0, 0)[0] != 0);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE); /* layer 3 has seen nothing */
     CHECK(tkv_get_last_error(kv)[0] != 0);
-    CHECK_EQ(calibrated_layers(kv), 0);
+    CHECK_EQ(n_calibrated_layers(kv), 0);
     CHECK_EQ(feed(kv, 0, 3, 100), TKV_OK);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
-    CHECK_EQ(calibrated_layers(kv), 2);
+    CHECK_EQ(n_calibrated_layers(kv), 2);
     table_is_sound(kv, 0, "frozen");
     table_is_sound(kv, 3, "frozen");
     for (n = 0; n < 700; n += 50) {
@@ -1023,10 +1023,10 @@ TEST(frozen) {
     CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(NULL), TKV_ERR_ARG);
-    CHECK_EQ(calibrated_layers(NULL), 0);
+    CHECK_EQ(n_calibrated_layers(NULL), 0);
     tkv_destroy(kv);
     cfg = config(1, 1); /* what was seen is gone: as good as nothing */
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
@@ -1077,7 +1077,7 @@ TEST(learned_anew) {
     memcpy(first, saved, bytes);
     CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
-    CHECK_EQ(calibrated_layers(kv), 1); /* the old table is used on */
+    CHECK_EQ(n_calibrated_layers(kv), 1); /* the old table is used on */
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_want, v_want), TKV_OK);
     while (tkv_get_length(kv, 1, 0) < WELL) {
         CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
@@ -1158,7 +1158,7 @@ TEST(damaged_calibrations_are_refused) {
     uint8_t *copy = (uint8_t *)malloc(bytes + 1);
     if (!copy) exit(2);
     tkv_destroy(from);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (i = 0; i < bytes; i++)
         for (c = 0; c < COUNT(changes); c++) {
             memcpy(copy, saved, bytes);
@@ -1195,9 +1195,9 @@ TEST(other_models_are_refused) {
         if (i == 2) cfg.model.head_dim = 31;
         if (i == 3) cfg.model.v_head_dim = 64;
         if (i == 4) cfg.model.n_heads = 8; /* the queries are nobody's business */
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         CHECK_EQ(tkv_load_calibration(kv, saved, bytes), i == 4 ? TKV_OK : TKV_ERR_DATA);
-        CHECK_EQ(calibrated_layers(kv), i == 4 ? 2 : 0);
+        CHECK_EQ(n_calibrated_layers(kv), i == 4 ? 2 : 0);
         tkv_destroy(kv);
     }
 }
@@ -1210,7 +1210,7 @@ TEST(senseless_calibrations_are_refused) {
     const size_t at = 24 + 4 + 6 + 4 * DK; /* second head of the first layer */
     int i;
     tkv_destroy(kv);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (i = 0; i < 17; i++) {
         uint8_t *h = saved_again + at, *order = h + 6, *importance = order + DK, *mean = importance + DK;
         size_t n = bytes;
@@ -1234,7 +1234,7 @@ TEST(senseless_calibrations_are_refused) {
         if (i == 16) saved_again[11] = 0xff; /* layers */
         store64(saved_again + n - 8, hash_of(HASH_START, saved_again, n - 8));
         CHECK_MSG(load_copy(kv, saved_again, n) == TKV_ERR_DATA, "thing %d", i);
-        CHECK_EQ(calibrated_layers(kv), 0);
+        CHECK_EQ(n_calibrated_layers(kv), 0);
     }
     CHECK_EQ(load_copy(kv, saved, bytes), TKV_OK);
     tkv_destroy(kv);
@@ -1267,7 +1267,7 @@ TEST(forged_calibrations_are_harmless) {
         cfg.model.head_dim = dims[d][1];
         cfg.model.v_head_dim = dims[d][2];
         cfg.tiers.archive = pair_of(TKV_A20, TKV_R15);
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         rows_of(USUAL, 0, 0, 0, 400, cfg.model.n_kv_heads, cfg.model.head_dim, 0, k_in);
         rows_of(USUAL, 0, 0, 0, 400, cfg.model.n_kv_heads, cfg.model.v_head_dim, 1, v_in);
         CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 100), TKV_OK);
@@ -1301,7 +1301,7 @@ TEST(forged_calibrations_are_harmless) {
             refused += st != TKV_OK;
             if (st) continue;
             records_fit(kv, "forged", round);
-            if (tkv_test_.bad) break; /* and do not write beyond them */
+            if (tkv_test_.n_bad) break; /* and do not write beyond them */
             if (round % 8 >= 2) continue;
             CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 400), TKV_OK);
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
@@ -1326,7 +1326,7 @@ TEST(queries_that_are_no_numbers) {
     WANTS_ATOMICS;
     for (with = 0; with < 2; with++) {
         tkv_config cfg = config(1, 1);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         float q[Q_ROW], out[OUT_ROW];
         for (i = 0; i < 700; i++) {
             CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
@@ -1353,7 +1353,7 @@ TEST(aborts_and_freeze) {
     tkv_cache *kv;
     int seq, round;
     cfg.limits.max_append = 4096;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (seq = 0; seq < 8; seq++) {
         CHECK_EQ(tkv_seq_begin(kv, seq), TKV_OK);
         CHECK_EQ(feed(kv, seq, 0, 512), TKV_OK);
@@ -1361,11 +1361,11 @@ TEST(aborts_and_freeze) {
     for (seq = 0; seq < 8; seq++)
         CHECK_EQ(seq % 2 ? tkv_seq_abort(kv, seq) : tkv_seq_commit(kv, seq), TKV_OK);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
-    CHECK_EQ(calibrated_layers(kv), 1);
+    CHECK_EQ(n_calibrated_layers(kv), 1);
     CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
     whole(kv, "frozen");
     tkv_destroy(kv);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (round = 0; round < 8; round++) {
         CHECK_EQ(feed(kv, 0, 0, 200), TKV_OK);
         CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK);
@@ -1380,7 +1380,7 @@ TEST(aborts_and_freeze) {
 /* Warming up with zeros leaves scales that real tokens fit. */
 TEST(zeros_come_first) {
     tkv_config cfg = config(1, 1);
-    tkv_cache *kv = make(&cfg);
+    tkv_cache *kv = create_cache(&cfg);
     double after[2], fresh[2];
     CHECK_EQ(feed_this(kv, ZEROS, 0, 0, 512), TKV_OK);
     CHECK_EQ(feed_this(kv, ZEROS, 0, 0, 512), TKV_OK);
@@ -1389,7 +1389,7 @@ TEST(zeros_come_first) {
     feed_all(kv, 0, 900, 1);
     losses_of(kv, USUAL, 0, 0, after);
     tkv_destroy(kv);
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     feed_all(kv, 0, 900, 1);
     losses_of(kv, USUAL, 0, 0, fresh);
     tkv_destroy(kv);
@@ -1403,7 +1403,7 @@ TEST(few_tokens) {
     int i, t, c;
     for (i = 0; i < COUNT(few); i++) {
         tkv_config cfg = config(1, 1);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         double worst = 0;
         CHECK_EQ(feed(kv, 0, 0, 4 + few[i]), TKV_OK);
         CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
@@ -1429,7 +1429,7 @@ TEST(tables_of_all_sequences) {
     int order, seq, at;
     for (order = 0; order < 2; order++) { /* large ones last; in turns */
         tkv_config cfg = config(1, 8);
-        tkv_cache *kv = make(&cfg);
+        tkv_cache *kv = create_cache(&cfg);
         for (at = 0; at < 1024; at += 64)
             for (seq = 0; seq < 8; seq++)
                 CHECK_EQ(feed_this(kv, (order ? seq % 2 : seq >= 4) ? LARGE : USUAL, seq, 0, 64), TKV_OK);
@@ -1443,7 +1443,7 @@ TEST(tables_of_all_sequences) {
 
 /* >>SQuat: queries make the factors */
 TEST(squat_learns) {
-    stream *s = stream_of(4, 2, 24, 24, 60);
+    model_sequence *s = start_model_sequence(4, 2, 24, 24, 60);
     tkv_config cfg = config_of(s, TKV_SQUAT4, TKV_Q8);
     static int64_t sum[2][24 * 25 / 2];
     static uint16_t expected[2][16 * 8];
@@ -1455,9 +1455,9 @@ TEST(squat_learns) {
     cfg.model.n_layers = 2;
     REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
     for (at = 0; at < 700; at++) {
-        next_tokens(s, 1);
+        generate_tokens(s, 1);
         for (i = 0; i < 2; i++) CHECK_EQ(tkv_append(kv, 0, i, s->k, s->v, 1), TKV_OK);
-        next_query(s, 1);
+        generate_queries(s, 1);
         CHECK_EQ(tkv_attend(kv, 0, 1, s->q, 1, s->out), TKV_OK); /* layer 0 is never asked */
         for (h = 0; h < 4 && at % 4 == 0 && at < 512; h++) {
             int x[24];
@@ -1513,14 +1513,14 @@ TEST(squat_makes_factors) {
                  {64, 384, {0, 64, 128, 128, 256, 256}}};
     int k, i;
     for (k = 0; k < COUNT(cases); k++) {
-        stream *s = stream_of(2, 1, 16, 16, 65);
+        model_sequence *s = start_model_sequence(2, 1, 16, 16, 65);
         tkv_config cfg = config_of(s, TKV_SQUAT2, TKV_Q8);
         tkv_cache *kv = NULL;
         REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
         for (i = 0; i < 6; i++) {
-            next_tokens(s, cases[k].chunk);
+            generate_tokens(s, cases[k].chunk);
             CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, cases[k].chunk), TKV_OK);
-            next_query(s, 8);
+            generate_queries(s, 8);
             CHECK_EQ(tkv_attend(kv, 0, 0, s->q, 8, s->out), TKV_OK);
             CHECK_EQ(kv->query_stats[0].used, cases[k].used[i]);
         }

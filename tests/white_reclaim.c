@@ -36,11 +36,11 @@ static tkv_status append_all(tkv_cache *kv, int seq, int n) {
 
 /* The oldest blocks are coded first: blocks get larger towards the newest. */
 TEST(the_oldest_block_is_the_smallest) {
-    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     tkv_cache *kv;
     int t, l, i;
     cfg.budget.bytes = 800 * 1000;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     for (t = 0; t < 3200; t++) {
         CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
         for (l = 0; l < LAYERS && t % 50 == 0; l++) {
@@ -52,31 +52,31 @@ TEST(the_oldest_block_is_the_smallest) {
         }
     }
     CHECK(budget_of(kv).level >= 3);
-    sound(kv);
+    check_cache(kv);
     tkv_destroy(kv);
 }
 
 TEST(pins_of_what_is_gone_hold_nothing) {
-    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     uint64_t victims[8], alive[8];
     tkvi_spared spared;
     tkv_cache *kv;
     int i, before, left = 0;
     cfg.evict.policy = TKV_EVICT_SLIDING;
     cfg.budget.bytes = 500000;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     CHECK_EQ(append_all(kv, 0, 250), TKV_OK);
     CHECK_EQ(append_all(kv, 0, 250), TKV_OK);
     memset(victims, 0, sizeof victims);
     for (i = 0; i < 500; i++)
         if (tkv_rng_below(&rng, 100) < 50) add_to_mask(victims, i);
-    CHECK_EQ(evict_named(kv, 0, 1, victims, 500), TKV_OK);
+    CHECK_EQ(evict_tokens(kv, 0, 1, victims, 500), TKV_OK);
     CHECK_EQ(live_mask_of(kv, 0, 1, 0, 500, alive), TKV_OK);
     for (i = 0; i < 500; i++) {
-        left += in_mask(alive, i);
-        if (in_mask(victims, i)) CHECK(!in_mask(alive, i));
+        left += is_in_mask(alive, i);
+        if (is_in_mask(victims, i)) CHECK(!is_in_mask(alive, i));
     }
-    sound(kv);
+    check_cache(kv);
     memset(&spared, 0, sizeof spared);
     before = tkvi_n_staying(kv, 0, 1, &spared);
     CHECK_EQ(tkv_seq_pin(kv, 0, 0, 500, TKV_UNLIMITED), TKV_OK);
@@ -86,19 +86,19 @@ TEST(pins_of_what_is_gone_hold_nothing) {
 
 static void fill_layer(tkv_cache *kv, test_store *d, int lazy) {
     int n;
-    d->lazy = lazy;
+    d->discards_writes = lazy;
     for (n = 0; n < 7; n++) CHECK_EQ(append(kv, 0, 0, 96), TKV_OK);
 }
 
 TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and the store has lost them all */
-    tkv_config cfg = shape_of(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     test_store d;
     tkv_cache *kv;
     int n;
     cfg.tiers.warm_tokens = 2 * BLOCK;
-    test_store_for(&d, &cfg);
+    attach_test_store(&d, &cfg);
     cfg.offload.keep_exact = 1;
-    kv = make(&cfg);
+    kv = create_cache(&cfg);
     fill_layer(kv, &d, 0);
     CHECK_EQ(tkv_offload(kv, 0, 0, 4000, &n), TKV_OK);
     CHECK(n > 3);
@@ -110,12 +110,12 @@ TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and t
     tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out), TKV_ERR_DATA);
     tkv_destroy(kv);
-    test_store_end(&d);
+    destroy_test_store(&d);
 }
 
 /* Metadata of tokens is there with a policy; memory to combine query heads, where scores are combined by it. */
 TEST(memory_of_scores) {
-    tkv_config cfg = shape_of(LAYERS, HEADS, 1, DIM, SEQS, CHUNK);
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, 1, DIM, SEQS, CHUNK);
     tkv_cache *kv;
     int kind, how;
 #if !defined(__GNUC__) && !defined(__clang__)
@@ -123,7 +123,7 @@ TEST(memory_of_scores) {
 #endif
     for (kind = 0; kind < TKV_EVICT_USER; kind++) {
         cfg.evict.policy = (tkv_evict_policy)kind;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         CHECK_EQ(append(kv, 0, 1, 64), TKV_OK);
         CHECK_EQ(kv->pool.token_meta != NULL, kind != TKV_EVICT_NONE);
         tkv_destroy(kv);
@@ -133,7 +133,7 @@ TEST(memory_of_scores) {
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
     for (how = 0; how < 2; how++) {
         cfg.importance.heads = how ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
-        kv = make(&cfg);
+        kv = create_cache(&cfg);
         CHECK_EQ(append(kv, 0, 1, 200), TKV_OK);
         CHECK_EQ(kv->token_scores.heads != NULL, how);
         tkv_destroy(kv);

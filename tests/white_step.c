@@ -543,7 +543,7 @@ static tkv_status call_calibration(void) {
 
 /* Reserves, and then takes it all while nothing can be allocated. */
 static void call_reserve_and_use(int seq) {
-    int n = some_tokens(), layer, goal = model_len(seq) + n, closed = memory.closed;
+    int n = some_tokens(), layer, goal = model_len(seq) + n, closed = memory.fail_at;
     tkv_status st;
     if (goal > LONGEST) return;
     if (in_step[seq]) call_abort(seq);
@@ -551,7 +551,7 @@ static void call_reserve_and_use(int seq) {
     st = tkv_seq_reserve(kv, seq, n);
     OK(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
     if (st) return;
-    memory.closed = 1;
+    memory.fail_at = 1;
     for (layer = 0; layer < LAYERS; layer++)
         while (plan[layer].own && list[seq][layer].len < goal) {
             int some = 1 + pick(goal - list[seq][layer].len);
@@ -560,7 +560,7 @@ static void call_reserve_and_use(int seq) {
                 break;
             }
         }
-    memory.closed = closed;
+    memory.fail_at = closed;
 }
 
 /* >>configs */
@@ -707,12 +707,12 @@ static void play(int kind) {
     kv = NULL;
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
     if (!kv) return;
-    for (op_number = 1; op_number <= ops && tkv_test_.bad < 5; op_number++) {
+    for (op_number = 1; op_number <= ops && tkv_test_.n_bad < 5; op_number++) {
         int seq = pick(SEQS), op = pick(100), mutates = 1;
         char reason[160];
         tkv_memory_info m;
         tkv_status st = TKV_OK;
-        memory.closed = pick(4) ? 0 : 1 + pick(6);
+        memory.fail_at = pick(4) ? 0 : 1 + pick(6);
         if (op < 34) op_name = "append to a layer", st = call_append(seq, own_layer(), some_tokens());
         else if (op < 54) op_name = "append to all layers", st = call_append_all(seq);
         else if (op < 64) op_name = "batch", st = call_batch();
@@ -734,11 +734,11 @@ static void play(int kind) {
             model_reset(seq);
         } else {
             op_name = "attend";
-            memory.closed = 1;
+            memory.fail_at = 1;
             attend(seq, pick(LAYERS), pick(5));
             mutates = 0;
         }
-        memory.closed = 0;
+        memory.fail_at = 0;
         if (mutates) OK((st == TKV_OK) == (tkv_get_last_error(kv)[0] == 0), "\"%s\"", tkv_get_last_error(kv));
         st = tkv_check(kv, reason, sizeof reason);
         OK(st == TKV_OK, "%s", reason);
@@ -755,7 +755,7 @@ static void play(int kind) {
     }
     tkv_destroy(kv);
     CHECK_EQ(memory.held, 0);
-    if (tkv_test_.bad) printf("    again: TKV_RANDOM_SEED=%lu\n", (unsigned long)seed);
+    if (tkv_test_.n_bad) printf("    again: TKV_RANDOM_SEED=%lu\n", (unsigned long)seed);
 }
 
 TEST(default_plan) { play(0); }
