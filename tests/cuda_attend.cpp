@@ -9,26 +9,26 @@
 enum { MAX_QUERIES = 8 }; /* of a call */
 
 /* >>unpacking: every width and plane, as K and as V, against core/tile.h */
-#define PACKED 16 /* tiles */
+#define N_TILES 16 /* tiles */
 
 typedef struct packed { /* tiles of one width, as in a slot */
-    uint8_t code[PACKED][TKVI_TILE_CODES];
+    uint8_t code[N_TILES][TKVI_TILE_CODES];
     alignas(512) uint8_t unaligned[128]; /* a slot begins at a multiple of 128 */
-    uint8_t slot[PACKED * 256 + PACKED * 64];
+    uint8_t slot[N_TILES * 256 + N_TILES * 64];
     uint32_t halves; /* offset of the 1-bit vectors */
 } packed;
 
-static void pack(packed *x, int width, tkv_rng *rng) {
+static void pack_tiles(packed *x, int width, tkv_rng *rng) {
     uint8_t mem[sizeof x->slot];
     tkvi_tile_counts runs;
     tkvi_tile_at at;
     size_t i;
     memset(&runs, 0, sizeof runs);
     memset(mem, 0, sizeof mem);
-    runs.n[width] = PACKED;
+    runs.n[width] = N_TILES;
     at = tkvi_first_tile(&runs);
     x->halves = (uint32_t)at.halves;
-    for (i = 0; i < PACKED; i++) {
+    for (i = 0; i < N_TILES; i++) {
         int j;
         for (j = 0; j < TKVI_TILE_CODES; j++) x->code[i][j] = (uint8_t)tkv_rng_below(rng, 1 << width);
         tkvi_pack_tile(mem, &at, width, x->code[i]);
@@ -43,7 +43,7 @@ template <int W, int STRIDE> static void check_k_field(const packed *x, uint32_t
         const int g = lane / 4, t = lane % 4;
         tkvcu_cursor<W, STRIDE> path;
         tkvcu_start_cursor(path, tkvcu_shared_address(x->slot), start, g, t);
-        for (int slab = 0; slab < PACKED / 4; slab++) {
+        for (int slab = 0; slab < N_TILES / 4; slab++) {
             tkvcu_tile<W> y;
             tkvcu_load_tile(y, path, slab % 2, t % 2 * 4);
             if (slab % 2) tkvcu_advance_cursor(path);
@@ -62,7 +62,7 @@ template <int W, int STRIDE> static void check_k_field(const packed *x, uint32_t
 }
 
 template <int W> static void check_v_width(const packed *x) {
-    for (int slab = 0; slab < PACKED / 4; slab++)
+    for (int slab = 0; slab < N_TILES / 4; slab++)
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, t = lane % 4;
             tkvcu_v_tile<W> y;
@@ -127,27 +127,27 @@ template <int W, int STRIDE> static void check_banks(void) {
 TEST(unpacking) {
     tkv_rng rng = tkv_rng_seed(3);
     packed x;
-    pack(&x, 1, &rng);
+    pack_tiles(&x, 1, &rng);
     check_k_field<1, 32>(&x, x.halves, 0);
     check_v_width<1>(&x);
-    pack(&x, 2, &rng);
+    pack_tiles(&x, 2, &rng);
     check_k_field<2, 64>(&x, 0, 0);
     check_v_width<2>(&x);
-    pack(&x, 3, &rng);
+    pack_tiles(&x, 3, &rng);
     check_k_field<2, 64>(&x, 0, 0);
     check_k_field<1, 32>(&x, x.halves, 2);
     check_v_width<3>(&x);
     check_pairs(&x);
-    pack(&x, 4, &rng);
+    pack_tiles(&x, 4, &rng);
     check_k_field<4, 128>(&x, 0, 0);
     check_v_width<4>(&x);
-    pack(&x, 5, &rng);
+    pack_tiles(&x, 5, &rng);
     check_k_field<4, 128>(&x, 0, 0);
     check_k_field<1, 32>(&x, x.halves, 4);
-    pack(&x, 6, &rng);
+    pack_tiles(&x, 6, &rng);
     check_k_field<4, 192>(&x, 0, 0);
     check_k_field<2, 192>(&x, 128, 4);
-    pack(&x, 8, &rng);
+    pack_tiles(&x, 8, &rng);
     check_k_field<8, 256>(&x, 0, 0);
     check_v_width<8>(&x);
     check_banks<2, 64>();
@@ -184,7 +184,7 @@ TEST(formats) {
         }
 }
 
-TEST(exact_and_lengths) {
+TEST(exact_formats_and_lengths) {
     static const int lengths[] = {0,  1,   3,   4,   5,   63,  64,  65,  66,  67,  68,
                                   69, 127, 128, 129, 130, 131, 132, 133, 500, 777, 1000};
     static const struct {
@@ -220,7 +220,7 @@ TEST(exact_and_lengths) {
     }
 }
 
-TEST(groups_and_queries) {
+TEST(head_groups_and_queries) {
     static const int groups[] = {1, 2, 3, 4, 8, 16};
     size_t i;
     int queries;
@@ -228,7 +228,7 @@ TEST(groups_and_queries) {
         tkv_config cfg = config_of(i % 2 ? 128 : 64, groups[i] * (i < 5 ? 2 : 1), i < 5 ? 2 : 1);
         char name[64];
         rig r;
-        cfg.tiers.hot_tokens = 1; /* queries then reach into coded blocks */
+        cfg.tiers.hot_tokens = 1; /* queries then reach into encoded blocks */
         cfg.tiers.warm_tokens = i % 2 ? 64 : TKV_OFF;
         cfg.tiers.archive.k = cfg.tiers.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
         cfg.tiers.warm.k = i % 4 == 1 ? TKV_KIVI4 : TKV_KIVI2;
@@ -263,25 +263,26 @@ TEST(options_of_a_call) {
         {-0.05f, 3.0f, 0, 0, 1, TKV_TYPE_F32, NULL},    {-0.1f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL},
         {0.0f, 0.0f, TKV_OFF, 0, 1, TKV_TYPE_F32, NULL}};
     size_t i;
-    int own;
-    for (own = 0; own < 2; own++) {
-        tkv_config cfg = config_of(own ? 128 : 64, 4, 2);
+    int has_layer_window;
+    for (has_layer_window = 0; has_layer_window < 2; has_layer_window++) {
+        tkv_config cfg = config_of(has_layer_window ? 128 : 64, 4, 2);
         rig r;
-        if (own) cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
+        if (has_layer_window)
+            cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 1000);
-        append_random(&r, 1, own ? 100 : 600);
+        append_random(&r, 1, has_layer_window ? 100 : 600);
         /* only the device has the window: the host would free blocks */
-        if (own) {
+        if (has_layer_window) {
             device_close(&r);
             cfg.model.window = r.cfg.model.window = 950;
             if (!device_open(&r, &cfg)) return;
         }
         import_all(&r);
         for (i = 0; i < sizeof row / sizeof *row; i++) {
-            if (tkv_test_quick() && (i + (size_t)own) % 2) continue;
+            if (tkv_test_quick() && (i + (size_t)has_layer_window) % 2) continue;
             char name[64];
-            snprintf(name, sizeof name, "options %zu%s", i, own ? ", window of the layer" : "");
+            snprintf(name, sizeof name, "options %zu%s", i, has_layer_window ? ", window of the layer" : "");
             check_attend(&r, &row[i], name);
         }
         rig_close(&r);
@@ -290,7 +291,7 @@ TEST(options_of_a_call) {
 
 /* Rows of the batch are sequences of the map. Skipped rows are not written. */
 TEST(rows_by_map) {
-    static const int32_t map[] = {3, -1, 0, 1, 9};  /* there is no sequence 9 */
+    static const int32_t map[] = {3, -1, 0, 1, 9};  /* sequence 9 does not exist */
     static const int length[] = {333, 0, 0, 70, 0}; /* too short to learn tables: KIVI */
     tkv_config cfg = config_of(64, 6, 2);
     options o = plain;
@@ -313,7 +314,7 @@ TEST(rows_by_map) {
     }
     o.map = map;
     {
-        const result x = attend(&r, &(const options &)plain, 5);
+        const result x = attend_both(&r, &(const options &)plain, 5);
         for (i = 0; i < 2 * x.row; i++) CHECK_MSG(i >= x.row || x.out[i] != UNWRITTEN, "%zu", i);
         for (i = x.row; i < 2 * x.row; i++) CHECK_EQ(x.out[i], 0.0f); /* empty sequence: zeros */
         for (i = 0; i < 6; i++) CHECK(x.lse[6 + i] == -INFINITY);
@@ -357,7 +358,7 @@ TEST(table_versions) {
 
 /* A device gives the same bits in any order of threads. Another number of multiprocessors divides the work
  * differently: results then agree within 2e-3. */
-TEST(same_bits) {
+TEST(same_bits_in_any_order) {
     static const int processors[] = {1, 3, 17, 132};
     const int usual = cpu_processors;
     tkv_config cfg = config_of(128, 8, 2);
@@ -377,23 +378,24 @@ TEST(same_bits) {
         snprintf(name, sizeof name, "%d multiprocessors", processors[i]);
         check_attend(&r, &plain, name);
         r.no_reference = 1;
-        a = attend(&r, &plain, 7);
-        b = attend(&r, &plain, 7);
+        a = attend_both(&r, &plain, 7);
+        b = attend_both(&r, &plain, 7);
         setenv("TKVCU_ORDER", "1", 1);
-        c = attend(&r, &plain, 7);
+        c = attend_both(&r, &plain, 7);
         unsetenv("TKVCU_ORDER");
         r.no_reference = 0;
         CHECK(memcmp(a.out.data(), b.out.data(), a.out.size() * sizeof(float)) == 0 && a.lse == b.lse);
         CHECK(memcmp(a.out.data(), c.out.data(), a.out.size() * sizeof(float)) == 0 && a.lse == c.lse);
         if (i == 0) first = a.out;
-        CHECK_MSG(distance(first, a.out, 128) <= 2e-3, "%s: %g", name, distance(first, a.out, 128));
+        CHECK_MSG(relative_error(first, a.out, 128) <= 2e-3, "%s: %g", name,
+                  relative_error(first, a.out, 128));
     }
     cpu_processors = usual;
     rig_close(&r);
 }
 
 /* Large and tiny values, although operands have 16 bits. The scale keeps logits in range. */
-TEST(sizes_of_values) {
+TEST(large_and_tiny_values) {
     static const char *const pairs[] = {"kivi4/kivi4", "kivi2/kivi2", "a30/r30", "a30/kivi4", "a20/r20"};
     static const float sizes[][2] = {{1e3f, 1e3f}, {1e3f, 1.0f}, {1.0f, 2e4f}, {1e-4f, 1e-4f}, {1.0f, 1e-3f}};
     size_t i, k;
@@ -421,7 +423,7 @@ TEST(sizes_of_values) {
 
 /* Windows that end at a block border: one query sees no key of a block that another query sees. With and without
  * a soft cap, which changes the unit of logits. */
-TEST(blocks_that_one_query_sees) {
+TEST(blocks_that_only_one_query_sees) {
     static const char *const formats[] = {"kivi4", "a30"};
     size_t i;
     int window, capped;
@@ -447,9 +449,9 @@ TEST(blocks_that_one_query_sees) {
     }
 }
 
-/* Heads of different size. The query heads of a KV head are columns of one product. A large, infinite or NaN
+/* Query heads of different size. The query heads of a KV head are columns of one product. A large, infinite or NaN
  * query must not change the results of the others. */
-TEST(heads_that_differ) {
+TEST(query_heads_of_different_size) {
     static const char *const formats[] = {"kivi4", "kivi2", "a30", "q8"};
     enum { DIM = 128, HEADS = 4, LEN = 620 };
     size_t i;
@@ -491,8 +493,8 @@ TEST(heads_that_differ) {
             for (c = kind >= 2 ? 1 : 0; c < HEADS; c++) {
                 const std::vector<float> x(want.begin() + c * DIM, want.begin() + (c + 1) * DIM);
                 const std::vector<float> y(out.begin() + c * DIM, out.begin() + (c + 1) * DIM);
-                CHECK_MSG(distance(x, y, DIM) <= 3e-3, "%s, %d, head %d: %g", formats[i], kind, c,
-                          distance(x, y, DIM));
+                CHECK_MSG(relative_error(x, y, DIM) <= 3e-3, "%s, %d, head %d: %g", formats[i], kind, c,
+                          relative_error(x, y, DIM));
             }
         }
         rig_close(&r);
@@ -503,14 +505,14 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(unpacking);
     RUN(formats);
-    RUN(exact_and_lengths);
-    RUN(groups_and_queries);
+    RUN(exact_formats_and_lengths);
+    RUN(head_groups_and_queries);
     RUN(options_of_a_call);
     RUN(rows_by_map);
     RUN(table_versions);
-    RUN(same_bits);
-    RUN(sizes_of_values);
-    RUN(blocks_that_one_query_sees);
-    RUN(heads_that_differ);
+    RUN(same_bits_in_any_order);
+    RUN(large_and_tiny_values);
+    RUN(blocks_that_only_one_query_sees);
+    RUN(query_heads_of_different_size);
     return tkv_test_end();
 }

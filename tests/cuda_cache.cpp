@@ -17,7 +17,7 @@
 #include <vector>
 
 /* >>device memory */
-enum { BORDER = 256, POISON = 0xff, FENCE = 0xa5 };
+enum { BORDER = 256, POISON = 0xff, BORDER_BYTE = 0xa5 };
 
 static std::vector<uint8_t> fetch(const void *p, size_t n) {
     std::vector<uint8_t> x(n);
@@ -25,7 +25,7 @@ static std::vector<uint8_t> fetch(const void *p, size_t n) {
     return x;
 }
 
-template <class T> static T fetched(const T *p) {
+template <class T> static T fetch_value(const T *p) {
     T x;
     CHECK_EQ(cudaMemcpy(&x, p, sizeof x, cudaMemcpyDeviceToHost), cudaSuccess);
     return x;
@@ -40,7 +40,7 @@ static guarded_buffer open_guarded(size_t bytes) {
     guarded_buffer a;
     void *p = NULL;
     CHECK_EQ(cudaMalloc(&p, bytes + 2 * BORDER), cudaSuccess);
-    CHECK_EQ(cudaMemset(p, FENCE, bytes + 2 * BORDER), cudaSuccess);
+    CHECK_EQ(cudaMemset(p, BORDER_BYTE, bytes + 2 * BORDER), cudaSuccess);
     a.mem = (uint8_t *)p + BORDER;
     a.bytes = bytes;
     CHECK_EQ(cudaMemset(a.mem, POISON, bytes), cudaSuccess);
@@ -49,16 +49,16 @@ static guarded_buffer open_guarded(size_t bytes) {
 
 static int close_guarded(guarded_buffer *a) { /* returns 1 if the borders have not changed */
     std::vector<uint8_t> low, high;
-    size_t i, whole = 0;
+    size_t i, n_intact = 0;
     if (!a->mem) return 1;
     low = fetch(a->mem - BORDER, BORDER);
     high = fetch(a->mem + a->bytes, BORDER);
-    for (i = 0; i < BORDER; i++) whole += low[i] == FENCE && high[i] == FENCE;
+    for (i = 0; i < BORDER; i++) n_intact += low[i] == BORDER_BYTE && high[i] == BORDER_BYTE;
     (void)cudaFree(a->mem - BORDER);
-    return whole == BORDER;
+    return n_intact == BORDER;
 }
 
-static void put(const guarded_buffer *a, const void *x, size_t n) {
+static void copy_to_device(const guarded_buffer *a, const void *x, size_t n) {
     CHECK_LE(n, a->bytes);
     CHECK_EQ(cudaMemcpy(a->mem, x, n, cudaMemcpyHostToDevice), cudaSuccess);
 }
@@ -70,7 +70,7 @@ typedef struct rig {
     tkvcu *cu;
     guarded_buffer cache, work, k, v, map; /* k, v: space for 64 tokens of each sequence */
     tkv_rng rng;
-    int step; /* most tokens of an append */
+    int step; /* largest number of tokens of an append */
 } rig;
 
 static tkv_config config_of(const char *preset, int head_dim) {
@@ -118,7 +118,7 @@ static uint32_t take_flags(const rig *r) {
     return flags;
 }
 
-/* Checks that a slot of attention is large enough for every coded side, with any table. */
+/* Checks that a slot of attention is large enough for every encoded side, with any table. */
 static void check_slots(const rig *r) {
     const size_t n = tkvcu_n_sides(&r->cu->host->tables.cfg);
     std::vector<uint8_t> bytes;
@@ -148,7 +148,7 @@ static void rig_close(rig *r) {
 static const int32_t *map_of(const rig *r) { return (const int32_t *)(const void *)r->map.mem; }
 
 /* Makes random tokens. Channels of keys differ in size and mean; some are constant. */
-static void tokens(rig *r, float *k, float *v, int n) {
+static void make_tokens(rig *r, float *k, float *v, int n) {
     const int dim = r->cfg.model.head_dim, heads = r->cfg.model.n_kv_heads;
     int t, i;
     tkv_rng_fill(&r->rng, k, (size_t)(n * heads * dim), 1.0);
@@ -169,7 +169,7 @@ static void check_same(const rig *r, int host_seq, int seq, int n) {
         const tkvcu_view *v = &r->cu->view[layer];
         const tkvi_list *list = tkvi_list_of(r->kv, host_seq, layer);
         const uint32_t *ids = tkvi_ids(r->kv, host_seq, layer);
-        const tkvcu_list state = fetched(&v->list[seq]);
+        const tkvcu_list state = fetch_value(&v->list[seq]);
         CHECK_EQ(list->len, n);
         CHECK_EQ(state.len, n);
         CHECK_EQ(state.archive, list->archive);
@@ -193,20 +193,20 @@ static void check_same(const rig *r, int host_seq, int seq, int n) {
     }
 }
 
-/* Appends the same tokens to both, 1 to r->step at a time, in each layer. compare: after demotions. */
+/* Appends the same tokens to both, 1 to r->step at a time, in each layer. compare: 1 compares both after demotions. */
 static void append_both(rig *r, int seq, int to, int compare) {
     const size_t row = (size_t)(r->cfg.model.n_kv_heads * r->cfg.model.head_dim);
     std::vector<float> k(row * 64), v(row * 64);
     std::vector<int32_t> map((size_t)r->cfg.limits.max_seqs, -1);
     int layer, len = tkv_get_length(r->kv, seq, TKV_ALL_LAYERS);
     map[0] = seq;
-    put(&r->map, map.data(), map.size() * sizeof(int32_t));
+    copy_to_device(&r->map, map.data(), map.size() * sizeof(int32_t));
     while (len < to) {
         const int n = tkvi_min(to - len, 1 + tkv_rng_below(&r->rng, r->step));
         for (layer = 0; layer < r->cfg.model.n_layers; layer++) {
-            tokens(r, k.data(), v.data(), n);
-            put(&r->k, k.data(), row * (size_t)n * sizeof(float));
-            put(&r->v, v.data(), row * (size_t)n * sizeof(float));
+            make_tokens(r, k.data(), v.data(), n);
+            copy_to_device(&r->k, k.data(), row * (size_t)n * sizeof(float));
+            copy_to_device(&r->v, v.data(), row * (size_t)n * sizeof(float));
             CHECK_EQ(tkv_append(r->kv, seq, layer, k.data(), v.data(), n), TKV_OK);
             CHECK_EQ(tkvcu_append(r->cu, layer, r->k.mem, r->v.mem, TKV_TYPE_F32, n, map_of(r), NULL),
                      TKV_OK);
@@ -220,7 +220,7 @@ static void append_both(rig *r, int seq, int to, int compare) {
 static const char *const presets[] = {"quality", "balanced", "compact", "extreme", "kivi"};
 enum { PRESETS = 5 };
 
-static int skipped(int preset, int dim) { return tkv_test_quick() && (preset + dim / 64) % 2; }
+static int is_skipped(int preset, int dim) { return tkv_test_quick() && (preset + dim / 64) % 2; }
 
 /* Opens a rig whose host cache has the device's equal tables. */
 static int rig_open_same_tables(rig *r, const tkv_config *cfg) {
@@ -233,7 +233,7 @@ TEST(append_gives_host_bytes) {
     int i, dim;
     for (i = 0; i < PRESETS; i++)
         for (dim = 64; dim <= 128; dim += 64) {
-            if (skipped(i, dim)) continue;
+            if (is_skipped(i, dim)) continue;
             tkv_config cfg = config_of(presets[i], dim);
             rig r;
 
@@ -252,7 +252,7 @@ TEST(import_and_export) {
     int i, dim;
     for (i = 0; i < PRESETS; i++)
         for (dim = 64; dim <= 128; dim += 64) {
-            if (skipped(i, dim)) continue;
+            if (is_skipped(i, dim)) continue;
             tkv_config cfg = config_of(presets[i], dim);
             std::vector<float> k((size_t)(128 * dim)), q((size_t)(4 * dim)), out(q.size());
             tkv_layer_config layers[4];
@@ -268,14 +268,15 @@ TEST(import_and_export) {
             if (rig_open(&r, &cfg)) {
                 for (n = 0; n < 640; n += 64)
                     for (layer = 0; layer < 4; layer += 3) {
-                        tokens(&r, k.data(), k.data(), 64);
+                        make_tokens(&r, k.data(), k.data(), 64);
                         CHECK_EQ(tkv_append(r.kv, 0, layer, k.data(), k.data(), 64), TKV_OK);
                         tkv_rng_fill(&r.rng, q.data(), q.size(), 1.0);
                         CHECK_EQ(tkv_attend(r.kv, 0, layer, q.data(), 1, out.data()), TKV_OK);
                     }
                 CHECK_EQ(tkv_freeze_calibration(r.kv), TKV_OK); /* the host must not make a second table */
                 CHECK_EQ(tkvcu_import_seq(r.cu, 1, r.kv, 0, NULL), TKV_OK);
-                for (layer = 0; layer < 4; layer += 3) CHECK_EQ(fetched(&r.cu->view[layer].list[1]).len, 640);
+                for (layer = 0; layer < 4; layer += 3)
+                    CHECK_EQ(fetch_value(&r.cu->view[layer].list[1]).len, 640);
                 CHECK_EQ(tkv_create(&cfg, &back), TKV_OK);
                 CHECK_EQ(tkvcu_export_seq(r.cu, 1, back, 1, NULL), TKV_OK);
                 CHECK_EQ(tkv_check(back, NULL, 0), TKV_OK);
@@ -311,7 +312,7 @@ TEST(append_after_import) {
             int n, layer;
             for (n = 0; n < 300; n += 60)
                 for (layer = 0; layer < 2; layer++) {
-                    tokens(&r, k.data(), k.data(), 60);
+                    make_tokens(&r, k.data(), k.data(), 60);
                     CHECK_EQ(tkv_append(r.kv, 0, layer, k.data(), k.data(), 60), TKV_OK);
                 }
             CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, 0, NULL), TKV_OK);
@@ -333,7 +334,7 @@ TEST(types_of_input) {
         rig r;
         int i, step;
         if (rig_open(&r, &cfg)) {
-            put(&r.map, map, sizeof map);
+            copy_to_device(&r.map, map, sizeof map);
             memset(&p, 0, sizeof p);
             p.n = 4;
             p.k = p.v = x.data();
@@ -345,7 +346,7 @@ TEST(types_of_input) {
                         if (!tkvi_is_finite(tkvi_element(x.data(), p.k_type, i)))
                             tkvi_store_element(x.data(), p.k_type, i, 0.0f);
                     }
-                    put(&r.k, x.data(), x.size());
+                    copy_to_device(&r.k, x.data(), x.size());
                     CHECK_EQ(tkv_append_ex(r.kv, &p), TKV_OK);
                     CHECK_EQ(tkvcu_append(r.cu, p.layer, r.k.mem, r.k.mem, p.k_type, 4, map_of(&r), NULL),
                              TKV_OK);
@@ -365,10 +366,10 @@ TEST(huge_values) {
     int step, i;
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_BF16;
     if (rig_open_same_tables(&r, &cfg)) {
-        put(&r.map, map, sizeof map);
+        copy_to_device(&r.map, map, sizeof map);
         for (step = 0; step < 4; step++) {
             tkv_rng_fill(&r.rng, x.data(), x.size(), 1e33);
-            put(&r.k, x.data(), x.size() * sizeof(float));
+            copy_to_device(&r.k, x.data(), x.size() * sizeof(float));
             for (i = 0; i < 2; i++) {
                 CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
                 CHECK_EQ(tkvcu_append(r.cu, i, r.k.mem, r.k.mem, TKV_TYPE_F32, 64, map_of(&r), NULL), TKV_OK);
@@ -381,11 +382,11 @@ TEST(huge_values) {
 
 static void truncate_to(rig *r, int a, int b) {
     const int32_t to[2] = {a, b};
-    put(&r->map, to, sizeof to);
+    copy_to_device(&r->map, to, sizeof to);
     CHECK_EQ(tkvcu_truncate(r->cu, map_of(r), NULL), TKV_OK);
 }
 
-TEST(truncate_cuts) {
+TEST(truncation) {
     tkv_config cfg = config_of("balanced", 64);
     rig r;
     if (rig_open_same_tables(&r, &cfg)) {
@@ -402,7 +403,7 @@ TEST(truncate_cuts) {
         append_both(&r, 0, 400, 1);
         append_both(&r, 1, 200, 1);
         CHECK_EQ(tkv_seq_truncate(r.kv, 0, 100), TKV_ERR_INEXACT);
-        truncate_to(&r, 100, 0); /* refused; emptied */
+        truncate_to(&r, 100, 0); /* sequence 0: refused; sequence 1: emptied */
         CHECK_EQ(tkv_seq_reset(r.kv, 1), TKV_OK);
         CHECK_EQ(take_flags(&r), TKVCU_FLAG_INEXACT);
         check_same(&r, 0, 0, 400);
@@ -420,21 +421,21 @@ TEST(full_and_nonfinite) {
     cfg.limits.max_tokens = 210;
     if (rig_open_same_tables(&r, &cfg)) {
         append_both(&r, 0, 205, 1);
-        put(&r.k, x.data(), x.size() * sizeof(float));
+        copy_to_device(&r.k, x.data(), x.size() * sizeof(float));
         CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.k.mem, TKV_TYPE_F32, 6, map_of(&r), NULL), TKV_OK);
         CHECK_EQ(take_flags(&r), TKVCU_FLAG_FULL);
         check_same(&r, 0, 0, 205);
         append_both(&r, 0, 210, 1);
         CHECK_EQ(tkvcu_append(r.cu, 1, r.k.mem, r.k.mem, TKV_TYPE_F32, 1, map_of(&r), NULL), TKV_OK);
         map[0] = 2;
-        put(&r.map, map, sizeof map);
+        copy_to_device(&r.map, map, sizeof map);
         CHECK_EQ(tkvcu_append(r.cu, 1, r.k.mem, r.k.mem, TKV_TYPE_F32, 1, map_of(&r), NULL), TKV_OK);
         CHECK_EQ(take_flags(&r), TKVCU_FLAG_FULL | TKVCU_FLAG_SEQUENCE);
         check_same(&r, 0, 0, 210);
         /* the whole batch: sequence 0 is full, sequence 1 has a NaN in v of one head */
-        put(&r.k, x.data(), x.size() * sizeof(float));
+        copy_to_device(&r.k, x.data(), x.size() * sizeof(float));
         x[3 * 64 + 1] = tkv_test_float(0x7fc00001u);
-        put(&r.v, x.data(), x.size() * sizeof(float));
+        copy_to_device(&r.v, x.data(), x.size() * sizeof(float));
         CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, NULL, NULL), TKV_OK);
         CHECK_EQ(take_flags(&r), TKVCU_FLAG_FULL | TKVCU_FLAG_NONFINITE);
         CHECK_EQ(tkvcu_get_lengths(r.cu, 0, lengths, NULL), TKV_OK);
@@ -455,12 +456,12 @@ TEST(saturate_nonfinite) {
     int i, step;
     cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
     if (rig_open(&r, &cfg)) {
-        put(&r.map, map, sizeof map);
+        copy_to_device(&r.map, map, sizeof map);
         for (step = 0; step < 4; step++) {
             tkv_rng_fill(&r.rng, x.data(), x.size(), 1.0);
             for (i = 0; i < 64 * 2 * 64; i += 97)
                 x[(size_t)i] = tkv_test_float(i % 2 ? 0x7fc00000u : i % 4 ? 0x7f800000u : 0xff800000u);
-            put(&r.k, x.data(), x.size() * sizeof(float));
+            copy_to_device(&r.k, x.data(), x.size() * sizeof(float));
             for (i = 0; i < 2; i++) {
                 CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
                 CHECK_EQ(tkvcu_append(r.cu, i, r.k.mem, r.k.mem, TKV_TYPE_F32, 64, map_of(&r), NULL), TKV_OK);
@@ -479,7 +480,7 @@ typedef struct query { /* n queries of both sequences */
     size_t row; /* floats of a query */
 } query;
 
-static query query_of(rig *r, int n) {
+static query open_query(rig *r, int n) {
     query a;
     a.n = n;
     a.row = (size_t)(r->cfg.model.n_heads * r->cfg.model.head_dim);
@@ -491,16 +492,16 @@ static query query_of(rig *r, int n) {
     a.out = open_guarded(a.x.size() * sizeof(float));
     a.lse = open_guarded(2 * (size_t)(n * r->cfg.model.n_heads) * sizeof(float));
     a.sinks = open_guarded(a.sink.size() * sizeof(float));
-    put(&a.q, a.x.data(), a.x.size() * sizeof(float));
-    put(&a.sinks, a.sink.data(), a.sink.size() * sizeof(float));
+    copy_to_device(&a.q, a.x.data(), a.x.size() * sizeof(float));
+    copy_to_device(&a.sinks, a.sink.data(), a.sink.size() * sizeof(float));
     return a;
 }
 
-static void query_close(query *a) {
+static void close_query(query *a) {
     CHECK(close_guarded(&a->q) & close_guarded(&a->out) & close_guarded(&a->lse) & close_guarded(&a->sinks));
 }
 
-static std::vector<float> floats(const guarded_buffer *a, size_t from, size_t n) {
+static std::vector<float> fetch_floats(const guarded_buffer *a, size_t from, size_t n) {
     const std::vector<uint8_t> bytes = fetch(a->mem + from * sizeof(float), n * sizeof(float));
     std::vector<float> x(n);
     memcpy(x.data(), bytes.data(), bytes.size());
@@ -508,7 +509,7 @@ static std::vector<float> floats(const guarded_buffer *a, size_t from, size_t n)
 }
 
 /* |x - want| / |want| */
-static double error_of(const std::vector<float> &x, const std::vector<float> &want) {
+static double relative_error(const std::vector<float> &x, const std::vector<float> &want) {
     double error = 0.0, norm = 0.0;
     size_t i;
     for (i = 0; i < want.size(); i++) {
@@ -526,13 +527,13 @@ static void check_attend(rig *r, query *a, int seq, int layer, const tkvcu_atten
     std::vector<uint8_t> out;
     tkv_attend_params h;
     size_t i, poisoned = 0;
-    put(&r->map, map, sizeof map);
+    copy_to_device(&r->map, map, sizeof map);
     CHECK_EQ(cudaMemset(a->out.mem, POISON, a->out.bytes), cudaSuccess);
     CHECK_EQ(tkvcu_attend(r->cu, layer, a->q.mem, TKV_TYPE_F32, a->n, p, a->out.mem,
                           (float *)(void *)a->lse.mem, map_of(r), NULL),
              TKV_OK);
     out = fetch(a->out.mem, a->out.bytes);
-    logs = floats(&a->lse, heads, heads);
+    logs = fetch_floats(&a->lse, heads, heads);
     memset(&h, 0, sizeof h);
     h.layer = layer;
     h.seq = seq;
@@ -547,7 +548,7 @@ static void check_attend(rig *r, query *a, int seq, int layer, const tkvcu_atten
         h.sink_logits = p->d_sink_logits ? a->sink.data() : NULL;
     }
     CHECK_EQ(tkv_attend_reference(r->kv, &h), TKV_OK);
-    CHECK_LE(error_of(floats(&a->out, values, values), want), 3e-3);
+    CHECK_LE(relative_error(fetch_floats(&a->out, values, values), want), 3e-3);
     for (i = 0; i < heads; i++) CHECK_NEAR(logs[i], lse[i], 2e-2); /* logits are 20 and more */
     for (i = 0; i < values * sizeof(float); i++) poisoned += out[i] == POISON;
     CHECK_EQ(poisoned, values * sizeof(float)); /* the skipped row */
@@ -563,7 +564,7 @@ TEST(attend_matches_host) {
         tkvcu_attend_params p = {0.2f, 20.0f, 0, NULL};
         rig r;
         if (rig_open_same_tables(&r, &cfg)) {
-            query a = query_of(&r, 1), b = query_of(&r, 5), c = query_of(&r, TKVCU_MAX_QUERIES);
+            query a = open_query(&r, 1), b = open_query(&r, 5), c = open_query(&r, TKVCU_MAX_QUERIES);
             for (n = 1; n < 420; n = 2 * n + 5) {
                 append_both(&r, 1, n, 0);
                 check_attend(&r, &a, 1, 0, NULL);
@@ -580,9 +581,9 @@ TEST(attend_matches_host) {
             p.d_sink_logits = (const float *)(const void *)b.sinks.mem;
             p.window = 3;
             check_attend(&r, &b, 1, 0, &p);
-            query_close(&a);
-            query_close(&b);
-            query_close(&c);
+            close_query(&a);
+            close_query(&b);
+            close_query(&c);
         }
         rig_close(&r);
     }
@@ -615,23 +616,23 @@ TEST(other_plans) {
         cfg.tiers.archive.v = plan[i].v[1];
         if (rig_open_same_tables(&r, &cfg)) {
             r.step = plan[i].step;
-            query a = query_of(&r, 2), b = query_of(&r, 13);
+            query a = open_query(&r, 2), b = open_query(&r, 13);
             append_both(&r, 1, 500, 1);
             check_attend(&r, &a, 1, 0, NULL);
             check_attend(&r, &b, 1, 0, NULL);
-            query_close(&a);
-            query_close(&b);
+            close_query(&a);
+            close_query(&b);
         }
         rig_close(&r);
     }
 }
 
-/* Work between capture and captured becomes a graph. */
-static void capture(cudaStream_t stream) {
+/* Work between begin_capture and end_capture becomes a graph. */
+static void begin_capture(cudaStream_t stream) {
     CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
 }
 
-static cudaGraphExec_t captured(cudaStream_t stream) {
+static cudaGraphExec_t end_capture(cudaStream_t stream) {
     cudaGraph_t graph = NULL;
     cudaGraphExec_t run = NULL;
     CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
@@ -641,7 +642,7 @@ static cudaGraphExec_t captured(cudaStream_t stream) {
 }
 
 /* Graphs are captured while the cache is empty, and replayed through all tiers. Rows are permuted sequences. */
-TEST(graphs) {
+TEST(graphs_of_calls) {
     tkv_config cfg = config_of("compact", 64);
     const size_t row = (size_t)(cfg.model.n_kv_heads * cfg.model.head_dim);
     const int32_t map[2] = {1, 0};
@@ -653,28 +654,28 @@ TEST(graphs) {
     cfg.model.n_layers = 1;
     cfg.host.precise = 1; /* on the host: error of 2e-3 at most */
     if (rig_open_same_tables(&r, &cfg)) {
-        query a[2] = {query_of(&r, 1), query_of(&r, 9)};
-        put(&r.map, map, sizeof map);
+        query a[2] = {open_query(&r, 1), open_query(&r, 9)};
+        copy_to_device(&r.map, map, sizeof map);
         CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
-        capture(stream);
+        begin_capture(stream);
         CHECK_EQ(tkvcu_append(r.cu, 0, r.k.mem, r.v.mem, TKV_TYPE_F32, 1, map_of(&r), stream), TKV_OK);
-        append = captured(stream);
+        append = end_capture(stream);
         for (i = 0; i < 2; i++) {
-            capture(stream);
+            begin_capture(stream);
             CHECK_EQ(tkvcu_attend(r.cu, 0, a[i].q.mem, TKV_TYPE_F32, a[i].n, NULL, a[i].out.mem, NULL,
                                   map_of(&r), stream),
                      TKV_OK);
-            attend[i] = captured(stream);
+            attend[i] = end_capture(stream);
         }
         for (n = 1; n <= 340; n++) {
             for (i = 0; i < 2; i++) {
-                tokens(&r, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1);
+                make_tokens(&r, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1);
                 CHECK_EQ(
                     tkv_append(r.kv, map[i], 0, k.data() + (size_t)i * row, v.data() + (size_t)i * row, 1),
                     TKV_OK);
             }
-            put(&r.k, k.data(), k.size() * sizeof(float));
-            put(&r.v, v.data(), v.size() * sizeof(float));
+            copy_to_device(&r.k, k.data(), k.size() * sizeof(float));
+            copy_to_device(&r.v, v.data(), v.size() * sizeof(float));
             CHECK_EQ(cudaGraphLaunch(append, stream), cudaSuccess);
             CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
             if (n % 64 > 5) continue;
@@ -689,14 +690,14 @@ TEST(graphs) {
                         tkv_attend(r.kv, map[i], 0, a[j].x.data() + (size_t)i * values, a[j].n, want.data()),
                         TKV_OK);
                     /* both sides approximate */
-                    CHECK_LE(error_of(floats(&a[j].out, (size_t)i * values, values), want), 5e-3);
+                    CHECK_LE(relative_error(fetch_floats(&a[j].out, (size_t)i * values, values), want), 5e-3);
                 }
             }
         }
         CHECK_EQ(cudaGraphExecDestroy(append), cudaSuccess);
         for (i = 0; i < 2; i++) {
             CHECK_EQ(cudaGraphExecDestroy(attend[i]), cudaSuccess);
-            query_close(&a[i]);
+            close_query(&a[i]);
         }
         CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
     }
@@ -704,7 +705,7 @@ TEST(graphs) {
 }
 
 /* >>errors */
-TEST(configs) {
+TEST(unsupported_configs) {
     struct {
         const char *text;
         int status;
@@ -755,7 +756,7 @@ TEST(configs) {
         CHECK(a == 0 && b == 0);
     }
     config.cfg = &bad[11].cfg;
-    config.max_tokens = 4096; /* the config has none */
+    config.max_tokens = 4096; /* the config has no max_tokens */
     CHECK_EQ(tkvcu_get_required_bytes(&config, &a, &b, NULL, 0), TKV_OK);
     config.max_tokens = 8192;
     CHECK_EQ(tkvcu_get_required_bytes(&config, &a2, &b2, reason, 0), TKV_OK);
@@ -797,10 +798,10 @@ TEST(wrong_arguments) {
     CHECK_EQ(tkvcu_create(&config, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_UNSUPPORTED);
     cpu_capability = 9;
-    cpu_shared_most = 8192;
+    cpu_max_shared = 8192;
     CHECK_EQ(tkvcu_create(&config, r.cache.mem, r.cache.bytes, r.work.mem, r.work.bytes, NULL, &cu),
              TKV_ERR_UNSUPPORTED);
-    cpu_shared_most = 232448;
+    cpu_max_shared = 232448;
 #endif
     CHECK(cu == untouched);
     before = fetch(r.cache.mem, r.cache.bytes);
@@ -847,7 +848,7 @@ TEST(wrong_arguments) {
 }
 
 /* Windows free no blocks here. Blocks that enter the warm ring never take the place of blocks that leave it. */
-TEST(rings) {
+TEST(ring_sizes) {
     tkv_config cfg = config_of("balanced", 64);
     rig wide, narrow;
     int ok = rig_open(&wide, &cfg);
@@ -862,7 +863,7 @@ TEST(rings) {
     rig_close(&narrow);
 }
 
-TEST(short_prompts) { /* no table yet: the error says what to do, and that works */
+TEST(short_prompts) { /* without a table, the error names the call that helps */
     tkv_config cfg = config_of("balanced", 64);
     rig r;
     if (rig_open(&r, &cfg)) {
@@ -870,7 +871,7 @@ TEST(short_prompts) { /* no table yet: the error says what to do, and that works
         int n, layer;
         for (n = 0; n < 384; n += 64)
             for (layer = 0; layer < cfg.model.n_layers; layer++) {
-                tokens(&r, x.data(), x.data(), 64);
+                make_tokens(&r, x.data(), x.data(), 64);
                 CHECK_EQ(tkv_append(r.kv, 0, layer, x.data(), x.data(), 64), TKV_OK);
             }
         CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, 0, NULL), TKV_ERR_CAPACITY);
@@ -884,7 +885,7 @@ TEST(short_prompts) { /* no table yet: the error says what to do, and that works
     rig_close(&r);
 }
 
-TEST(import_refuses) {
+TEST(unsupported_imports) {
     tkv_config cfg = config_of("balanced", 64), wide;
     std::vector<float> x((size_t)(512 * 2 * 64));
     tkv_cache *kv = NULL;
@@ -925,7 +926,7 @@ static std::vector<uint8_t> learn_tables(rig *r, float first, float second) {
     int n;
     CHECK_EQ(tkv_create(&r->cfg, &kv), TKV_OK);
     for (n = 0; n < 640; n += 64) {
-        tokens(r, x.data(), x.data(), 64);
+        make_tokens(r, x.data(), x.data(), 64);
         for (size_t i = 0; i < x.size(); i++) x[i] *= i / 64 % 2 ? second : first;
         CHECK_EQ(tkv_append(kv, 0, n / 64 % 2, x.data(), x.data(), 64), TKV_OK);
     }
@@ -936,7 +937,7 @@ static std::vector<uint8_t> learn_tables(rig *r, float first, float second) {
     return table;
 }
 
-TEST(tables) {
+TEST(tables_on_the_device) {
     tkv_config cfg = config_of("balanced", 64);
     std::vector<uint8_t> one, two;
     rig r, other, third;
@@ -945,7 +946,7 @@ TEST(tables) {
         two = learn_tables(&r, .5f, 9.0f);
         CHECK_EQ(tkv_load_calibration(r.kv, one.data(), one.size()), TKV_OK);
         CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK);
-        CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK); /* the same again */
+        CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK); /* a second time */
         append_both(&r, 0, 400, 1);
         /* A second version: stored blocks keep theirs. */
         CHECK_EQ(tkv_load_calibration(r.kv, two.data(), two.size()), TKV_OK);
@@ -976,7 +977,7 @@ TEST(tables) {
 }
 
 /* All fits of scale and zero, with both numbers of threads per group. */
-TEST(fits) {
+TEST(all_fits) {
     static const int fit[] = {TKV_FIT_CLIP, TKV_FIT_NORM, TKV_FIT_UNBIASED, TKV_FIT_CLIP | TKV_FIT_NORM,
                               TKV_FIT_CLIP | TKV_FIT_UNBIASED};
     size_t i;
@@ -1017,7 +1018,7 @@ TEST(blocks_of_threads_in_any_order) {
     }
 }
 
-TEST(texts) {
+TEST(error_texts) {
     CHECK(strstr(tkv_get_status_text(TKV_ERR_DEVICE), "tkvcu_get_last_error") != NULL);
     CHECK(strstr(tkv_get_status_text(TKV_ERR_UNSUPPORTED), "GPU") != NULL);
     CHECK_STR(tkvcu_get_last_error(NULL), "");
@@ -1035,20 +1036,20 @@ int main(int argc, char **argv) {
     RUN(append_after_import);
     RUN(types_of_input);
     RUN(huge_values);
-    RUN(truncate_cuts);
+    RUN(truncation);
     RUN(full_and_nonfinite);
     RUN(saturate_nonfinite);
     RUN(attend_matches_host);
     RUN(other_plans);
-    RUN(graphs);
-    RUN(configs);
+    RUN(graphs_of_calls);
+    RUN(unsupported_configs);
     RUN(wrong_arguments);
-    RUN(rings);
+    RUN(ring_sizes);
     RUN(short_prompts);
-    RUN(import_refuses);
-    RUN(tables);
-    RUN(fits);
+    RUN(unsupported_imports);
+    RUN(tables_on_the_device);
+    RUN(all_fits);
     RUN(blocks_of_threads_in_any_order);
-    RUN(texts);
+    RUN(error_texts);
     return tkv_test_end();
 }

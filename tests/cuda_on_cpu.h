@@ -52,8 +52,8 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 #define CPU_STACK (96 * 1024)
 #define CPU_WARP 32
 
-/* A place to go on: cpu_switch() saves the place that it is called from, and goes on at another one. On x86-64 of
- * Linux it saves the registers that a call preserves, and swaps stacks. setjmp() took a sixth of the time. */
+/* A cpu_place is where a fiber continues. cpu_switch() saves the place of its caller, and continues at another place.
+ * On x86-64 Linux it saves the registers that a call preserves, and swaps stacks. This is faster than setjmp(). */
 #if defined(__x86_64__) && defined(__linux__) && !defined(__CET__)
 typedef void *cpu_place; /* stack pointer */
 
@@ -69,7 +69,7 @@ __asm__(".text\n"
         ".size cpu_switch, . - cpu_switch\n");
 
 static void cpu_begin_at(cpu_place *at, char *stack, void (*enter)(void)) {
-    void **top = (void **)(void *)(stack + CPU_STACK) - 1; /* a return address would stand here */
+    void **top = (void **)(void *)(stack + CPU_STACK) - 1; /* in the place of a return address */
     *top = NULL;
     *--top = (void *)enter;
     top -= 6;
@@ -108,7 +108,7 @@ typedef struct cpu_copy {
 
 typedef struct cpu_fiber {
     cpu_place at;
-    char *stack; /* it keeps its stack for the next block */
+    char *stack; /* kept for the next thread block */
     int begun, done;
     const char *waits; /* meeting point; NULL: it can run */
     int block_wide;
@@ -127,7 +127,7 @@ typedef union cpu_slot { /* data of a lane at an exchange */
 
 static std::vector<cpu_fiber> cpu_fibers;
 static std::vector<cpu_slot> cpu_slots; /* two rows for each warp */
-static int cpu_now = -1;
+static int cpu_current = -1;
 static cpu_place cpu_scheduler;
 static std::function<void()> cpu_body;
 static unsigned char *cpu_shared; /* dynamic shared memory */
@@ -150,23 +150,23 @@ static void cpu_yield(cpu_fiber *f) { cpu_switch(&f->at, &cpu_scheduler); }
 static void cpu_enter(void) {
     for (;;) {
         cpu_body();
-        cpu_fibers[(size_t)cpu_now].done = 1;
-        cpu_yield(&cpu_fibers[(size_t)cpu_now]);
+        cpu_fibers[(size_t)cpu_current].done = 1;
+        cpu_yield(&cpu_fibers[(size_t)cpu_current]);
     }
 }
 
-static int cpu_lane(void) { return cpu_now % CPU_WARP; }
+static int cpu_lane(void) { return cpu_current % CPU_WARP; }
 
 /* The slots of this exchange, by lanes. Two rows alternate. A lane that arrives at the next exchange has read this
  * one, and no lane passes the next exchange before all arrive. So an exchange needs one meeting point. */
 static cpu_slot *cpu_warp(void) {
-    cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
+    cpu_fiber *f = &cpu_fibers[(size_t)cpu_current];
     f->parity ^= 1;
-    return &cpu_slots[(size_t)((cpu_now / CPU_WARP * 2 + f->parity) * CPU_WARP)];
+    return &cpu_slots[(size_t)((cpu_current / CPU_WARP * 2 + f->parity) * CPU_WARP)];
 }
 
 static void cpu_meet(const char *where, int block_wide) {
-    cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
+    cpu_fiber *f = &cpu_fibers[(size_t)cpu_current];
     f->waits = where;
     f->block_wide = block_wide;
     cpu_yield(f);
@@ -175,11 +175,11 @@ static void cpu_meet(const char *where, int block_wide) {
 /* Releases fibers first .. first+n-1 if all live ones wait at the same kind of meeting point. */
 static int cpu_release(size_t first, size_t n, int block_wide) {
     const char *where = NULL;
-    size_t i, living = 0;
+    size_t i, n_live = 0;
     for (i = first; i < first + n; i++) {
         const cpu_fiber *f = &cpu_fibers[i];
         if (f->done) continue;
-        living++;
+        n_live++;
         if (!f->waits || f->block_wide != block_wide) return 0;
         if (where && where != f->waits && strcmp(where, f->waits))
             cpu_stop("threads of a warp are at different instructions");
@@ -189,17 +189,17 @@ static int cpu_release(size_t first, size_t n, int block_wide) {
         if (cpu_fibers[i].waits) cpu_fibers[i].met++;
         cpu_fibers[i].waits = NULL;
     }
-    return living > 0;
+    return n_live > 0;
 }
 
-static int cpu_back(void) {
+static int cpu_is_reversed(void) {
     const char *order = getenv("TKVCU_ORDER");
     return order && *order == '1';
 }
 
 static void cpu_run_block(size_t threads) {
-    const int back = cpu_back();
-    size_t left = threads;
+    const int reversed = cpu_is_reversed();
+    size_t n_left = threads;
     size_t i, k;
     for (i = 0; i < threads; i++) {
         cpu_fiber *f = &cpu_fibers[i];
@@ -211,23 +211,23 @@ static void cpu_run_block(size_t threads) {
         f->thread = dim3((unsigned)(i % blockDim.x), (unsigned)(i / blockDim.x % blockDim.y),
                          (unsigned)(i / blockDim.x / blockDim.y));
     }
-    while (left) {
-        int moved = 0;
+    while (n_left) {
+        int progress = 0;
         for (k = 0; k < threads; k++) {
-            cpu_fiber *f = &cpu_fibers[back ? threads - 1 - k : k];
+            cpu_fiber *f = &cpu_fibers[reversed ? threads - 1 - k : k];
             if (f->done || f->waits) continue;
-            moved = 1;
-            cpu_now = (int)(f - &cpu_fibers[0]);
+            progress = 1;
+            cpu_current = (int)(f - &cpu_fibers[0]);
             threadIdx = f->thread;
             if (!f->begun) cpu_begin_at(&f->at, f->stack, cpu_enter);
             f->begun = 1;
             cpu_switch(&cpu_scheduler, &f->at);
-            if (cpu_fibers[(size_t)cpu_now].done) left = left - 1;
+            if (cpu_fibers[(size_t)cpu_current].done) n_left = n_left - 1;
         }
         for (i = 0; i < threads; i += CPU_WARP)
-            moved |= cpu_release(i, threads - i < CPU_WARP ? threads - i : CPU_WARP, 0);
-        moved |= cpu_release(0, threads, 1);
-        if (!moved && left) cpu_stop("threads wait for each other");
+            progress |= cpu_release(i, threads - i < CPU_WARP ? threads - i : CPU_WARP, 0);
+        progress |= cpu_release(0, threads, 1);
+        if (!progress && n_left) cpu_stop("threads wait for each other");
     }
 }
 
@@ -251,7 +251,7 @@ static void cpu_launch(dim3 grid, dim3 block, size_t shared, const std::function
     cpu_shared = (unsigned char *)aligned_alloc(128, (shared + 128 + 127) / 128 * 128);
     const unsigned blocks = grid.x * grid.y * grid.z;
     for (unsigned k = 0; k < blocks; k++) {
-        const unsigned b = cpu_back() ? blocks - 1 - k : k;
+        const unsigned b = cpu_is_reversed() ? blocks - 1 - k : k;
         blockIdx = dim3(b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y);
         memset(cpu_shared, 0xff, shared + 128);
         cpu_run_block(threads);
@@ -263,14 +263,14 @@ static void cpu_launch(dim3 grid, dim3 block, size_t shared, const std::function
 /* Runs work of a stream at once, or adds it to the graph that is being captured. */
 static std::vector<std::function<void()>> *cpu_capture;
 
-static void cpu_work(const std::function<void()> &what) {
+static void cpu_run_or_capture(const std::function<void()> &what) {
     if (cpu_capture) cpu_capture->push_back(what);
     else what();
 }
 
 template <class... P, class... A>
 static void cpu_start(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... args) {
-    cpu_work([=]() { cpu_launch(grid, block, shared, [=]() { kernel(args...); }); });
+    cpu_run_or_capture([=]() { cpu_launch(grid, block, shared, [=]() { kernel(args...); }); });
 }
 
 #define TKVCU_LAUNCH(kernel, grid, block, shared, stream, ...)                                               \
@@ -290,12 +290,12 @@ static inline int __syncthreads_or(int yes) {
     return cpu_vote;
 }
 
-static inline void cpu_together(const char *where) {
+static inline void cpu_meet_warp(const char *where) {
     if (cpu_lane() == 0) cpu_collectives++;
     cpu_meet(where, 0);
 }
 
-static inline void __syncwarp(unsigned = 0xffffffffu) { cpu_together("__syncwarp"); }
+static inline void __syncwarp(unsigned = 0xffffffffu) { cpu_meet_warp("__syncwarp"); }
 static inline void __threadfence(void) {}
 
 static inline uint32_t cpu_bits(float x) {
@@ -314,7 +314,7 @@ template <class T> static T cpu_exchange(const char *where, T x, int from) {
     cpu_slot *w = cpu_warp();
     T y;
     memcpy(w[cpu_lane()].word, &x, sizeof x);
-    cpu_together(where);
+    cpu_meet_warp(where);
     memcpy(&y, w[from].word, sizeof y);
     return y;
 }
@@ -338,18 +338,18 @@ static inline unsigned __ballot_sync(unsigned, int yes) {
     cpu_slot *w = cpu_warp();
     unsigned all = 0;
     w[cpu_lane()].word[0] = yes != 0;
-    cpu_together("ballot");
+    cpu_meet_warp("ballot");
     for (int i = 0; i < CPU_WARP; i++) all |= (unsigned)(w[i].word[0] != 0) << i;
     return all;
 }
 
 static inline unsigned __reduce_max_sync(unsigned, unsigned x) {
     cpu_slot *w = cpu_warp();
-    unsigned most = 0;
+    unsigned largest = 0;
     w[cpu_lane()].word[0] = x;
-    cpu_together("reduce_max");
-    for (int i = 0; i < CPU_WARP; i++) most = most > w[i].word[0] ? most : (unsigned)w[i].word[0];
-    return most;
+    cpu_meet_warp("reduce_max");
+    for (int i = 0; i < CPU_WARP; i++) largest = largest > w[i].word[0] ? largest : (unsigned)w[i].word[0];
+    return largest;
 }
 
 static inline int __any_sync(unsigned m, int yes) { return __ballot_sync(m, yes) != 0; }
@@ -455,7 +455,7 @@ static void cpu_mma(const char *where, float *c, const uint32_t *a, const uint32
     const int lane = cpu_lane(), g = lane / 4, t = lane % 4;
     for (int i = 0; i < 8; i++) w[lane].f[i] = value(a[i / 2] >> i % 2 * 16 & 0xffffu);
     for (int i = 0; i < 4; i++) w[lane].f[8 + i] = value(b[i / 2] >> i % 2 * 16 & 0xffffu);
-    cpu_together(where);
+    cpu_meet_warp(where);
     for (int i = 0; i < 4; i++) {
         const cpu_slot *row = &w[g * 4], *column = &w[(2 * t + i % 2) * 4];
         float sum = c[i];
@@ -485,7 +485,7 @@ static inline void cpu_mma_bytes(const char *where, int32_t *c, const uint32_t *
         const int byte = (int)((i < 16 ? a[i / 4] : b[i / 4 - 4]) >> i % 4 * 8 & 255u);
         w[lane].byte[i] = (int16_t)(byte > 127 && (i < 16 ? a_signed : b_signed) ? byte - 256 : byte);
     }
-    cpu_together(where);
+    cpu_meet_warp(where);
     for (int i = 0; i < 4; i++) {
         const cpu_slot *row = &w[g * 4], *column = &w[(2 * t + i % 2) * 4];
         int64_t sum = c[i];
@@ -519,7 +519,7 @@ static inline void cpu_ldmatrix(const char *where, uint32_t r[4], const void *ro
     const uint64_t at = (uint64_t)(uintptr_t)row;
     if (at % 16) cpu_stop("ldmatrix: not a multiple of 16 bytes");
     w[lane].word[0] = at;
-    cpu_together(where);
+    cpu_meet_warp(where);
     for (int m = 0; m < 4; m++) {
         uint16_t x[2];
         for (int k = 0; k < 2; k++) {
@@ -538,7 +538,7 @@ static inline void tkvcu_ldmatrix_x4_trans(uint32_t r[4], const void *row) {
 
 /* Queues a copy of 16 bytes. tkvcu_cp_async_wait performs it. */
 static inline void tkvcu_cp_async16(void *shared, const void *global) {
-    cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
+    cpu_fiber *f = &cpu_fibers[(size_t)cpu_current];
     cpu_copy c;
     if ((uintptr_t)shared % 16 || (uintptr_t)global % 16) cpu_stop("cp.async: not a multiple of 16 bytes");
     c.to = shared;
@@ -549,9 +549,9 @@ static inline void tkvcu_cp_async16(void *shared, const void *global) {
 template <int AT> static inline void tkvcu_cp_async16_if(void *shared, const void *middle, int left) {
     if (left > AT) tkvcu_cp_async16((char *)shared + AT, (const char *)middle + (AT - 2048));
 }
-static inline void tkvcu_cp_async_commit(void) { cpu_fibers[(size_t)cpu_now].group++; }
+static inline void tkvcu_cp_async_commit(void) { cpu_fibers[(size_t)cpu_current].group++; }
 template <int N> static inline void tkvcu_cp_async_wait(void) {
-    cpu_fiber *f = &cpu_fibers[(size_t)cpu_now];
+    cpu_fiber *f = &cpu_fibers[(size_t)cpu_current];
     size_t i, kept = 0;
     for (i = 0; i < f->copies.size(); i++) {
         const cpu_copy c = f->copies[i];
@@ -599,19 +599,19 @@ static inline cudaError_t cudaMemset(void *p, int x, size_t n) {
 }
 static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind,
                                           cudaStream_t) {
-    cpu_work([=]() { memcpy(to, from, n); });
+    cpu_run_or_capture([=]() { memcpy(to, from, n); });
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemcpy2DAsync(void *to, size_t pitch, const void *from, size_t from_pitch,
                                             size_t n, size_t rows, cudaMemcpyKind, cudaStream_t) {
-    cpu_work([=]() {
+    cpu_run_or_capture([=]() {
         for (size_t i = 0; i < rows; i++)
             memcpy((char *)to + i * pitch, (const char *)from + i * from_pitch, n);
     });
     return cudaSuccess;
 }
 static inline cudaError_t cudaMemsetAsync(void *p, int x, size_t n, cudaStream_t) {
-    cpu_work([=]() { memset(p, x, n); });
+    cpu_run_or_capture([=]() { memset(p, x, n); });
     return cudaSuccess;
 }
 static inline cudaError_t cudaStreamCreate(cudaStream_t *s) {
@@ -629,11 +629,11 @@ static inline cudaError_t cudaGetDevice(int *d) {
     *d = 0;
     return cudaSuccess;
 }
-static int cpu_processors = 3, cpu_capability = 9, cpu_shared_most = 232448; /* of the emulated device */
+static int cpu_processors = 3, cpu_capability = 9, cpu_max_shared = 232448; /* of the emulated device */
 static inline cudaError_t cudaDeviceGetAttribute(int *x, cudaDeviceAttr which, int) {
     *x = which == cudaDevAttrMultiProcessorCount      ? cpu_processors
          : which == cudaDevAttrComputeCapabilityMajor ? cpu_capability
-                                                      : cpu_shared_most;
+                                                      : cpu_max_shared;
     return cudaSuccess;
 }
 typedef struct cudaFuncAttributes {

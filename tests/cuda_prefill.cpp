@@ -6,13 +6,13 @@
 
 enum { MAX_QUERIES = 64 }; /* of a call */
 
-static options with_queries(int queries) {
+static options options_with_queries(int queries) {
     options o = plain;
     o.queries = queries;
     return o;
 }
 
-static void name_formats(tkv_config *cfg, const char *pair) { /* "k/v", or one name for both */
+static void set_archive_formats(tkv_config *cfg, const char *pair) { /* "k/v", or one name for both */
     char k[16];
     const char *v = strchr(pair, '/');
     snprintf(k, sizeof k, "%s", pair);
@@ -31,13 +31,13 @@ TEST(formats) {
         for (dim = 64; dim <= 128; dim += 64) {
             if (tkv_test_quick() && (i + (size_t)dim / 64) % 2) continue;
             tkv_config cfg = config_of(dim, 2, 2);
-            const options o = with_queries(9 + (int)i);
+            const options o = options_with_queries(9 + (int)i);
             char name[64];
             rig r;
             cfg.limits.max_seqs = 1;
             cfg.tiers.warm.k = i % 2 ? TKV_KIVI4 : TKV_A40;
             cfg.tiers.warm.v = i % 2 ? TKV_R40 : TKV_KIVI3;
-            name_formats(&cfg, pairs[i]);
+            set_archive_formats(&cfg, pairs[i]);
             if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
             append_random(&r, 0, 640);
             import_all(&r);
@@ -47,15 +47,15 @@ TEST(formats) {
         }
 }
 
-/* From the rows of one warp to those of several thread blocks. The second sequence is shorter than most chunks
+/* Rows for one warp up to several thread blocks. The second sequence is shorter than most chunks
  * of queries. */
-TEST(groups_and_queries) {
+TEST(head_groups_and_queries) {
     static const int groups[] = {1, 2, 4, 7, 16}, queries[] = {9, 16, 33, 64};
     size_t i, k;
     for (i = 0; i < sizeof groups / sizeof *groups; i++) {
         tkv_config cfg = config_of(i % 2 ? 128 : 64, groups[i] * (i < 4 ? 2 : 1), i < 4 ? 2 : 1);
         rig r;
-        cfg.tiers.hot_tokens = 1; /* queries then reach into coded blocks */
+        cfg.tiers.hot_tokens = 1; /* queries then reach into encoded blocks */
         cfg.tiers.warm_tokens = i % 2 ? 64 : TKV_OFF;
         cfg.tiers.archive.k = cfg.tiers.archive.v = i % 2 ? TKV_KIVI2 : TKV_KIVI3;
         cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4;
@@ -65,7 +65,7 @@ TEST(groups_and_queries) {
         import_all(&r);
         for (k = 0; k < sizeof queries / sizeof *queries; k++) {
             if (tkv_test_quick() && (i + k) % 2) continue;
-            options o = with_queries(queries[k]);
+            options o = options_with_queries(queries[k]);
             char name[64];
             o.window = k % 2 ? 0 : 9;
             o.sinks = k == 3;
@@ -76,7 +76,7 @@ TEST(groups_and_queries) {
     }
 }
 
-TEST(exact_and_lengths) {
+TEST(exact_formats_and_lengths) {
     static const int lengths[] = {0, 1, 5, 31, 32, 36, 37, 64, 68, 100, 133, 260};
     static const struct {
         tkv_format hot_k, hot_v;
@@ -89,7 +89,7 @@ TEST(exact_and_lengths) {
     size_t i, l;
     for (i = 0; i < sizeof row / sizeof *row; i++) {
         tkv_config cfg = config_of(row[i].dim, 2, 1);
-        options o = with_queries(9);
+        options o = options_with_queries(9);
         char name[64];
         rig r;
         cfg.tiers.hot.k = row[i].hot_k;
@@ -123,16 +123,17 @@ TEST(options_of_a_call) {
         {-0.05f, 3.0f, 0, 0, 9, TKV_TYPE_F32, NULL},    {-0.1f, 0.0f, 0, 0, 9, TKV_TYPE_F32, NULL},
         {0.0f, 0.0f, TKV_OFF, 0, 9, TKV_TYPE_F32, NULL}};
     size_t i;
-    int own;
-    for (own = 0; own < 2; own++) {
-        tkv_config cfg = config_of(own ? 128 : 64, 4, 2);
+    int has_layer_window;
+    for (has_layer_window = 0; has_layer_window < 2; has_layer_window++) {
+        tkv_config cfg = config_of(has_layer_window ? 128 : 64, 4, 2);
         rig r;
         cfg.limits.max_seqs = 1;
-        if (own) cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
+        if (has_layer_window)
+            cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 600);
         /* only the device has the window: the host would free blocks */
-        if (own) {
+        if (has_layer_window) {
             device_close(&r);
             cfg.model.window = r.cfg.model.window = 550;
             if (!device_open(&r, &cfg)) return;
@@ -140,8 +141,8 @@ TEST(options_of_a_call) {
         import_all(&r);
         for (i = 0; i < sizeof row / sizeof *row; i++) {
             char name[64];
-            if (own && i % 3) continue;
-            snprintf(name, sizeof name, "options %zu%s", i, own ? ", window of the layer" : "");
+            if (has_layer_window && i % 3) continue;
+            snprintf(name, sizeof name, "options %zu%s", i, has_layer_window ? ", window of the layer" : "");
             check_attend(&r, &row[i], name);
         }
         rig_close(&r);
@@ -150,12 +151,13 @@ TEST(options_of_a_call) {
 
 /* Rows of the batch are sequences of the map. Skipped rows are not written. */
 TEST(rows_by_map) {
-    static const int32_t map[] = {3, -1, 0, 1, 9}, known[] = {3, -1, 0, 1, -7}; /* there is no sequence 9 */
-    static const int length[] = {233, 0, 0, 70, 0}; /* too short to learn tables: KIVI */
+    static const int32_t map[] = {3, -1, 0, 1, 9},
+                         known[] = {3, -1, 0, 1, -7}; /* sequence 9 does not exist */
+    static const int length[] = {233, 0, 0, 70, 0};   /* too short to learn tables: KIVI */
     const size_t row = 11 * 6 * 64;
     tkv_config cfg = config_of(64, 6, 2);
     std::vector<float> q(5 * row, 1.0f), out(q.size(), UNWRITTEN), lse(5 * 11 * 6, UNWRITTEN);
-    options o = with_queries(11);
+    options o = options_with_queries(11);
     uint32_t flags = 0;
     size_t i, s;
     rig r;
@@ -183,7 +185,7 @@ TEST(rows_by_map) {
 /* The host learns tables during the appends. Neighbouring blocks then use different table versions. */
 TEST(table_versions) {
     tkv_config cfg = config_of(128, 2, 2);
-    const options o = with_queries(10);
+    const options o = options_with_queries(10);
     const tkvcu_view *v;
     int b, changes = 0;
     rig r;
@@ -207,9 +209,10 @@ TEST(same_as_decode_kernel) {
     for (i = 0; i < 2; i++) {
         tkv_config cfg = config_of(64, 8, 2);
         const int last = 8, queries = 40, row = 8 * 64;
-        std::vector<float> q((size_t)(2 * queries * row)), part, out(q.size()), few((size_t)(2 * last * row));
+        std::vector<float> q((size_t)(2 * queries * row)), part, out(q.size()),
+            decode_out((size_t)(2 * last * row));
         rig r;
-        name_formats(&cfg, pairs[i]);
+        set_archive_formats(&cfg, pairs[i]);
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 700);
         append_random(&r, 1, 90);
@@ -220,24 +223,25 @@ TEST(same_as_decode_kernel) {
                         q.begin() + (long)((k + 1) * queries) * row);
         CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, queries, NULL, out.data(), NULL, NULL, NULL),
                  TKV_OK);
-        CHECK_EQ(tkvcu_attend(r.cu, 0, part.data(), TKV_TYPE_F32, last, NULL, few.data(), NULL, NULL, NULL),
-                 TKV_OK);
+        CHECK_EQ(
+            tkvcu_attend(r.cu, 0, part.data(), TKV_TYPE_F32, last, NULL, decode_out.data(), NULL, NULL, NULL),
+            TKV_OK);
         part.clear();
         for (k = 0; k < 2; k++)
             part.insert(part.end(), out.begin() + (long)((k + 1) * queries - last) * row,
                         out.begin() + (long)((k + 1) * queries) * row);
-        CHECK_LE(distance(few, part, 64), 2 * 3e-3);
+        CHECK_LE(relative_error(decode_out, part, 64), 2 * 3e-3);
         rig_close(&r);
     }
 }
 
 /* A device gives the same bits in any order of threads. Another number of multiprocessors divides the work
  * differently: results then agree within 2e-3. */
-TEST(same_bits) {
+TEST(same_bits_in_any_order) {
     static const int processors[] = {1, 7, 132};
     const int usual = cpu_processors;
     tkv_config cfg = config_of(128, 8, 2);
-    const options o = with_queries(20);
+    const options o = options_with_queries(20);
     std::vector<float> first;
     size_t i;
     rig r;
@@ -255,21 +259,22 @@ TEST(same_bits) {
         snprintf(name, sizeof name, "%d multiprocessors", processors[i]);
         check_attend(&r, &o, name);
         r.no_reference = 1;
-        a = attend(&r, &o, 5);
+        a = attend_both(&r, &o, 5);
         setenv("TKVCU_ORDER", "1", 1);
-        b = attend(&r, &o, 5);
+        b = attend_both(&r, &o, 5);
         unsetenv("TKVCU_ORDER");
         r.no_reference = 0;
         CHECK(memcmp(a.out.data(), b.out.data(), a.out.size() * sizeof(float)) == 0 && a.lse == b.lse);
         if (i == 0) first = a.out;
-        CHECK_MSG(distance(first, a.out, 128) <= 2e-3, "%s: %g", name, distance(first, a.out, 128));
+        CHECK_MSG(relative_error(first, a.out, 128) <= 2e-3, "%s: %g", name,
+                  relative_error(first, a.out, 128));
     }
     cpu_processors = usual;
     rig_close(&r);
 }
 
 /* Large and tiny values, although the tiles are fp16. The scale keeps logits in range. */
-TEST(sizes_of_values) {
+TEST(large_and_tiny_values) {
     static const char *const pairs[] = {"kivi4", "kivi2", "a30/r30", "a30/kivi4", "a20/r20"};
     static const float sizes[][3] = {{1e3f, 1e3f, 1.0f},   {1e3f, 1.0f, 1e3f},    {1.0f, 2e4f, 1.0f},
                                      {1e-4f, 1e-4f, 1.0f}, {1.0f, 1e-3f, 1e-20f}, {1.0f, 1.0f, 3e30f}};
@@ -277,11 +282,11 @@ TEST(sizes_of_values) {
     for (i = 0; i < sizeof pairs / sizeof *pairs; i++)
         for (k = 0; k < sizeof sizes / sizeof *sizes; k++) {
             tkv_config cfg = config_of(i % 2 ? 128 : 64, 1, 1);
-            options o = with_queries(9);
+            options o = options_with_queries(9);
             char name[64];
             rig r;
             cfg.limits.max_seqs = 1;
-            name_formats(&cfg, pairs[i]);
+            set_archive_formats(&cfg, pairs[i]);
             cfg.tiers.warm = cfg.tiers.archive;
             if (k > 3) cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_BF16;
             if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
@@ -311,7 +316,8 @@ TEST(a_prompt_in_chunks) {
     rig r;
     cfg.limits.max_seqs = 1;
     cfg.tiers.warm_tokens = 64;
-    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* no tables: the host would learn others */
+    cfg.tiers.warm.k = cfg.tiers.warm.v =
+        TKV_KIVI4; /* formats without tables: the host would learn other tables */
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     CHECK_EQ(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -331,15 +337,15 @@ TEST(a_prompt_in_chunks) {
         CHECK_EQ(tkv_append(r.kv, 0, 0, k.data(), v.data(), CHUNK), TKV_OK);
         CHECK_EQ(cudaGraphLaunch(graph, NULL), cudaSuccess);
         CHECK_EQ(tkv_attend_reference(r.kv, &a), TKV_OK);
-        CHECK_LE(distance(want, out, DIM), 3e-3);
-        CHECK_LE(distance(lse_want, lse, CHUNK * HEADS), 3e-3);
+        CHECK_LE(relative_error(want, out, DIM), 3e-3);
+        CHECK_LE(relative_error(lse_want, lse, CHUNK * HEADS), 3e-3);
     }
     CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
     rig_close(&r);
 }
 
 /* Constant keys have scales of 0. */
-TEST(flat_keys) {
+TEST(constant_keys) {
     static const char *const formats[] = {"kivi4", "q8", "a30"};
     size_t i;
     for (i = 0; i < sizeof formats / sizeof *formats; i++) {
@@ -364,15 +370,15 @@ TEST(flat_keys) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(formats);
-    RUN(groups_and_queries);
-    RUN(exact_and_lengths);
+    RUN(head_groups_and_queries);
+    RUN(exact_formats_and_lengths);
     RUN(options_of_a_call);
     RUN(rows_by_map);
     RUN(table_versions);
     RUN(same_as_decode_kernel);
-    RUN(same_bits);
-    RUN(sizes_of_values);
-    RUN(flat_keys);
+    RUN(same_bits_in_any_order);
+    RUN(large_and_tiny_values);
+    RUN(constant_keys);
     RUN(a_prompt_in_chunks);
     return tkv_test_end();
 }

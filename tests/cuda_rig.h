@@ -1,5 +1,5 @@
 /*
- * cuda_rig.h - the same cache on the host and on the emulated device (cuda_on_cpu.h), and attention of both.
+ * cuda_rig.h - a cache on the host, its copy on the emulated device (cuda_on_cpu.h), and attention of both.
  */
 #ifndef CUDA_RIG_H
 #define CUDA_RIG_H
@@ -15,8 +15,8 @@ typedef struct rig {
     void *cache, *work;
     tkv_rng rng;
     float k_size, v_size; /* factors on keys and values that are appended */
-    int max_queries;      /* of a call */
-    int no_reference;     /* 1: attend() returns the device's output and computes no reference */
+    int max_queries;      /* most queries of a call */
+    int no_reference;     /* 1: attend_both() computes no reference */
 } rig;
 
 static void device_close(rig *r) {
@@ -106,11 +106,13 @@ typedef struct options {
 
 #define UNWRITTEN 7.5f
 
-static uint16_t as_half(tkv_type type, float x) {
+static uint16_t to_16_bits(tkv_type type, float x) {
     return (uint16_t)(type == TKV_TYPE_F16 ? cpu_to_half(x) : cpu_to_bfloat(x));
 }
 
-static float of_half(tkv_type type, uint16_t x) { return type == TKV_TYPE_F16 ? cpu_half(x) : cpu_bfloat(x); }
+static float from_16_bits(tkv_type type, uint16_t x) {
+    return type == TKV_TYPE_F16 ? cpu_half(x) : cpu_bfloat(x);
+}
 
 /* Results of a call, as floats, and of the reference. Queries before the first token have zeros. */
 typedef struct result {
@@ -118,12 +120,13 @@ typedef struct result {
     size_t row; /* floats of a row of the batch */
 } result;
 
-static result attend(rig *r, const options *o, uint64_t seed) {
+/* Attends on the device and, unless r->no_reference is set, with the reference. Queries are random. */
+static result attend_both(rig *r, const options *o, uint64_t seed) {
     const int n_seqs = r->cfg.limits.max_seqs, heads = r->cfg.model.n_heads, dim = r->cfg.model.head_dim;
     const size_t row = (size_t)(o->queries * heads * dim), all = row * (size_t)n_seqs;
-    const int wide = o->type == TKV_TYPE_F32;
+    const int is_f32 = o->type == TKV_TYPE_F32;
     std::vector<float> q(all), sinks((size_t)heads);
-    std::vector<uint16_t> q16(all), out16(all, as_half(o->type, UNWRITTEN));
+    std::vector<uint16_t> q16(all), out16(all, to_16_bits(o->type, UNWRITTEN));
     tkvcu_attend_params p = {o->scale, o->softcap, o->window, NULL};
     tkv_rng rng = tkv_rng_seed(seed);
     result x;
@@ -135,16 +138,16 @@ static result attend(rig *r, const options *o, uint64_t seed) {
     x.lse.assign((size_t)(n_seqs * o->queries * heads), UNWRITTEN);
     x.lse_want = x.lse;
     tkv_rng_fill(&rng, q.data(), all, o->q_size != 0.0f ? o->q_size : 1.0);
-    for (i = 0; i < all && !wide; i++) {
-        q16[i] = as_half(o->type, q[i]);
-        q[i] = of_half(o->type, q16[i]);
+    for (i = 0; i < all && !is_f32; i++) {
+        q16[i] = to_16_bits(o->type, q[i]);
+        q[i] = from_16_bits(o->type, q16[i]);
     }
     tkv_rng_fill(&rng, sinks.data(), sinks.size(), 2.0);
     if (o->sinks) p.d_sink_logits = sinks.data();
-    CHECK_EQ(tkvcu_attend(r->cu, 0, wide ? (void *)q.data() : q16.data(), o->type, o->queries, &p,
-                          wide ? (void *)x.out.data() : out16.data(), x.lse.data(), o->map, NULL),
+    CHECK_EQ(tkvcu_attend(r->cu, 0, is_f32 ? (void *)q.data() : q16.data(), o->type, o->queries, &p,
+                          is_f32 ? (void *)x.out.data() : out16.data(), x.lse.data(), o->map, NULL),
              TKV_OK);
-    for (i = 0; i < all && !wide; i++) x.out[i] = of_half(o->type, out16[i]);
+    for (i = 0; i < all && !is_f32; i++) x.out[i] = from_16_bits(o->type, out16[i]);
     for (s = 0; s < n_seqs && !r->no_reference; s++) {
         tkv_attend_params a;
         memset(&a, 0, sizeof a);
@@ -170,9 +173,9 @@ static result attend(rig *r, const options *o, uint64_t seed) {
     return x;
 }
 
-/* Returns the relative L2 distance of b to a, the largest over the heads. */
-static double distance(const std::vector<float> &a, const std::vector<float> &b, int dim) {
-    double worst = 0.0;
+/* Returns the relative L2 error of b against a, the largest over the heads. */
+static double relative_error(const std::vector<float> &a, const std::vector<float> &b, int dim) {
+    double largest = 0.0;
     size_t i, c, n = (size_t)dim;
     for (i = 0; i < a.size(); i += n) {
         double d = 0.0, norm = 0.0;
@@ -181,27 +184,28 @@ static double distance(const std::vector<float> &a, const std::vector<float> &b,
             norm += (double)a[c] * (double)a[c];
         }
         d = norm > 0.0 ? sqrt(d / norm) : d;
-        if (!(d <= worst)) worst = d;
+        if (!(d <= largest)) largest = d;
     }
-    return worst;
+    return largest;
 }
 
 static const options plain = {0.0f, 0.0f, 0, 0, 1, TKV_TYPE_F32, NULL, 0.0f};
 
-/* Compares with the reference: 3e-3 at most, 5e-3 with bfloat16 outputs. */
+/* Compares attention with the reference. The bound is 3e-3, or 5e-3 with bfloat16 outputs. */
 static void check_attend(rig *r, const options *o, const char *name) {
-    const result x = attend(r, o, 5);
-    const double d = distance(x.want, x.out, r->cfg.model.head_dim),
-                 most = o->type == TKV_TYPE_BF16 ? 5e-3 : 3e-3;
-    double off = 0.0;
+    const result x = attend_both(r, o, 5);
+    const double error = relative_error(x.want, x.out, r->cfg.model.head_dim),
+                 bound = o->type == TKV_TYPE_BF16 ? 5e-3 : 3e-3;
+    double lse_error = 0.0;
     size_t i;
     for (i = 0; i < x.lse.size(); i++) {
         if (x.lse[i] == x.lse_want[i]) continue; /* equal, infinities included */
-        if (!(fabs((double)x.lse[i] - (double)x.lse_want[i]) <= off))
-            off = fabs((double)x.lse[i] - (double)x.lse_want[i]);
+        if (!(fabs((double)x.lse[i] - (double)x.lse_want[i]) <= lse_error))
+            lse_error = fabs((double)x.lse[i] - (double)x.lse_want[i]);
     }
-    if (getenv("SHOW")) printf("    %-32s %.1e, lse %.1e\n", name, d, off);
-    CHECK_MSG(d <= most && off <= 4e-3, "%s: relative error %g, lse off by %g", name, d, off);
+    if (getenv("SHOW")) printf("    %-32s %.1e, lse %.1e\n", name, error, lse_error);
+    CHECK_MSG(error <= bound && lse_error <= 4e-3, "%s: relative error %g, lse off by %g", name, error,
+              lse_error);
 }
 
 /* Imports all sequences of the host that are not empty. */

@@ -1,9 +1,10 @@
 /*
- * white_attention.c - white-box test of the quality meter in src/attention: its figures against an independent
- * computation from the original K and V. It must not change bits, memory of the cache, or failures. Also: the
- * sequences that it measures, and its coverage of sequences longer than its copies.
+ * white_attention.c - white-box test of the quality meter in src/attention: the errors that it reports
+ * must match a computation in double precision from the original K and V. It must not change the bits of attention.
+ * Also: the watched sequence, coverage when there are fewer copies than tokens, memory, failed allocations, and
+ * consumers of attention.
  *
- * test_threads.c tests it with threads. It reads the fields of the meter (white.h).
+ * test_threads.c tests the meter with threads. This file reads the fields of the meter (white.h).
  */
 #include "white.h"
 #include "kit.h"
@@ -16,12 +17,12 @@
 #define NEEDS_METER SKIP("no atomics, no meter")
 #endif
 
-enum { LAYERS = 2, HEADS = 6, KV_HEADS = 2, DK = 32, DV = 48, SEQS = 2, MOST = 1024 };
+enum { LAYERS = 2, HEADS = 6, KV_HEADS = 2, DK = 32, DV = 48, SEQS = 2, MAX_LEN = 1024 };
 enum { K_ROW = KV_HEADS * DK, V_ROW = KV_HEADS * DV, Q_ROW = HEADS * DK, OUT_ROW = HEADS * DV, CHUNK = 80 };
 
-/* What was appended, as the hot tier holds it. */
-static float k_exact[SEQS][LAYERS][MOST * K_ROW], v_exact[SEQS][LAYERS][MOST * V_ROW];
-static float k_now[MOST * K_ROW], v_now[MOST * V_ROW], q_in[CHUNK * Q_ROW], out[CHUNK * OUT_ROW];
+/* Appended tokens, as the hot tier stored them. */
+static float k_exact[SEQS][LAYERS][MAX_LEN * K_ROW], v_exact[SEQS][LAYERS][MAX_LEN * V_ROW];
+static float k_cache[MAX_LEN * K_ROW], v_cache[MAX_LEN * V_ROW], q_in[CHUNK * Q_ROW], out[CHUNK * OUT_ROW];
 
 static tkv_config config(tkv_format k, tkv_format v) {
     tkv_config cfg = tkv_default_config();
@@ -40,7 +41,7 @@ static tkv_config config(tkv_format k, tkv_format v) {
     return cfg;
 }
 
-static void whole(const tkv_cache *kv, const char *what) {
+static void check_cache_at(const tkv_cache *kv, const char *what) {
     char reason[160];
     tkv_status st = tkv_check(kv, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s: %s", what, reason);
@@ -51,18 +52,18 @@ static tkv_rng rng_of(int what, int seq, int layer, int position) {
                         (uint64_t)(unsigned)seq << 4 ^ (uint64_t)(unsigned)what);
 }
 
-/* Appends n tokens to every layer that has its own; remembers what the hot tier made of them. Values have a
- * mean, so that the output of attention over many of them is not near zero. */
-static tkv_status feed(tkv_cache *kv, int seq, int n) {
+/* Appends n tokens to each layer with K and V of its own, and keeps them as the hot tier stored them. V has a nonzero
+ * mean, so that outputs of attention over many tokens are not near zero. */
+static tkv_status append_tokens(tkv_cache *kv, int seq, int n) {
     static float k[CHUNK * K_ROW], v[CHUNK * V_ROW];
     int layer, t, c;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        int at = tkv_get_length(kv, seq, layer);
+        int start = tkv_get_length(kv, seq, layer);
         tkv_status st;
         if (kv->tables.plan[layer].stored_layer != layer) continue;
-        if (at + n > MOST || n > CHUNK) exit(2);
+        if (start + n > MAX_LEN || n > CHUNK) exit(2);
         for (t = 0; t < n; t++) {
-            tkv_rng r = rng_of(1, seq, layer, at + t);
+            tkv_rng r = rng_of(1, seq, layer, start + t);
             for (c = 0; c < K_ROW; c++)
                 k[t * K_ROW + c] =
                     (float)(tkv_rng_gauss(&r) * (c % 8 ? 0.6 : 2.5) + (c % 5 == 0 ? 3.0 : 0.0));
@@ -70,14 +71,14 @@ static tkv_status feed(tkv_cache *kv, int seq, int n) {
         }
         st = tkv_append(kv, seq, layer, k, v, n);
         if (st) return st;
-        CHECK_EQ(tkv_read(kv, seq, layer, at, n, k_exact[seq][layer] + at * K_ROW,
-                          v_exact[seq][layer] + at * V_ROW),
+        CHECK_EQ(tkv_read(kv, seq, layer, start, n, k_exact[seq][layer] + start * K_ROW,
+                          v_exact[seq][layer] + start * V_ROW),
                  TKV_OK);
     }
     return TKV_OK;
 }
 
-static void queries(int seq, int layer, int first, int n) {
+static void fill_queries(int seq, int layer, int first, int n) {
     int t, c;
     for (t = 0; t < n; t++) {
         tkv_rng r = rng_of(2, seq, layer, first + t);
@@ -85,41 +86,42 @@ static void queries(int seq, int layer, int first, int n) {
     }
 }
 
-static tkv_status ask(tkv_cache *kv, int seq, int layer, int n) {
-    queries(seq, layer, tkv_get_length(kv, seq, layer) - n, n);
+static tkv_status attend_newest(tkv_cache *kv, int seq, int layer, int n) {
+    fill_queries(seq, layer, tkv_get_length(kv, seq, layer) - n, n);
     return tkv_attend(kv, seq, layer, q_in, n, out);
 }
 
-/* >>the oracle: everything in double, from the original keys and values and from what tkv_read gives */
-typedef struct figures {
-    double samples, keys, kept, error, kl, kl_max, agreed, close; /* close: no verdict on the strongest key */
-} figures;
+/* >>reference: attention in double, over the original K and V and over those that tkv_read returns */
+typedef struct error_sums {
+    /* close: samples where rounding may change which key is the strongest */
+    double samples, keys, kept, error, kl, kl_max, agreed, close;
+} error_sums;
 
-typedef struct question { /* what changes logits; zeros: nothing */
+typedef struct logit_options { /* options that change logits; zeros: none does */
     float softcap, scale;
     int window, non_causal;
     const float *alibi, *sinks, *mask; /* mask: [n][len] */
-} question;
+} logit_options;
 
-static const tkvi_head_probe *gauge_of(const tkv_cache *kv, int layer, int head) {
+static const tkvi_head_probe *find_probe(const tkv_cache *kv, int layer, int head) {
     return tkvi_head_probe_of(kv->meter, layer, head);
 }
 
-/* Is each key coded, and has its block a copy? */
-static char coded[MOST], copied[MOST];
+/* For each key: is it encoded, and does the probe have a copy of its block? */
+static char is_encoded[MAX_LEN], has_copy[MAX_LEN];
 
-static void look_at(const tkvi_head_probe *g, const tkv_cache *kv, int seq, int layer) {
+static void mark_keys(const tkvi_head_probe *probe, const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, j, k;
-    memset(coded, 0, sizeof coded);
-    memset(copied, 0, sizeof copied);
+    memset(is_encoded, 0, sizeof is_encoded);
+    memset(has_copy, 0, sizeof has_copy);
     for (i = 0; i < list->n; i++) {
-        int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i), has = 0;
-        for (k = 0; k < g->n; k++) has |= g->start[k] == start;
+        int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i), found = 0;
+        for (k = 0; k < probe->n; k++) found |= probe->start[k] == start;
         for (j = start; j < end; j++) {
-            coded[j] = tkvi_tier_at(list, i) != TKV_TIER_HOT;
-            copied[j] = (char)has;
+            is_encoded[j] = tkvi_tier_at(list, i) != TKV_TIER_HOT;
+            has_copy[j] = (char)found;
         }
     }
 }
@@ -131,23 +133,23 @@ static double dot(const float *a, const float *b, int n) {
     return s;
 }
 
-/* One query head of one row; `got` is the output of tkv_attend. k_now and v_now are what the cache holds. */
-static void expect_row(figures *f, const tkv_cache *kv, const question *w, int seq, int layer, int head,
-                       int at, const float *q, const float *mask, const float *got) {
-    static double exact[MOST], cached[MOST];
-    static char seen[MOST];
+/* Adds the comparison for one query head of one query. got: output of tkv_attend. Reads k_cache and v_cache. */
+static void add_expected_row(error_sums *f, const tkv_cache *kv, const logit_options *w, int seq, int layer,
+                             int head, int position, const float *q, const float *mask, const float *got) {
+    static double exact[MAX_LEN], cached[MAX_LEN];
+    static char seen[MAX_LEN];
     int kvh = head / (HEADS / KV_HEADS), len = tkv_get_length(kv, seq, layer), j, c, best = -1;
     int window = w->window == TKV_OFF ? 0 : w->window ? w->window : kv->tables.plan[layer].window;
     double top = 0.0, cached_top = 0.0, lse = 0.0, cached_lse = 0.0, kl = 0.0, d = 0.0, n = 0.0, o[DV];
     double scale = w->scale > 0.0f ? (double)w->scale : 1.0 / sqrt((double)DK), second = 0.0;
-    int any = 0, have_second = 0;
+    int any = 0, has_second = 0;
     memset(o, 0, sizeof o);
     for (j = 0; j < len; j++) {
-        const float *k_cached = k_now + j * K_ROW + kvh * DK;
-        const float *k = copied[j] ? k_exact[seq][layer] + j * K_ROW + kvh * DK : k_cached;
-        seen[j] = (w->non_causal || j <= at) && (!window || at - j < window);
-        f->keys += coded[j] && seen[j];
-        f->kept += coded[j] && seen[j] && copied[j];
+        const float *k_cached = k_cache + j * K_ROW + kvh * DK;
+        const float *k = has_copy[j] ? k_exact[seq][layer] + j * K_ROW + kvh * DK : k_cached;
+        seen[j] = (w->non_causal || j <= position) && (!window || position - j < window);
+        f->keys += is_encoded[j] && seen[j];
+        f->kept += is_encoded[j] && seen[j] && has_copy[j];
         if (mask && !(mask[j] > -1e30f)) seen[j] = 0;
         if (!seen[j]) continue;
         exact[j] = dot(q, k, DK) * scale;
@@ -156,18 +158,18 @@ static void expect_row(figures *f, const tkv_cache *kv, const question *w, int s
             exact[j] = (double)w->softcap * tanh(exact[j] / (double)w->softcap);
             cached[j] = (double)w->softcap * tanh(cached[j] / (double)w->softcap);
         }
-        if (w->alibi) exact[j] += (double)w->alibi[head] * (j - at);
-        if (w->alibi) cached[j] += (double)w->alibi[head] * (j - at);
+        if (w->alibi) exact[j] += (double)w->alibi[head] * (j - position);
+        if (w->alibi) cached[j] += (double)w->alibi[head] * (j - position);
         if (mask) exact[j] += (double)mask[j];
         if (mask) cached[j] += (double)mask[j];
         if (!any || exact[j] > top) top = exact[j];
         if (!any || cached[j] > cached_top) {
-            have_second = any;
+            has_second = any;
             second = cached_top;
             cached_top = cached[j];
             best = j;
-        } else if (!have_second || cached[j] > second) {
-            have_second = 1;
+        } else if (!has_second || cached[j] > second) {
+            has_second = 1;
             second = cached[j];
         }
         any = 1;
@@ -185,7 +187,7 @@ static void expect_row(figures *f, const tkv_cache *kv, const question *w, int s
     if (w->sinks) kl += exp((double)w->sinks[head] - lse) * (cached_lse - lse);
     for (j = 0; j < len; j++)
         if (seen[j]) {
-            const float *v = (copied[j] ? v_exact[seq][layer] : v_now) + j * V_ROW + kvh * DV;
+            const float *v = (has_copy[j] ? v_exact[seq][layer] : v_cache) + j * V_ROW + kvh * DV;
             double p = exp(exact[j] - lse);
             kl += p * ((exact[j] - lse) - (cached[j] - cached_lse));
             for (c = 0; c < DV; c++) o[c] += p * (double)v[c];
@@ -199,17 +201,17 @@ static void expect_row(figures *f, const tkv_cache *kv, const question *w, int s
     f->kl += kl;
     if (kl > f->kl_max) f->kl_max = kl;
     f->agreed += exact[best] >= top;
-    f->close +=
-        (have_second && cached_top - second < 2e-3) || (exact[best] < top && top - exact[best] < 2e-3);
+    f->close += (has_second && cached_top - second < 2e-3) || (exact[best] < top && top - exact[best] < 2e-3);
 }
 
-/* Attention of the newest n tokens, and what the meter should make of it. */
-static void ask_and_expect(tkv_cache *kv, figures *f, const question *w, int seq, int layer, int n) {
-    int len = tkv_get_length(kv, seq, layer), dropped, i, head;
+/* Attends with queries of the newest n tokens, and adds the comparisons that the meter must make. */
+static void attend_and_expect(tkv_cache *kv, error_sums *f, const logit_options *w, int seq, int layer,
+                              int n) {
+    int len = tkv_get_length(kv, seq, layer), expired, i, head;
     tkv_attend_params p;
     tkv_layer_info info;
     memset(&p, 0, sizeof p);
-    queries(seq, layer, len - n, n);
+    fill_queries(seq, layer, len - n, n);
     p.layer = layer;
     p.seq = seq;
     p.n = n;
@@ -225,24 +227,24 @@ static void ask_and_expect(tkv_cache *kv, figures *f, const question *w, int seq
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     if (kv->meter->seq != seq) return;
     CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
-    dropped = info.expired;
-    CHECK_EQ(
-        tkv_read(kv, seq, layer, dropped, len - dropped, k_now + dropped * K_ROW, v_now + dropped * V_ROW),
-        TKV_OK);
+    expired = info.expired;
+    CHECK_EQ(tkv_read(kv, seq, layer, expired, len - expired, k_cache + expired * K_ROW,
+                      v_cache + expired * V_ROW),
+             TKV_OK);
     for (head = 0; head < HEADS; head++) {
-        const tkvi_head_probe *g = gauge_of(kv, layer, head / (HEADS / KV_HEADS));
-        if (g) look_at(g, kv, seq, layer);
+        const tkvi_head_probe *probe = find_probe(kv, layer, head / (HEADS / KV_HEADS));
+        if (probe) mark_keys(probe, kv, seq, layer);
         for (i = 0; i < n; i++) {
-            int at = len - n + i;
-            if (g && (at + g->phase) % kv->meter->every == 0)
-                expect_row(f, kv, w, seq, layer, head, at, q_in + i * Q_ROW + head * DK,
-                           w->mask ? w->mask + i * len : NULL, out + i * OUT_ROW + head * DV);
+            int position = len - n + i;
+            if (probe && (position + probe->phase) % kv->meter->every == 0)
+                add_expected_row(f, kv, w, seq, layer, head, position, q_in + i * Q_ROW + head * DK,
+                                 w->mask ? w->mask + i * len : NULL, out + i * OUT_ROW + head * DV);
         }
     }
 }
 
-/* tolerance: relative. */
-static void compare(const tkv_cache *kv, const figures *f, double tolerance, const char *what) {
+/* Compares the sums with tkv_get_quality. tolerance: relative. */
+static void compare_quality(const tkv_cache *kv, const error_sums *f, double tolerance, const char *what) {
     tkv_quality_info info;
     double n = f->samples > 0.0 ? f->samples : 1.0;
     CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
@@ -260,27 +262,27 @@ static void compare(const tkv_cache *kv, const figures *f, double tolerance, con
     CHECK(info.output_error >= 0.0 && info.kl >= 0.0 && info.kl <= info.kl_max && info.top1 <= 1.0);
 }
 
-/* Tokens one by one, in small chunks, in larger ones; queries of all of them, or of every 3rd step. */
-static figures run(tkv_cache *kv, const question *w, int tokens) {
+/* Appends tokens in chunks of several sizes. Two of three steps attend with queries of all new tokens. */
+static error_sums run_sequence(tkv_cache *kv, const logit_options *w, int tokens) {
     static const int chunks[] = {1, 5, 1, 70, 1, 2, 33};
-    figures f;
-    int at = 0, step = 0, layer;
+    error_sums f;
+    int len = 0, step = 0, layer;
     memset(&f, 0, sizeof f);
-    while (at < tokens) {
+    while (len < tokens) {
         int n = chunks[step % COUNT(chunks)];
-        n = n < tokens - at ? n : tokens - at;
-        CHECK_EQ(feed(kv, 0, n), TKV_OK);
-        at += n;
-        for (layer = 0; layer < LAYERS && step % 3 != 1; layer++) ask_and_expect(kv, &f, w, 0, layer, n);
+        n = n < tokens - len ? n : tokens - len;
+        CHECK_EQ(append_tokens(kv, 0, n), TKV_OK);
+        len += n;
+        for (layer = 0; layer < LAYERS && step % 3 != 1; layer++) attend_and_expect(kv, &f, w, 0, layer, n);
         step++;
     }
-    whole(kv, "run");
+    check_cache_at(kv, "run");
     return f;
 }
 
-static const question plain = {0.0f, 0.0f, 0, 0, NULL, NULL, NULL};
+static const logit_options plain = {0.0f, 0.0f, 0, 0, NULL, NULL, NULL};
 
-TEST(figures_are_right) {
+TEST(errors_match_the_reference) {
     static const tkv_format_pair formats[] = {
         {TKV_Q8, TKV_Q8},   {TKV_KIVI4, TKV_KIVI4},   {TKV_KIVI2, TKV_KIVI2},  {TKV_A30, TKV_R30},
         {TKV_A20, TKV_R15}, {TKV_INT4, TKV_FP8_E4M3}, {TKV_SQUAT2, TKV_KIVI4}, {TKV_BF16, TKV_BF16}};
@@ -291,32 +293,33 @@ TEST(figures_are_right) {
         tkv_config cfg = config(formats[i].k, formats[i].v);
         char what[64];
         tkv_cache *kv;
-        figures f;
+        error_sums f;
         cfg.tiers.hot = pair_of(hot[i % 3], hot[i % 3]);
-        if (formats[i].k == TKV_BF16) cfg.tiers.hot.v = TKV_F32; /* and hot.k is coded although it is exact */
+        if (formats[i].k == TKV_BF16)
+            cfg.tiers.hot.v = TKV_F32; /* K moves from one exact format to another */
         kv = create_cache(&cfg);
         snprintf(what, sizeof what, "%s and %s", tkv_get_name(TKV_NAME_FORMAT, (int)formats[i].k),
                  tkv_get_name(TKV_NAME_FORMAT, (int)formats[i].v));
-        f = run(kv, &plain, tkv_test_quick() ? 620 : 1000);
-        compare(kv, &f, 0.02, what);
+        f = run_sequence(kv, &plain, tkv_test_quick() ? 620 : 1000);
+        compare_quality(kv, &f, 0.02, what);
         CHECK_EQ(f.kept, f.keys);
         CHECK(f.keys > 0.0);
         tkv_destroy(kv);
     }
 }
 
-TEST(figures_with_everything_that_changes_logits) {
+TEST(errors_with_each_logit_option) {
     static const float alibi[HEADS] = {0.01f, 0.03f, 0.0f, 0.002f, -0.001f, 0.1f};
-    static float sinks[HEADS] = {0.0f, 3.0f, -2.0f, 12.0f, 5.0f, 1.0f}, mask[CHUNK * MOST];
+    static float sinks[HEADS] = {0.0f, 3.0f, -2.0f, 12.0f, 5.0f, 1.0f}, mask[CHUNK * MAX_LEN];
     int which, i;
     NEEDS_METER;
-    sinks[2] = tkvi_from_bits(0xff800000u); /* this head has none */
-    for (i = 0; i < CHUNK * MOST; i++) mask[i] = i % 7 == 3 ? -1e30f : (float)(i % 5) * 0.25f - 0.5f;
+    sinks[2] = tkvi_from_bits(0xff800000u); /* -infinity: this head has no sink */
+    for (i = 0; i < CHUNK * MAX_LEN; i++) mask[i] = i % 7 == 3 ? -1e30f : (float)(i % 5) * 0.25f - 0.5f;
     for (which = 0; which < 7; which += tkv_test_quick() ? 3 : 1) {
         tkv_config cfg = config(TKV_KIVI4, TKV_KIVI3);
-        question w = plain;
+        logit_options w = plain;
         tkv_cache *kv;
-        figures f;
+        error_sums f;
         char what[32];
         if (which == 0) w.softcap = 5.0f;
         if (which == 1) w.alibi = alibi;
@@ -333,32 +336,32 @@ TEST(figures_with_everything_that_changes_logits) {
             w.window = 300;
         }
         kv = create_cache(&cfg);
-        f = run(kv, &w, tkv_test_quick() ? 300 : 400);
+        f = run_sequence(kv, &w, tkv_test_quick() ? 300 : 400);
         snprintf(what, sizeof what, "change %d", which);
-        compare(kv, &f, 0.02, what);
+        compare_quality(kv, &f, 0.02, what);
         CHECK(f.keys > 0.0);
         tkv_destroy(kv);
     }
 }
 
-TEST(figures_of_a_part) { /* more coded tokens than copies */
+TEST(errors_with_partial_coverage) { /* the meter has fewer copies than encoded tokens */
     static const int tokens[] = {128, 192, 320, 600};
     int i;
     NEEDS_METER;
     for (i = 0; i < COUNT(tokens); i += tkv_test_quick() ? 2 : 1) {
         tkv_config cfg = config(TKV_KIVI3, TKV_KIVI2);
         tkv_cache *kv;
-        figures f;
+        error_sums f;
         cfg.meter.tokens = tokens[i];
         kv = create_cache(&cfg);
-        f = run(kv, &plain, tkv_test_quick() ? 600 : 1000);
-        compare(kv, &f, 0.03, "part");
+        f = run_sequence(kv, &plain, tkv_test_quick() ? 600 : 1000);
+        compare_quality(kv, &f, 0.03, "part");
         CHECK(f.kept < f.keys && f.kept > 0.0);
         tkv_destroy(kv);
     }
 }
 
-/* Copies lie evenly, and there are as many as fit or more than half as many. */
+/* Copies are evenly spaced. If the slots cannot hold all blocks, at least half of the slots are in use. */
 TEST(copies_lie_evenly) {
     int slots, i, t;
     NEEDS_METER;
@@ -368,22 +371,22 @@ TEST(copies_lie_evenly) {
         cfg.meter.tokens = slots * 64;
         kv = create_cache(&cfg);
         for (t = 0; t < 1000; t += 8) {
-            const tkvi_head_probe *g = &kv->meter->head_probe[0];
+            const tkvi_head_probe *probe = &kv->meter->head_probe[0];
             tkv_layer_info info;
             int n_coded;
-            CHECK_EQ(feed(kv, 0, 8), TKV_OK);
-            CHECK_EQ(tkv_get_layer(kv, 0, g->layer, &info), TKV_OK);
+            CHECK_EQ(append_tokens(kv, 0, 8), TKV_OK);
+            CHECK_EQ(tkv_get_layer(kv, 0, probe->layer, &info), TKV_OK);
             n_coded = info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE];
-            CHECK_EQ(g->n, (n_coded + g->stride - 1) / g->stride);
-            CHECK(g->n <= slots && (n_coded < slots || 2 * g->n >= slots));
-            for (i = 0; i < g->n; i++) CHECK_EQ(g->start[i], 4 + 64 * g->stride * i);
+            CHECK_EQ(probe->n, (n_coded + probe->stride - 1) / probe->stride);
+            CHECK(probe->n <= slots && (n_coded < slots || 2 * probe->n >= slots));
+            for (i = 0; i < probe->n; i++) CHECK_EQ(probe->start[i], 4 + 64 * probe->stride * i);
         }
-        whole(kv, "evenly");
+        check_cache_at(kv, "evenly");
         tkv_destroy(kv);
     }
 }
 
-/* Figures of a part over its coverage are near those of the whole. */
+/* Errors with partial coverage, divided by the coverage, are near the errors with full coverage. */
 TEST(coverage_scales_up) {
     tkv_quality_info all, part;
     tkv_config cfg = config(TKV_KIVI2, TKV_KIVI2);
@@ -396,11 +399,11 @@ TEST(coverage_scales_up) {
     cfg.meter.tokens = 256;
     b = create_cache(&cfg);
     for (t = 0; t < 1000; t += 20) {
-        CHECK_EQ(feed(a, 0, 20), TKV_OK);
-        CHECK_EQ(feed(b, 0, 20), TKV_OK);
+        CHECK_EQ(append_tokens(a, 0, 20), TKV_OK);
+        CHECK_EQ(append_tokens(b, 0, 20), TKV_OK);
         for (layer = 0; layer < LAYERS && t > 500; layer++) {
-            CHECK_EQ(ask(a, 0, layer, 20), TKV_OK);
-            CHECK_EQ(ask(b, 0, layer, 20), TKV_OK);
+            CHECK_EQ(attend_newest(a, 0, layer, 20), TKV_OK);
+            CHECK_EQ(attend_newest(b, 0, layer, 20), TKV_OK);
         }
     }
     CHECK_EQ(tkv_get_quality(a, TKV_ALL_LAYERS, &all), TKV_OK);
@@ -414,7 +417,7 @@ TEST(coverage_scales_up) {
     tkv_destroy(b);
 }
 
-TEST(exact_is_perfect) {
+TEST(exact_formats_have_no_error) {
     int which, t, layer, n = tkv_test_quick() ? 300 : 500;
     NEEDS_METER;
     for (which = 0; which < 4; which += tkv_test_quick() ? 3 : 1) {
@@ -424,14 +427,15 @@ TEST(exact_is_perfect) {
         cfg.meter.every = 1;
         if (which == 0) cfg.tiers.hot_tokens = TKV_UNLIMITED;
         if (which == 1)
-            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F16, TKV_F16); /* blocks stay as they are */
+            cfg.tiers.warm = cfg.tiers.archive =
+                pair_of(TKV_F16, TKV_F16); /* demotion does not change the bytes */
         if (which > 1)
-            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F32, TKV_F32); /* coded, without loss */
+            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F32, TKV_F32); /* encoded without loss */
         if (which == 3) cfg.tiers.hot = pair_of(TKV_BF16, TKV_BF16);
         kv = create_cache(&cfg);
         for (t = 0; t < n; t += 20) {
-            CHECK_EQ(feed(kv, 0, 20), TKV_OK);
-            for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(ask(kv, 0, layer, 20), TKV_OK);
+            CHECK_EQ(append_tokens(kv, 0, 20), TKV_OK);
+            for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(attend_newest(kv, 0, layer, 20), TKV_OK);
         }
         CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
         CHECK_EQ(info.samples, n * HEADS * LAYERS);
@@ -439,7 +443,7 @@ TEST(exact_is_perfect) {
         CHECK_LE(info.output_error, which > 1 ? 1e-9 : 0.0);
         CHECK_LE(info.kl, which > 1 ? 1e-6 : 0.0);
         CHECK_LE(info.kl_max, which > 1 ? 1e-5 : 0.0);
-        CHECK(info.top1 > (which > 1 ? 0.999 : 0.9999999)); /* the vectors of F32 add in another order */
+        CHECK(info.top1 > (which > 1 ? 0.999 : 0.9999999)); /* sums over F32 blocks add in another order */
         tkv_destroy(kv);
     }
 }
@@ -463,8 +467,8 @@ TEST(more_bits_less_error) {
             tkv_config cfg = config(formats[family][i].k, formats[family][i].v);
             tkv_cache *kv = create_cache(&cfg);
             for (t = 0; t < 900; t += 10) {
-                CHECK_EQ(feed(kv, 0, 10), TKV_OK);
-                for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
+                CHECK_EQ(append_tokens(kv, 0, 10), TKV_OK);
+                for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(attend_newest(kv, 0, layer, 10), TKV_OK);
             }
             CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
             CHECK(info.coverage == 1.0);
@@ -479,7 +483,7 @@ TEST(more_bits_less_error) {
 }
 
 TEST(attention_keeps_its_bits) {
-    static float other[CHUNK * OUT_ROW];
+    static float want[CHUNK * OUT_ROW];
     static const tkv_format_pair formats[] = {
         {TKV_A30, TKV_R30}, {TKV_KIVI2, TKV_KIVI4}, {TKV_FP4, TKV_SUBSPACE4}};
     static const int chunks[] = {1, 3, 1, 80, 1};
@@ -497,18 +501,18 @@ TEST(attention_keeps_its_bits) {
         off = create_cache(&cfg);
         for (at = step = 0; at < (tkv_test_quick() ? 600 : 900); at += chunks[step++ % COUNT(chunks)]) {
             int n = chunks[step % COUNT(chunks)];
-            CHECK_EQ(feed(on, 0, n), TKV_OK);
-            CHECK_EQ(feed(off, 0, n), TKV_OK);
+            CHECK_EQ(append_tokens(on, 0, n), TKV_OK);
+            CHECK_EQ(append_tokens(off, 0, n), TKV_OK);
             for (layer = 0; layer < LAYERS; layer++) {
-                CHECK_EQ(ask(off, 0, layer, n), TKV_OK);
-                memcpy(other, out, sizeof out);
-                CHECK_EQ(ask(on, 0, layer, n), TKV_OK);
-                CHECK_MEM(out, other, (size_t)(n * OUT_ROW) * sizeof(float));
+                CHECK_EQ(attend_newest(off, 0, layer, n), TKV_OK);
+                memcpy(want, out, sizeof out);
+                CHECK_EQ(attend_newest(on, 0, layer, n), TKV_OK);
+                CHECK_MEM(out, want, (size_t)(n * OUT_ROW) * sizeof(float));
             }
         }
         CHECK_EQ(tkv_get_quality(on, TKV_ALL_LAYERS, &info), TKV_OK);
         CHECK(info.samples > 0 && info.kl > 0.0);
-        CHECK_EQ(tkv_get_quality(off, TKV_ALL_LAYERS, &info), TKV_OK); /* there is none */
+        CHECK_EQ(tkv_get_quality(off, TKV_ALL_LAYERS, &info), TKV_OK); /* this cache has no meter */
         CHECK(info.samples == 0 && info.heads == 0 && info.seq == TKV_NO_SEQ && info.kl == 0.0);
         CHECK_EQ(tkv_reset_quality(off), TKV_OK);
         tkv_destroy(on);
@@ -516,127 +520,127 @@ TEST(attention_keeps_its_bits) {
     }
 }
 
-/* >>what happens to sequences */
-static int copies(const tkv_cache *kv) {
+/* >>the watched sequence */
+static int n_copies(const tkv_cache *kv) {
     int i, n = 0;
     for (i = 0; i < kv->meter->n; i++) n += kv->meter->head_probe[i].n;
     return n;
 }
 
-static int watched(const tkv_cache *kv) {
+static int watched_seq(const tkv_cache *kv) {
     tkv_quality_info info;
     CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
     return info.seq;
 }
 
-static double samples(const tkv_cache *kv) {
+static double n_samples(const tkv_cache *kv) {
     tkv_quality_info info;
     CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
     return (double)info.samples;
 }
 
-TEST(whom_it_watches) {
+TEST(the_meter_watches_one_sequence) {
     tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
     tkv_cache *kv;
     int t;
     NEEDS_METER;
     cfg.meter.every = 1;
     kv = create_cache(&cfg);
-    CHECK_EQ(watched(kv), TKV_NO_SEQ);
-    for (t = 0; t < 200; t += 40) CHECK_EQ(feed(kv, 1, 40), TKV_OK);
-    CHECK_EQ(watched(kv), 1);
-    CHECK_EQ(copies(kv), 4 * 1);
-    for (t = 0; t < 280; t += 40) CHECK_EQ(feed(kv, 0, 40), TKV_OK);
-    CHECK_EQ(watched(kv), 1);
-    CHECK_EQ(copies(kv), 4 * 1);
-    CHECK_EQ(ask(kv, 0, 0, 1), TKV_OK);
-    CHECK_EQ(samples(kv), 0);
-    CHECK_EQ(ask(kv, 1, 0, 1), TKV_OK);
-    CHECK_EQ(samples(kv), HEADS);
+    CHECK_EQ(watched_seq(kv), TKV_NO_SEQ);
+    for (t = 0; t < 200; t += 40) CHECK_EQ(append_tokens(kv, 1, 40), TKV_OK);
+    CHECK_EQ(watched_seq(kv), 1);
+    CHECK_EQ(n_copies(kv), 4 * 1);
+    for (t = 0; t < 280; t += 40) CHECK_EQ(append_tokens(kv, 0, 40), TKV_OK);
+    CHECK_EQ(watched_seq(kv), 1);
+    CHECK_EQ(n_copies(kv), 4 * 1);
+    CHECK_EQ(attend_newest(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(n_samples(kv), 0);
+    CHECK_EQ(attend_newest(kv, 1, 0, 1), TKV_OK);
+    CHECK_EQ(n_samples(kv), HEADS);
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
-    CHECK_EQ(watched(kv), TKV_NO_SEQ);
-    CHECK_EQ(copies(kv), 0);
-    CHECK_EQ(samples(kv), HEADS); /* what was measured stays */
-    CHECK_EQ(feed(kv, 0, 40), TKV_OK);
-    CHECK_EQ(watched(kv), TKV_NO_SEQ); /* not one that has begun */
-    whole(kv, "watch nobody");
-    CHECK_EQ(feed(kv, 1, 1), TKV_OK);
-    CHECK_EQ(watched(kv), 1);
+    CHECK_EQ(watched_seq(kv), TKV_NO_SEQ);
+    CHECK_EQ(n_copies(kv), 0);
+    CHECK_EQ(n_samples(kv), HEADS); /* the sums stay */
+    CHECK_EQ(append_tokens(kv, 0, 40), TKV_OK);
+    CHECK_EQ(watched_seq(kv), TKV_NO_SEQ); /* a sequence with tokens is not taken */
+    check_cache_at(kv, "no watched sequence");
+    CHECK_EQ(append_tokens(kv, 1, 1), TKV_OK);
+    CHECK_EQ(watched_seq(kv), 1);
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-    CHECK_EQ(feed(kv, 0, 1), TKV_OK);
-    CHECK_EQ(watched(kv), 0);
+    CHECK_EQ(append_tokens(kv, 0, 1), TKV_OK);
+    CHECK_EQ(watched_seq(kv), 0);
     CHECK_EQ(tkv_reset_quality(kv), TKV_OK);
-    CHECK_EQ(samples(kv), 0);
-    CHECK_EQ(watched(kv), 0);
+    CHECK_EQ(n_samples(kv), 0);
+    CHECK_EQ(watched_seq(kv), 0);
     tkv_destroy(kv);
 }
 
-/* Steps, aborts, cuts, flushes: the figures stay right through all of them. */
-TEST(figures_through_a_life) {
+/* Sums stay right through steps, aborts, truncations and flushes. */
+TEST(errors_through_steps_and_truncations) {
     tkv_config cfg = config(TKV_KIVI3, TKV_KIVI2);
     tkv_cache *kv;
-    figures f;
-    int round, layer, t, had;
+    error_sums f;
+    int round, layer, t, n_before;
     NEEDS_METER;
     cfg.tiers.warm.v = TKV_KIVI4;
     cfg.meter.every = 3;
     kv = create_cache(&cfg);
     for (round = 0; round < 2; round++) {
         memset(&f, 0, sizeof f);
-        for (t = 0; t < 300; t += 60) CHECK_EQ(feed(kv, 0, 60), TKV_OK);
-        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
-        had = copies(kv);
-        CHECK(had > 0);
+        for (t = 0; t < 300; t += 60) CHECK_EQ(append_tokens(kv, 0, 60), TKV_OK);
+        for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 20);
+        n_before = n_copies(kv);
+        CHECK(n_before > 0);
         CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-        CHECK_EQ(feed(kv, 0, 70), TKV_OK);
-        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 70);
+        CHECK_EQ(append_tokens(kv, 0, 70), TKV_OK);
+        for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 70);
         CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
-        whole(kv, "abort");
-        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
+        check_cache_at(kv, "abort");
+        for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 20);
         CHECK_EQ(tkv_seq_truncate(kv, 0, 250), TKV_OK);
-        whole(kv, "truncate");
-        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
+        check_cache_at(kv, "truncate");
+        for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 20);
         for (t = 0; t < 100; t += 25) {
-            CHECK_EQ(feed(kv, 0, 25), TKV_OK);
-            for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 25);
+            CHECK_EQ(append_tokens(kv, 0, 25), TKV_OK);
+            for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 25);
         }
-        CHECK(copies(kv) > had);
+        CHECK(n_copies(kv) > n_before);
         CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
-        whole(kv, "flush");
-        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 20);
+        check_cache_at(kv, "flush");
+        for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 20);
         CHECK_EQ(f.kept, f.keys);
-        for (t = 0; t < 5; t++) { /* short blocks: two of them may begin in one stretch of 64 */
+        for (t = 0; t < 5; t++) { /* short blocks: two of them may start within 64 positions */
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-            whole(kv, "flush all");
-            for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 10);
-            CHECK_EQ(feed(kv, 0, 10 + 17 * t), TKV_OK);
-            for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 10);
+            check_cache_at(kv, "flush all");
+            for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 10);
+            CHECK_EQ(append_tokens(kv, 0, 10 + 17 * t), TKV_OK);
+            for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 10);
         }
         CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-        CHECK_EQ(feed(kv, 0, 60), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 60), TKV_OK);
         CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
-        for (layer = 0; layer < LAYERS; layer++) ask_and_expect(kv, &f, &plain, 0, layer, 60);
-        compare(kv, &f, 0.03, "life");
+        for (layer = 0; layer < LAYERS; layer++) attend_and_expect(kv, &f, &plain, 0, layer, 60);
+        compare_quality(kv, &f, 0.03, "life");
         CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-        whole(kv, "reset");
-        compare(kv, &f, 0.03, "after the end");
+        check_cache_at(kv, "reset");
+        compare_quality(kv, &f, 0.03, "after the end");
         CHECK_EQ(tkv_reset_quality(kv), TKV_OK);
     }
     tkv_destroy(kv);
 }
 
-TEST(figures_in_windows) { /* blocks leave, sinks too; their copies make room */
+TEST(errors_in_windows) { /* blocks expire, sinks too, and their copies are freed */
     tkv_config cfg = config(TKV_KIVI3, TKV_KIVI2);
     tkv_cache *kv;
-    figures f;
+    error_sums f;
     int i;
     NEEDS_METER;
     cfg.model.window = 220;
     cfg.meter.tokens = 512;
     kv = create_cache(&cfg);
-    f = run(kv, &plain, tkv_test_quick() ? 700 : 1000);
-    compare(kv, &f, 0.03, "window");
+    f = run_sequence(kv, &plain, tkv_test_quick() ? 700 : 1000);
+    compare_quality(kv, &f, 0.03, "window");
     CHECK(f.kept == f.keys);
     for (i = 0; i < kv->meter->n; i++) CHECK(kv->meter->head_probe[i].stride == 1);
     tkv_destroy(kv);
@@ -670,7 +674,7 @@ TEST(layers_of_all_kinds) {
             tkv_rng_fill(&r, v, 50 * V_ROW, 1.0);
             if (i != 2) CHECK_EQ(tkv_append(kv, 0, i, k, v, 50), TKV_OK);
         }
-        for (i = 1; i < 6; i++) CHECK_EQ(ask(kv, 0, i, 50), TKV_OK);
+        for (i = 1; i < 6; i++) CHECK_EQ(attend_newest(kv, 0, i, 50), TKV_OK);
     }
     CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
     CHECK_EQ(info.samples, 5 * 400 * HEADS);
@@ -692,12 +696,13 @@ TEST(layers_of_all_kinds) {
     CHECK_EQ(tkv_get_quality(NULL, TKV_ALL_LAYERS, &one), TKV_ERR_ARG);
     CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_reset_quality(NULL), TKV_ERR_ARG);
-    whole(kv, "layers");
+    check_cache_at(kv, "layers");
     tkv_destroy(kv);
 }
 
-/* Gauges are different heads, spread over the layers; the meter takes less than a hundredth of the time. */
-TEST(places) {
+/* Probes watch different heads, spread evenly over the layers. The sampling period keeps the cost
+ * of comparisons at or below 0.5 % of attention. */
+TEST(probes_are_spread_evenly) {
     int layers, kv_heads, n, i, j;
     NEEDS_METER;
     for (layers = 1; layers < 40; layers += 6)
@@ -706,7 +711,7 @@ TEST(places) {
                 tkv_config cfg = tkv_default_config();
                 tkv_cache *kv;
                 const tkvi_meter *m;
-                int per_layer[40] = {0}, low = 1000, high = 0, same = 0;
+                int per_layer[40] = {0}, low = 1000, high = 0, n_same = 0;
                 cfg.model.n_layers = layers;
                 cfg.model.n_heads = cfg.model.n_kv_heads = kv_heads;
                 cfg.model.head_dim = 16;
@@ -716,15 +721,17 @@ TEST(places) {
                 m = kv->meter;
                 CHECK_EQ(m->n, n < layers * kv_heads ? n : layers * kv_heads);
                 for (i = 0; i < m->n; i++) {
-                    const tkvi_head_probe *g = &m->head_probe[i];
-                    CHECK(g->layer >= 0 && g->layer < layers && g->head >= 0 && g->head < kv_heads);
-                    CHECK(g->phase >= 0 && g->phase < m->every);
-                    CHECK(tkvi_head_probe_of(m, g->layer, g->head) == g);
+                    const tkvi_head_probe *probe = &m->head_probe[i];
+                    CHECK(probe->layer >= 0 && probe->layer < layers && probe->head >= 0 &&
+                          probe->head < kv_heads);
+                    CHECK(probe->phase >= 0 && probe->phase < m->every);
+                    CHECK(tkvi_head_probe_of(m, probe->layer, probe->head) == probe);
                     for (j = 0; j < i; j++)
-                        same += m->head_probe[j].layer == g->layer && m->head_probe[j].head == g->head;
-                    per_layer[g->layer]++;
+                        n_same +=
+                            m->head_probe[j].layer == probe->layer && m->head_probe[j].head == probe->head;
+                    per_layer[probe->layer]++;
                 }
-                CHECK_EQ(same, 0);
+                CHECK_EQ(n_same, 0);
                 for (i = 0; i < layers; i++) low = per_layer[i] < low ? per_layer[i] : low;
                 for (i = 0; i < layers; i++) high = per_layer[i] > high ? per_layer[i] : high;
                 CHECK(high - low <= 1);
@@ -733,7 +740,7 @@ TEST(places) {
             }
 }
 
-TEST(batches) {
+TEST(a_batch_measures_like_single_calls) {
     static const tkv_rows rows[3] = {{1, 3}, {0, 5}, {1, 1}};
     tkv_config cfg = config(TKV_KIVI4, TKV_KIVI2);
     tkv_rng r = tkv_rng_seed(5);
@@ -747,8 +754,9 @@ TEST(batches) {
     cfg.meter.every = 1;
     cfg.limits.max_seqs = 3;
     kv = create_cache(&cfg);
-    for (t = 0; t < 300; t += 50) CHECK_EQ(feed(kv, 1, 50), TKV_OK); /* this one begins */
-    for (t = 0; t < 250; t += 50) CHECK_EQ(feed(kv, 0, 50), TKV_OK);
+    for (t = 0; t < 300; t += 50)
+        CHECK_EQ(append_tokens(kv, 1, 50), TKV_OK); /* the meter watches sequence 1 */
+    for (t = 0; t < 250; t += 50) CHECK_EQ(append_tokens(kv, 0, 50), TKV_OK);
     memset(&p, 0, sizeof p);
     p.layer = 1;
     p.batch = rows;
@@ -762,7 +770,7 @@ TEST(batches) {
     CHECK_EQ(tkv_reset_quality(kv), TKV_OK);
     p.batch = NULL;
     p.seq = 1;
-    for (i = 0; i < 2; i++) { /* one at a time */
+    for (i = 0; i < 2; i++) { /* the rows of sequence 1, one call each */
         p.n = i ? 1 : 3;
         p.q = q_in + (i ? 8 * Q_ROW : 0);
         CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
@@ -800,52 +808,52 @@ TEST(configs_that_are_refused) {
     }
     CHECK(kv == NULL);
     cfg = config(TKV_KIVI4, TKV_KIVI4);
-    cfg.meter.tokens = 0x3fffffff; /* more than there is, on any machine of ours */
+    cfg.meter.tokens = 0x3fffffff; /* more than a 32-bit machine can address */
     cfg.host.allocator.alloc = NULL;
     if (sizeof(size_t) == 4) CHECK(tkv_create(&cfg, &kv) != TKV_OK);
 }
 
-/* tkv_check sees what cannot be. */
+/* tkv_check finds damaged fields of the meter. */
 TEST(damage_is_found) {
     tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
     tkv_cache *kv;
-    tkvi_head_probe *g;
+    tkvi_head_probe *probe;
     int t, i;
     NEEDS_METER;
     kv = create_cache(&cfg);
-    for (t = 0; t < 400; t += 40) CHECK_EQ(feed(kv, 0, 40), TKV_OK);
-    g = &kv->meter->head_probe[1];
-    REQUIRE(g->n >= 3);
+    for (t = 0; t < 400; t += 40) CHECK_EQ(append_tokens(kv, 0, 40), TKV_OK);
+    probe = &kv->meter->head_probe[1];
+    REQUIRE(probe->n >= 3);
     for (i = 0; i < 7; i++) {
-        tkvi_head_probe was = *g;
-        int start = g->start[1], slot = g->slot[2], seq = kv->meter->seq;
-        whole(kv, "before");
-        if (i == 0) g->n = kv->meter->slots + 1;
-        if (i == 1) g->start[1] = g->start[0];
-        if (i == 2) g->start[1]++;
-        if (i == 3) g->slot[2] = g->slot[1];
-        if (i == 4) g->slot[2] = kv->meter->slots;
+        tkvi_head_probe saved = *probe;
+        int start = probe->start[1], slot = probe->slot[2], seq = kv->meter->seq;
+        check_cache_at(kv, "before");
+        if (i == 0) probe->n = kv->meter->slots + 1;
+        if (i == 1) probe->start[1] = probe->start[0];
+        if (i == 2) probe->start[1]++;
+        if (i == 3) probe->slot[2] = probe->slot[1];
+        if (i == 4) probe->slot[2] = kv->meter->slots;
         if (i == 5) kv->meter->seq = SEQS;
         if (i == 6) kv->meter->seq = -1;
         CHECK_EQ(tkv_check(kv, NULL, 0), TKV_ERR_BROKEN);
-        *g = was;
-        g->start[1] = start;
-        g->slot[2] = slot;
+        *probe = saved;
+        probe->start[1] = start;
+        probe->slot[2] = slot;
         kv->meter->seq = seq;
     }
-    whole(kv, "after");
+    check_cache_at(kv, "after");
     tkv_destroy(kv);
 }
 
 /* >>memory */
-typedef struct ledger {
+typedef struct failing_allocator {
     size_t held;
-    long count, fail_at; /* the allocation that fails, from 1; 0: none */
-    int fill;
-} ledger;
+    long count, fail_at; /* allocations so far; the one that fails, from 1, or 0: none */
+    int fill;            /* byte that new memory is filled with */
+} failing_allocator;
 
-static void *ledger_alloc(void *user, size_t size, size_t align) {
-    ledger *l = (ledger *)user;
+static void *failing_alloc(void *user, size_t size, size_t align) {
+    failing_allocator *l = (failing_allocator *)user;
     char *raw, *p;
     if (++l->count == l->fail_at) return NULL;
     raw = (char *)malloc(size + align + sizeof(void *));
@@ -858,8 +866,8 @@ static void *ledger_alloc(void *user, size_t size, size_t align) {
     return p;
 }
 
-static void ledger_release(void *user, void *ptr, size_t size, size_t align) {
-    ledger *l = (ledger *)user;
+static void failing_release(void *user, void *ptr, size_t size, size_t align) {
+    failing_allocator *l = (failing_allocator *)user;
     char *raw;
     (void)align;
     memcpy(&raw, (char *)ptr - sizeof(void *), sizeof(void *));
@@ -867,15 +875,15 @@ static void ledger_release(void *user, void *ptr, size_t size, size_t align) {
     free(raw);
 }
 
-static tkv_allocator allocator_of(ledger *l) {
+static tkv_allocator failing_allocator_of(failing_allocator *l) {
     tkv_allocator a;
     a.user = l;
-    a.alloc = ledger_alloc;
-    a.release = ledger_release;
+    a.alloc = failing_alloc;
+    a.release = failing_release;
     return a;
 }
 
-static size_t sum_of(const tkv_memory_info *m) {
+static size_t sum_memory(const tkv_memory_info *m) {
     size_t sum = m->tables + m->index + m->scratch + m->exact_copies + m->slack;
     int tier;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m->tier[tier].codes + m->tier[tier].metadata;
@@ -889,10 +897,10 @@ TEST(every_byte_is_counted) {
             tkv_config cfg = config(TKV_KIVI4, TKV_KIVI2);
             tkv_memory_info m, e, off;
             tkv_cache *kv;
-            ledger l;
+            failing_allocator l;
             int t, slots;
             memset(&l, 0, sizeof l);
-            cfg.host.allocator = allocator_of(&l);
+            cfg.host.allocator = failing_allocator_of(&l);
             cfg.meter.heads = heads;
             cfg.meter.tokens = tokens;
             kv = create_cache(&cfg);
@@ -900,9 +908,9 @@ TEST(every_byte_is_counted) {
                 if (t % 50 == 0) {
                     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
                     CHECK_EQ(m.total, l.held);
-                    CHECK_EQ(sum_of(&m), m.total);
+                    CHECK_EQ(sum_memory(&m), m.total);
                 }
-                CHECK_EQ(feed(kv, 0, 1), TKV_OK);
+                CHECK_EQ(append_tokens(kv, 0, 1), TKV_OK);
             }
             CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
             CHECK_EQ(m.total, l.held);
@@ -910,7 +918,7 @@ TEST(every_byte_is_counted) {
             CHECK_EQ(e.exact_copies, m.exact_copies);
             CHECK_EQ(e.tables, m.tables);
             CHECK_EQ(e.scratch, m.scratch);
-            CHECK_EQ(sum_of(&e), e.total);
+            CHECK_EQ(sum_memory(&e), e.total);
             CHECK_EQ(e.total - e.index, m.total - m.index);
             slots = ((tokens ? tokens : 2048) + 63) / 64;
 #if defined(__GNUC__) || defined(__clang__)
@@ -920,7 +928,7 @@ TEST(every_byte_is_counted) {
             CHECK_EQ(tkv_estimate_memory(&cfg, 600, 1, &off), TKV_OK);
             CHECK_EQ(off.exact_copies, 0);
             CHECK(heads ? off.total < e.total || !m.exact_copies : off.total == e.total);
-            whole(kv, "memory");
+            check_cache_at(kv, "memory");
             tkv_destroy(kv);
             CHECK_EQ(l.held, 0);
         }
@@ -935,11 +943,11 @@ TEST(no_more_copies_than_tokens) {
     CHECK_EQ(m.exact_copies, (size_t)(4 * 5 * 64 * (DK + DV) * 2));
 }
 
-/* In place, in memory full of rubbish: the same figures, to the last bit. */
-TEST(in_place) {
+/* A cache in place, in memory that was not zero, measures the same errors to the bit. */
+TEST(errors_in_place) {
     tkv_config cfg = config(TKV_KIVI4, TKV_R20);
     tkv_quality_info a, b;
-    tkv_cache *kv, *here = NULL;
+    tkv_cache *kv, *placed = NULL;
     size_t bytes = 0, off = 0;
     char *memory;
     int t, layer;
@@ -951,32 +959,33 @@ TEST(in_place) {
     memory = (char *)malloc(bytes);
     if (!memory) exit(2);
     memset(memory, 0xab, bytes);
-    CHECK_EQ(tkv_create_in_place(&cfg, memory, bytes - 1, &here), TKV_ERR_CAPACITY);
-    REQUIRE(tkv_create_in_place(&cfg, memory, bytes, &here) == TKV_OK);
+    CHECK_EQ(tkv_create_in_place(&cfg, memory, bytes - 1, &placed), TKV_ERR_CAPACITY);
+    REQUIRE(tkv_create_in_place(&cfg, memory, bytes, &placed) == TKV_OK);
     for (t = 0; t < (tkv_test_quick() ? 600 : 800); t += 10) {
-        CHECK_EQ(feed(kv, 0, 10), TKV_OK);
-        CHECK_EQ(feed(here, 0, 10), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 10), TKV_OK);
+        CHECK_EQ(append_tokens(placed, 0, 10), TKV_OK);
         for (layer = 0; layer < LAYERS; layer++) {
-            CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
-            CHECK_EQ(ask(here, 0, layer, 10), TKV_OK);
+            CHECK_EQ(attend_newest(kv, 0, layer, 10), TKV_OK);
+            CHECK_EQ(attend_newest(placed, 0, layer, 10), TKV_OK);
         }
     }
     CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &a), TKV_OK);
-    CHECK_EQ(tkv_get_quality(here, TKV_ALL_LAYERS, &b), TKV_OK);
+    CHECK_EQ(tkv_get_quality(placed, TKV_ALL_LAYERS, &b), TKV_OK);
     CHECK(memcmp(&a, &b, sizeof a) == 0);
 #if defined(__GNUC__) || defined(__clang__)
     CHECK(a.samples > 0 && a.kl > 0.0);
 #endif
-    whole(here, "in place");
+    check_cache_at(placed, "in place");
     cfg.meter.heads = 0;
     CHECK_EQ(tkv_get_required_bytes(&cfg, &off, NULL), TKV_OK);
     CHECK(off <= bytes);
-    tkv_destroy(here);
+    tkv_destroy(placed);
     tkv_destroy(kv);
     free(memory);
 }
 
-/* The n-th allocation fails, for all n: that call says so, the meter has seen nothing of it, all goes on. */
+/* The n-th allocation fails, for all n. The append returns an error and leaves the meter alone. A second append
+ * succeeds, and the final errors are the same. */
 TEST(each_allocation_fails) {
     tkv_config cfg = config(TKV_KIVI4, TKV_KIVI2);
     tkv_quality_info want, info;
@@ -984,12 +993,12 @@ TEST(each_allocation_fails) {
     int t, layer;
     memset(&want, 0, sizeof want);
     for (n = 0; n <= total; n += tkv_test_quick() ? 5 : 1) {
-        ledger l;
+        failing_allocator l;
         tkv_cache *kv = NULL;
         memset(&l, 0, sizeof l);
         l.fail_at = n;
         l.fill = 0x7f;
-        cfg.host.allocator = allocator_of(&l);
+        cfg.host.allocator = failing_allocator_of(&l);
         cfg.meter.tokens = 256;
         cfg.meter.every = 5;
         if (tkv_create(&cfg, &kv) != TKV_OK) {
@@ -1002,18 +1011,18 @@ TEST(each_allocation_fails) {
                 static float k[20 * K_ROW], v[20 * V_ROW];
                 tkv_rng r = rng_of(3, seq, layer, t);
                 tkv_status st;
-                int had = kv->meter ? copies(kv) : 0, who = watched(kv);
+                int n_before = kv->meter ? n_copies(kv) : 0, seq_before = watched_seq(kv);
                 tkv_rng_fill(&r, k, COUNT(k), 1.0);
                 tkv_rng_fill(&r, v, COUNT(v), 1.0);
                 st = tkv_append(kv, seq, layer, k, v, 20);
                 if (st) {
                     CHECK_EQ(st, TKV_ERR_NOMEM);
-                    CHECK(!kv->meter || copies(kv) == had);
-                    CHECK_EQ(watched(kv), who);
-                    whole(kv, "failed");
+                    CHECK(!kv->meter || n_copies(kv) == n_before);
+                    CHECK_EQ(watched_seq(kv), seq_before);
+                    check_cache_at(kv, "failed");
                     CHECK_EQ(tkv_append(kv, seq, layer, k, v, 20), TKV_OK);
                 }
-                CHECK_EQ(ask(kv, seq, layer, 20), TKV_OK);
+                CHECK_EQ(attend_newest(kv, seq, layer, 20), TKV_OK);
             }
         }
         CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
@@ -1028,9 +1037,8 @@ TEST(each_allocation_fails) {
     CHECK(total > 5);
 }
 
-/* Scores that leave the range of a float, keys of equal score, outputs of zero: numbers come out, none too
- * large. */
-TEST(extremes) {
+/* Scores beyond the range of a float, equal keys, outputs of zero: errors are finite and within their limits. */
+TEST(extreme_values_have_finite_errors) {
     int which, t, i, layer, n = tkv_test_quick() ? 600 : 800;
     NEEDS_METER;
     for (which = 0; which < 4; which += tkv_test_quick() ? 2 : 1) {
@@ -1049,22 +1057,22 @@ TEST(extremes) {
             for (i = 0; i < COUNT(v) && which == 3; i++) v[i] = 0.0f;
             for (layer = 0; layer < LAYERS; layer++) {
                 CHECK_EQ(tkv_append(kv, 0, layer, k, v, 10), TKV_OK);
-                CHECK_EQ(ask(kv, 0, layer, 10), TKV_OK);
+                CHECK_EQ(attend_newest(kv, 0, layer, 10), TKV_OK);
             }
         }
         CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
         CHECK_EQ(info.samples, n * HEADS * LAYERS);
         CHECK(tkv_test_is_finite(info.kl) && info.kl >= 0.0 && info.kl_max <= 16.0);
         CHECK(tkv_test_is_finite(info.output_error) && info.output_error >= 0.0 && info.output_error <= 16.0);
-        if (which == 2) CHECK_LE(info.kl, 1e-4); /* all keys are one key */
+        if (which == 2) CHECK_LE(info.kl, 1e-4); /* all keys are equal */
         if (which == 3) CHECK(info.output_error == 0.0);
-        whole(kv, "extremes");
+        check_cache_at(kv, "extremes");
         tkv_destroy(kv);
     }
 }
 
-/* Blocks that give some of their tokens to the block before them begin later: no copy of the old start may stay. */
-TEST(eviction_under_a_budget) {
+/* Eviction may move tokens into the block before. Their old block then starts later, so its copy must be removed. */
+TEST(eviction_removes_stale_copies) {
     enum { TOKENS = 352, DIM = 64 };
     static float k[TOKENS * 2 * DIM];
     static const int chunk[] = {352, 80, 202};
@@ -1081,7 +1089,7 @@ TEST(eviction_under_a_budget) {
         cfg.budget.bytes = budget;
         kv = create_cache(&cfg);
         for (i = 0; i < COUNT(chunk); i++) {
-            (void)tkv_append(kv, 0, 0, k, k, chunk[i]); /* refused or not */
+            (void)tkv_append(kv, 0, 0, k, k, chunk[i]); /* it may be refused */
             check_cache(kv);
         }
         evicted += budget_of(kv).evicted > 0;
@@ -1090,8 +1098,8 @@ TEST(eviction_under_a_budget) {
     CHECK(evicted > 5);
 }
 
-/* >>a consumer of this test's, in a table of its own (cache/consumers.h) */
-static double consumed[MOST]; /* softmax weights by position */
+/* >>a test consumer, in a table of its own (cache/consumers.h) */
+static double consumed[MAX_LEN]; /* sums of softmax weights by position */
 static int n_begun, n_ended, n_blocks;
 static unsigned sampled_rows;
 
@@ -1130,14 +1138,14 @@ static void consumer_end(const tkvi_tile_view *v, void *state) {
     n_ended++;
 }
 
-static void one_by_one(void *user, int n, tkv_task task, void *ctx) {
+static void run_tasks_in_reverse(void *user, int n, tkv_task task, void *ctx) {
     (void)user;
     while (n-- > 0) task(ctx, n);
 }
 
-TEST(a_consumer_is_a_row) {
+TEST(a_consumer_sees_each_block_once) {
     static const tkvi_observes kinds[] = {TKVI_OBSERVES_TILE, TKVI_OBSERVES_BLOCKS};
-    static float lse[2 * HEADS], scores[MOST];
+    static float lse[2 * HEADS], scores[MAX_LEN];
     int kind, parallel, sampling, i;
     for (kind = 0; kind < 2; kind++)
         for (parallel = 0; parallel < 2; parallel++)
@@ -1149,13 +1157,13 @@ TEST(a_consumer_is_a_row) {
                 tkv_cache *kv;
                 tkv_config cfg = config(TKV_F16, TKV_F16);
                 tkv_attend_params p;
-                double sum = 0.0, asked = 0.0;
+                double sum = 0.0, max_diff = 0.0;
                 int blocks;
                 cfg.meter.heads = 0;
                 cfg.tiers.hot_tokens = TKV_UNLIMITED;
-                cfg.host.parallel_for = parallel ? one_by_one : NULL;
+                cfg.host.parallel_for = parallel ? run_tasks_in_reverse : NULL;
                 kv = create_cache(&cfg);
-                for (i = 0; i < 4; i++) CHECK_EQ(feed(kv, 0, CHUNK), TKV_OK);
+                for (i = 0; i < 4; i++) CHECK_EQ(append_tokens(kv, 0, CHUNK), TKV_OK);
                 for (i = 0; i < 2 * Q_ROW; i++) q_in[i] = (float)((i * 37) % 101 - 50) * .02f;
                 memset(&p, 0, sizeof p);
                 p.n = 2;
@@ -1170,19 +1178,19 @@ TEST(a_consumer_is_a_row) {
                 p.scores = NULL;
                 CHECK_EQ(tkvi_attend(kv, &p, table, 1), TKV_OK);
                 blocks = tkvi_list_of(kv, 0, 0)->n;
-                CHECK_EQ(n_blocks, 2 * blocks); /* each once for each KV head */
+                CHECK_EQ(n_blocks, 2 * blocks); /* each block once per KV head */
                 CHECK_EQ(n_begun, n_ended);
                 CHECK_EQ(n_begun, parallel && kind == 1 ? 2 * ((blocks + 15) / 16) : 2);
                 for (i = 0; i < 4 * CHUNK; i++) sum += consumed[i];
                 CHECK_NEAR(sum, sampling ? 2.0 : 12.0, 1e-4);
                 for (i = 0; i < 4 * CHUNK && !sampling; i++)
-                    asked = fmax(asked, fabs(consumed[i] - (double)scores[i]));
-                CHECK_LE(asked, 1e-5);
+                    max_diff = fmax(max_diff, fabs(consumed[i] - (double)scores[i]));
+                CHECK_LE(max_diff, 1e-5);
                 tkv_destroy(kv);
             }
 }
 
-/* The states of all consumers fit in the memory that attention has for them. */
+/* The states of all consumers fit in the memory that attention reserves for them. */
 TEST(states_of_consumers_fit) {
     size_t bytes = 0, i;
     for (i = 0; i < sizeof tkvi_consumers / sizeof *tkvi_consumers; i++)
@@ -1192,29 +1200,29 @@ TEST(states_of_consumers_fit) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(figures_are_right);
-    RUN(figures_with_everything_that_changes_logits);
-    RUN(figures_of_a_part);
+    RUN(errors_match_the_reference);
+    RUN(errors_with_each_logit_option);
+    RUN(errors_with_partial_coverage);
     RUN(copies_lie_evenly);
     RUN(coverage_scales_up);
-    RUN(exact_is_perfect);
+    RUN(exact_formats_have_no_error);
     RUN(more_bits_less_error);
     RUN(attention_keeps_its_bits);
-    RUN(whom_it_watches);
-    RUN(figures_through_a_life);
-    RUN(figures_in_windows);
+    RUN(the_meter_watches_one_sequence);
+    RUN(errors_through_steps_and_truncations);
+    RUN(errors_in_windows);
     RUN(layers_of_all_kinds);
-    RUN(places);
-    RUN(batches);
+    RUN(probes_are_spread_evenly);
+    RUN(a_batch_measures_like_single_calls);
     RUN(configs_that_are_refused);
     RUN(damage_is_found);
     RUN(every_byte_is_counted);
     RUN(no_more_copies_than_tokens);
-    RUN(in_place);
+    RUN(errors_in_place);
     RUN(each_allocation_fails);
-    RUN(extremes);
-    RUN(eviction_under_a_budget);
-    RUN(a_consumer_is_a_row);
+    RUN(extreme_values_have_finite_errors);
+    RUN(eviction_removes_stale_copies);
+    RUN(a_consumer_sees_each_block_once);
     RUN(states_of_consumers_fit);
     return tkv_test_end();
 }

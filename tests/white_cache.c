@@ -1,14 +1,13 @@
 /*
- * white_cache.c - white-box test of src/cache: damage to the fields of a cache, which tkv_check must find, blocks
- * with several holders, pages.
+ * white_cache.c - white-box test of src/cache: tkv_check finds damaged fields; blocks of several sequences; pages.
  *
  * It reads and changes the fields of a cache (white.h).
  */
 #include "white.h"
 #include "sequences.h"
 
-/* >>the self-check sees damage */
-static tkv_cache *damage_me(void) {
+/* >>tkv_check finds damage */
+static tkv_cache *make_cache_to_damage(void) {
     tkv_config cfg = make_config(2, 3);
     tkv_cache *kv;
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F32;
@@ -20,31 +19,31 @@ static tkv_cache *damage_me(void) {
     return kv;
 }
 
-static void is_broken(const tkv_cache *kv, const char *what) {
+static void expect_broken(const tkv_cache *kv, const char *what) {
     char reason[120];
     tkv_status st;
     memset(reason, '#', sizeof reason);
     st = tkv_check(kv, reason, sizeof reason);
-    CHECK_MSG(st == TKV_ERR_BROKEN, "%s was not seen", what);
+    CHECK_MSG(st == TKV_ERR_BROKEN, "%s was not found", what);
     CHECK(st == TKV_OK || (strlen(reason) > 10 && strlen(reason) < sizeof reason));
     CHECK_EQ(tkv_check(kv, NULL, 0), st);
     CHECK_EQ(tkv_check(kv, reason, 5), st);
     CHECK(strlen(reason) < 5);
 }
 
-/* Puts a wrong value into a field, asks, puts the right one back. */
+/* Puts a wrong value into a field, checks that tkv_check reports it, and restores the field. */
 #define DAMAGE(field, wrong)                                                                                 \
     do {                                                                                                     \
         memcpy(saved, &(field), sizeof(field));                                                              \
         (field) = (wrong);                                                                                   \
-        is_broken(kv, #field " = " #wrong);                                                                  \
+        expect_broken(kv, #field " = " #wrong);                                                              \
         memcpy(&(field), saved, sizeof(field));                                                              \
         check_cache_at(kv, "repaired: " #field, 0);                                                          \
     } while (0)
 
-TEST(check_sees_damage) {
+TEST(check_finds_damage) {
     unsigned char saved[64];
-    tkv_cache *kv = damage_me();
+    tkv_cache *kv = make_cache_to_damage();
     tkvi_list *list = tkvi_list_of(kv, 0, 0), *none = tkvi_list_of(kv, 2, 1);
     uint32_t *ids = tkvi_ids(kv, 0, 0), *others = tkvi_ids(kv, 1, 0);
     tkvi_block *first = &kv->pool.block[ids[0]], *archive = &kv->pool.block[ids[1]];
@@ -105,11 +104,11 @@ TEST(check_sees_damage) {
     DAMAGE(kv->pool.block_cap, kv->pool.block_cap / 2);
     DAMAGE(ids[3], ids[4]);
     DAMAGE(ids[list->n - 1], kv->pool.free_block);
-    DAMAGE(ids[3], others[3]); /* a block of the same age and kind, of another sequence */
-    {                          /* two counts that are wrong and add up */
+    DAMAGE(ids[3], others[3]); /* a block of another sequence with the same start and layout */
+    {                          /* two wrong reference counts, whose sum is right */
         first->refs++;
         kv->pool.block[others[0]].refs--;
-        is_broken(kv, "a holder too many here, one too few there");
+        expect_broken(kv, "one reference too many, another one too few");
         first->refs--;
         kv->pool.block[others[0]].refs++;
     }
@@ -121,15 +120,15 @@ TEST(check_sees_damage) {
             if (kv->pool.used_slots[c] > 1) DAMAGE(kv->pool.used_slots[c], kv->pool.used_slots[c] - 1);
         }
     }
-    DAMAGE(kv->pool.free_block, ids[0]); /* the next block would be one that is in use */
+    DAMAGE(kv->pool.free_block, ids[0]); /* a block in use would be allocated next */
     CHECK_EQ(tkv_check(NULL, NULL, 0), TKV_ERR_ARG);
     tkv_destroy(kv);
 }
 
-/* Numbers that lead outside of every table: told, not followed. */
-TEST(check_survives_wild_numbers) {
+/* tkv_check reports indices beyond the end of their tables and does not follow them. */
+TEST(check_survives_wild_indices) {
     unsigned char saved[64];
-    tkv_cache *kv = damage_me();
+    tkv_cache *kv = make_cache_to_damage();
     tkvi_list *list = tkvi_list_of(kv, 0, 0);
     uint32_t *ids = tkvi_ids(kv, 0, 0);
     tkvi_block *archive = &kv->pool.block[ids[1]];
@@ -151,13 +150,13 @@ TEST(check_survives_wild_numbers) {
     tkv_destroy(kv);
 }
 
-/* >>blocks with several holders. There is no call for it yet: by hand. */
-static void share(tkv_cache *kv, int from, int to) {
-    int layer, i, most = 0;
+/* >>blocks of several sequences. No public call shares blocks, so share_blocks() adds references itself. */
+static void share_blocks(tkv_cache *kv, int from, int to) {
+    int layer, i, max_blocks = 0;
     CHECK_EQ(tkv_get_length(kv, to, TKV_ALL_LAYERS), 0);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        most = tkvi_max(most, tkvi_list_of(kv, from, layer)->n);
-    if (!tkvi_grow_lists(kv, to, most + 1)) exit(2);
+        max_blocks = tkvi_max(max_blocks, tkvi_list_of(kv, from, layer)->n);
+    if (!tkvi_grow_lists(kv, to, max_blocks + 1)) exit(2);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         *tkvi_list_of(kv, to, layer) = *tkvi_list_of(kv, from, layer);
         for (i = 0; i < tkvi_list_of(kv, from, layer)->n; i++) {
@@ -173,88 +172,88 @@ TEST(shared_blocks) {
     for (round = 0; round < rounds; round++) {
         enum { SEQS = 4 };
         counting_allocator p;
-        tkv_config cfg = make_config(2, SEQS), alone = make_config(2, 1);
-        tkv_cache *kv, *own[3];
+        tkv_config cfg = make_config(2, SEQS), unshared_cfg = make_config(2, 1);
+        tkv_cache *kv, *unshared[3];
         tkv_memory_info before, after;
-        size_t empty;
+        size_t empty_bytes;
         int n = 1 + tkv_rng_below(&rng, 700), chunk = 1 + tkv_rng_below(&rng, 200), i, step;
         cfg.host.allocator = counting_allocator_of(&p);
-        if (round % 3 == 1) cfg.model.window = alone.model.window = 40 + round;
-        if (round % 3 == 2) cfg.tiers.hot_tokens = alone.tiers.hot_tokens = 1 + round * 3;
+        if (round % 3 == 1) cfg.model.window = unshared_cfg.model.window = 40 + round;
+        if (round % 3 == 2) cfg.tiers.hot_tokens = unshared_cfg.tiers.hot_tokens = 1 + round * 3;
         kv = create_cache(&cfg);
-        empty = p.held;
-        for (i = 0; i < 3; i++) own[i] = create_cache(&alone);
+        empty_bytes = p.held;
+        for (i = 0; i < 3; i++) unshared[i] = create_cache(&unshared_cfg);
         note_config(&cfg);
-        CHECK_EQ(append_to_all_layers(kv, 3, 9, 100, 100), TKV_OK); /* a stranger in the same pages */
+        CHECK_EQ(append_to_all_layers(kv, 3, 9, 100, 100), TKV_OK); /* another sequence, in the same pages */
         CHECK_EQ(append_to_all_layers(kv, 0, 0, n, chunk), TKV_OK);
-        for (i = 0; i < 3; i++) CHECK_EQ(append_to_all_layers(own[i], 0, 0, n, chunk), TKV_OK);
+        for (i = 0; i < 3; i++) CHECK_EQ(append_to_all_layers(unshared[i], 0, 0, n, chunk), TKV_OK);
         CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
-        share(kv, 0, 1);
-        share(kv, 1, 2);
+        share_blocks(kv, 0, 1);
+        share_blocks(kv, 1, 2);
         check_cache_at(kv, "shared", round);
         CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
-        CHECK_MEM(&after.tier, &before.tier, sizeof after.tier); /* counts once */
+        CHECK_MEM(&after.tier, &before.tier, sizeof after.tier); /* a shared block counts once */
         CHECK_EQ(after.slack, before.slack);
         CHECK_EQ(after.total, p.held);
         for (step = 0; step < 25; step++) {
-            int op = tkv_rng_below(&rng, 12), some = 1 + tkv_rng_below(&rng, step % 5 ? 20 : 200);
-            tkv_status st, st2;
-            snapshot all;
+            int op = tkv_rng_below(&rng, 12), n_new = 1 + tkv_rng_below(&rng, step % 5 ? 20 : 200);
+            tkv_status st, want_st;
+            snapshot before_append;
             i = tkv_rng_below(&rng, 3);
-            st = st2 = TKV_OK;
+            st = want_st = TKV_OK;
             if (op < 6) {
-                if (op == 0) { /* not a byte of anybody's changes when there is no memory */
-                    all = snapshot_of(kv);
+                if (op == 0) { /* an append that gets no memory changes nothing */
+                    before_append = snapshot_of(kv);
                     p.fail_at = 1;
-                    st = append_tokens(kv, i, 0, 10 + i, some);
+                    st = append_tokens(kv, i, 0, 10 + i, n_new);
                     p.fail_at = 0;
-                    if (st == TKV_ERR_NOMEM) check_unchanged(kv, &all, "no memory");
-                    else st2 = append_tokens(own[i], 0, 0, 10 + i, some);
-                    CHECK_EQ(st2, TKV_OK);
-                    free_snapshot(&all);
-                    /* the layers are brought to one length again below */
-                    some = tkv_get_length(own[i], 0, 0) - tkv_get_length(own[i], 0, 1);
-                    if (some) {
-                        CHECK_EQ(append_tokens(kv, i, 1, 10 + i, some), TKV_OK);
-                        CHECK_EQ(append_tokens(own[i], 0, 1, 10 + i, some), TKV_OK);
+                    if (st == TKV_ERR_NOMEM) check_unchanged(kv, &before_append, "no memory");
+                    else want_st = append_tokens(unshared[i], 0, 0, 10 + i, n_new);
+                    CHECK_EQ(want_st, TKV_OK);
+                    free_snapshot(&before_append);
+                    /* bring both layers to the same length again */
+                    n_new = tkv_get_length(unshared[i], 0, 0) - tkv_get_length(unshared[i], 0, 1);
+                    if (n_new) {
+                        CHECK_EQ(append_tokens(kv, i, 1, 10 + i, n_new), TKV_OK);
+                        CHECK_EQ(append_tokens(unshared[i], 0, 1, 10 + i, n_new), TKV_OK);
                     }
-                    st = st2 = TKV_OK;
+                    st = want_st = TKV_OK;
                 } else {
-                    st = append_to_all_layers(kv, i, 10 + i, some, some);
-                    st2 = append_to_all_layers(own[i], 0, 10 + i, some, some);
+                    st = append_to_all_layers(kv, i, 10 + i, n_new, n_new);
+                    want_st = append_to_all_layers(unshared[i], 0, 10 + i, n_new, n_new);
                 }
             } else if (op == 6) {
                 st = tkv_seq_flush(kv, i, TKV_FLUSH_FULL);
-                st2 = tkv_seq_flush(own[i], 0, TKV_FLUSH_FULL);
+                want_st = tkv_seq_flush(unshared[i], 0, TKV_FLUSH_FULL);
             } else if (op == 7) {
                 st = tkv_seq_flush(kv, i, TKV_FLUSH_ALL);
-                st2 = tkv_seq_flush(own[i], 0, TKV_FLUSH_ALL);
+                want_st = tkv_seq_flush(unshared[i], 0, TKV_FLUSH_ALL);
             } else if (op < 10) {
                 int cut = tkv_get_length(kv, i, TKV_ALL_LAYERS) - tkv_rng_below(&rng, 70);
                 st = tkv_seq_truncate(kv, i, at_least_0(cut));
-                st2 = tkv_seq_truncate(own[i], 0, at_least_0(cut));
+                want_st = tkv_seq_truncate(unshared[i], 0, at_least_0(cut));
             } else if (op == 10) {
                 CHECK_EQ(tkv_seq_begin(kv, i), TKV_OK);
-                CHECK_EQ(tkv_seq_begin(own[i], 0), TKV_OK);
-                CHECK_EQ(append_to_all_layers(kv, i, 50, some, some), TKV_OK);
+                CHECK_EQ(tkv_seq_begin(unshared[i], 0), TKV_OK);
+                CHECK_EQ(append_to_all_layers(kv, i, 50, n_new, n_new), TKV_OK);
                 st = tkv_seq_abort(kv, i);
-                st2 = tkv_seq_abort(own[i], 0);
-            } else { /* reserved, with shared tails and shared blocks that come of age */
-                CHECK_EQ(tkv_seq_reserve(kv, i, some), TKV_OK);
+                want_st = tkv_seq_abort(unshared[i], 0);
+            } else { /* reserve, then append without memory: shared tails are copied, shared blocks demoted */
+                CHECK_EQ(tkv_seq_reserve(kv, i, n_new), TKV_OK);
                 check_cache_at(kv, "reserved", step);
                 p.fail_at = 1;
-                st = append_to_all_layers(kv, i, 10 + i, some, some);
+                st = append_to_all_layers(kv, i, 10 + i, n_new, n_new);
                 p.fail_at = 0;
-                st2 = append_to_all_layers(own[i], 0, 10 + i, some, some);
+                want_st = append_to_all_layers(unshared[i], 0, 10 + i, n_new, n_new);
             }
-            CHECK_MSG(st == st2, "round %d step %d op %d: %s, alone %s", round, step, op,
-                      tkv_get_status_text(st), tkv_get_status_text(st2));
+            CHECK_MSG(st == want_st, "round %d step %d op %d: %s, unshared %s", round, step, op,
+                      tkv_get_status_text(st), tkv_get_status_text(want_st));
             check_cache_at(kv, "step", step);
             CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
             CHECK_EQ(after.total, p.held);
             if (step % 5 < 4) continue;
             for (i = 0; i < 3; i++) {
-                snapshot a = snapshot_of_seq(kv, i), b = snapshot_of_seq(own[i], 0);
+                snapshot a = snapshot_of_seq(kv, i), b = snapshot_of_seq(unshared[i], 0);
                 CHECK_MSG(is_same_snapshot(&a, &b), "round %d step %d sequence %d", round, step, i);
                 free_snapshot(&a);
                 free_snapshot(&b);
@@ -263,50 +262,50 @@ TEST(shared_blocks) {
         for (i = 0; i < 3; i++) {
             CHECK_EQ(tkv_seq_reset(kv, (i + round) % 3), TKV_OK);
             check_cache_at(kv, "released", i);
-            tkv_destroy(own[i]);
+            tkv_destroy(unshared[i]);
         }
         check_read(kv, 3, 0, 9, tkv_get_length(kv, 3, 0) - 1, 1, TKV_F16);
         CHECK_EQ(tkv_seq_reset(kv, 3), TKV_OK);
         CHECK_EQ(kv->pool.n_blocks, 0);
         CHECK_EQ(kv->pool.n_pages, 0);
-        CHECK(p.held >= empty);
+        CHECK(p.held >= empty_bytes);
         tkv_destroy(kv);
         CHECK_EQ(p.held, 0);
     }
 }
 
-/* The partial tail is copied once, by the one who writes; the demoted block by the one who grows old. */
+/* A sequence copies a shared partial tail when it first writes to it, and a shared block when it demotes it. */
 TEST(shared_tail_and_shared_demotion) {
     tkv_config cfg = make_config(1, 2);
     tkv_cache *kv = create_cache(&cfg);
     tkvi_list *a = tkvi_list_of(kv, 0, 0), *b = tkvi_list_of(kv, 1, 0);
-    uint32_t blocks, tail;
-    snapshot before, now;
+    uint32_t n_blocks, tail;
+    snapshot before, after;
     CHECK_EQ(append_to_all_layers(kv, 0, 0, 4 + 64 + 40, 1), TKV_OK);
-    share(kv, 0, 1);
+    share_blocks(kv, 0, 1);
     tail = tkvi_ids(kv, 0, 0)[a->n - 1];
-    blocks = kv->pool.n_blocks;
+    n_blocks = kv->pool.n_blocks;
     CHECK_EQ(kv->pool.block[tail].refs, 2);
     before = snapshot_of_seq(kv, 0);
-    CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK); /* too young for the full block to move */
-    CHECK_EQ(kv->pool.n_blocks, blocks + 1);
+    CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK); /* the full block is not demoted yet */
+    CHECK_EQ(kv->pool.n_blocks, n_blocks + 1);
     CHECK_EQ(kv->pool.block[tail].refs, 1);
     CHECK(tkvi_ids(kv, 0, 0)[a->n - 1] == tail && tkvi_ids(kv, 1, 0)[b->n - 1] != tail);
-    CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK); /* its own now */
-    CHECK_EQ(kv->pool.n_blocks, blocks + 1);
+    CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK); /* the tail is not shared any more */
+    CHECK_EQ(kv->pool.n_blocks, n_blocks + 1);
     CHECK_EQ(append_tokens(kv, 0, 0, 0, 0), TKV_OK);
-    now = snapshot_of_seq(kv, 0);
-    CHECK(is_same_snapshot(&before, &now));
-    free_snapshot(&now);
+    after = snapshot_of_seq(kv, 0);
+    CHECK(is_same_snapshot(&before, &after));
+    free_snapshot(&after);
     CHECK_EQ(append_to_all_layers(kv, 1, 1, 60, 1),
              TKV_OK); /* the full block moves to warm in sequence 1 only */
     CHECK(b->warm == 1 && a->warm == 0);
     CHECK(tkvi_ids(kv, 0, 0)[1] != tkvi_ids(kv, 1, 0)[1]);
     CHECK_EQ(tkvi_ids(kv, 0, 0)[0], tkvi_ids(kv, 1, 0)[0]); /* the sinks stay shared */
     CHECK_EQ(kv->pool.block[tkvi_ids(kv, 0, 0)[0]].refs, 2);
-    now = snapshot_of_seq(kv, 0);
-    CHECK(is_same_snapshot(&before, &now));
-    free_snapshot(&now);
+    after = snapshot_of_seq(kv, 0);
+    CHECK(is_same_snapshot(&before, &after));
+    free_snapshot(&after);
     check_read(kv, 0, 0, 0, 0, 108, TKV_F16);
     free_snapshot(&before);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
@@ -323,7 +322,7 @@ TEST(shared_tail_and_shared_demotion) {
 typedef struct size_log {
     counting_allocator p;
     size_t sizes[64];
-    int n; /* of the allocations since it was set to 0 */
+    int n; /* allocations since it was set to 0 */
 } size_log;
 
 static void *log_alloc(void *user, size_t size, size_t align) {
@@ -345,25 +344,25 @@ static tkv_allocator size_log_of(size_log *log) {
     return a;
 }
 
-/* Allocations of a table that has grown to `cap` entries, by a quarter each time. */
-static int steps(uint32_t cap) {
-    uint32_t had = 16;
+/* Returns the allocations of a table that has grown to cap entries, by a quarter each time. */
+static int count_growths(uint32_t cap) {
+    uint32_t entries = 16;
     int n = 1;
-    for (; had < cap; had += had / 4) n++;
+    for (; entries < cap; entries += entries / 4) n++;
     return n;
 }
 
-/* Appends ask for whole pages and, now and then, for bigger tables; for nothing else. */
-TEST(appends_allocate_pages_and_growths) {
-    int kind, i, n;
-    for (kind = 0; kind < 2; kind++) { /* with a window the cache stops growing */
+/* Appends allocate pages and, rarely, larger tables, and nothing else. */
+TEST(appends_allocate_pages_and_tables) {
+    int has_window, i, n;
+    for (has_window = 0; has_window < 2; has_window++) { /* with a window, the cache stops growing */
         tkv_config cfg = make_config(2, 1);
         tkv_cache *kv;
         size_log log;
         size_t page;
         int tables = 0;
         long pages = 0;
-        if (kind) cfg.model.window = 100;
+        if (has_window) cfg.model.window = 100;
         cfg.host.allocator = size_log_of(&log);
         kv = create_cache(&cfg);
         page = kv->tables.page_bytes;
@@ -375,19 +374,22 @@ TEST(appends_allocate_pages_and_growths) {
                 else tables++;
             }
             CHECK(log.n <= 9);
-            if (kind && n > 1000) CHECK_LE(log.p.held, log.p.peak);
-            if (kind && n > 1000 && tables) CHECK_EQ(tables, 3); /* first list, block table, page table */
+            if (has_window && n > 1000) CHECK_LE(log.p.held, log.p.peak);
+            if (has_window && n > 1000 && tables)
+                CHECK_EQ(tables, 3); /* first list, block table, page table */
         }
         CHECK(pages >= (long)kv->pool.n_pages);
-        if (kind) CHECK_EQ(tables, 3);
-        else CHECK_EQ(tables, steps(kv->pool.block_cap) + steps(kv->pool.page_cap) + steps(kv->seq[0].cap));
-        CHECK_LE(pages, 2 * (3000 / 64 + 1) * 3); /* at most one per block and move */
+        if (has_window) CHECK_EQ(tables, 3);
+        else
+            CHECK_EQ(tables, count_growths(kv->pool.block_cap) + count_growths(kv->pool.page_cap) +
+                                 count_growths(kv->seq[0].cap));
+        CHECK_LE(pages, 2 * (3000 / 64 + 1) * 3); /* at most one page per block and demotion */
         tkv_destroy(kv);
         CHECK_EQ(log.p.held, 0);
     }
 }
 
-/* Slack: one page of each size not filled up, what is left over at page ends, padding. */
+/* Slack is one partial page per size class, the rest at the end of each page, and padding. */
 TEST(page_waste_is_bounded) {
     static const int dims[] = {16, 64, 80, 96, 128, 256}, heads[] = {1, 2, 8};
     static const tkv_format warm[] = {TKV_KIVI4, TKV_Q8, TKV_KIVI3},
@@ -401,8 +403,8 @@ TEST(page_waste_is_bounded) {
                     for (l = 0; l < COUNT(lengths); l++) {
                         tkv_config cfg = tkv_default_config();
                         tkv_memory_info m;
-                        tkvi_derived_config shape;
-                        size_t pages, waste = 0, c;
+                        tkvi_derived_config derived;
+                        size_t pages, max_rest = 0, c;
                         cfg.model.n_layers = 24;
                         cfg.model.n_heads = cfg.model.n_kv_heads = heads[h];
                         cfg.model.head_dim = dims[d];
@@ -410,17 +412,17 @@ TEST(page_waste_is_bounded) {
                         cfg.tiers.archive.k = cfg.tiers.archive.v = archive[f];
                         cfg.format.group_size = group;
                         if (tkv_estimate_memory(&cfg, lengths[l], 1, &m) != TKV_OK) {
-                            CHECK_EQ(sizeof(size_t), 4); /* gigabytes */
+                            CHECK_EQ(sizeof(size_t), 4); /* the total does not fit in size_t */
                             continue;
                         }
-                        CHECK_EQ(tkvi_derive_config(&cfg, &shape), TKV_OK);
-                        pages = (m.total - m.tables - m.index - m.scratch) / shape.page_bytes;
-                        for (c = 0; c < (size_t)shape.n_classes; c++) {
-                            size_t left = shape.page_bytes -
-                                          (size_t)shape.size_class[c].slots * shape.size_class[c].slot_bytes;
-                            if (shape.size_class[c].slots < 64 && left > waste) waste = left;
+                        CHECK_EQ(tkvi_derive_config(&cfg, &derived), TKV_OK);
+                        pages = (m.total - m.tables - m.index - m.scratch) / derived.page_bytes;
+                        for (c = 0; c < (size_t)derived.n_classes; c++) {
+                            size_t rest = derived.page_bytes - (size_t)derived.size_class[c].slots *
+                                                                   derived.size_class[c].slot_bytes;
+                            if (derived.size_class[c].slots < 64 && rest > max_rest) max_rest = rest;
                         }
-                        CHECK_LE(m.slack, (size_t)shape.n_classes * shape.page_bytes + pages * waste);
+                        CHECK_LE(m.slack, (size_t)derived.n_classes * derived.page_bytes + pages * max_rest);
                         share = (double)m.slack / (double)m.total;
                         CHECK_LE(share, 0.06);
                         sum += share;
@@ -429,7 +431,7 @@ TEST(page_waste_is_bounded) {
     CHECK_LE(sum / n, 0.015);
 }
 
-/* Whatever the history, pages in use are what the blocks need. */
+/* After random appends and resets, pages in use are the fewest that hold the blocks. */
 TEST(pages_do_not_fragment) {
     static float k[200 * 40], v[200 * 8];
     tkv_config cfg = make_config(2, 6);
@@ -463,11 +465,11 @@ TEST(pages_do_not_fragment) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(check_sees_damage);
-    RUN(check_survives_wild_numbers);
+    RUN(check_finds_damage);
+    RUN(check_survives_wild_indices);
     RUN(shared_blocks);
     RUN(shared_tail_and_shared_demotion);
-    RUN(appends_allocate_pages_and_growths);
+    RUN(appends_allocate_pages_and_tables);
     RUN(page_waste_is_bounded);
     RUN(pages_do_not_fragment);
     return tkv_test_end();

@@ -7,7 +7,7 @@
 #include "white.h"
 #include "levels.h"
 
-/* >>references: exact in double, and by ldexp, so that flags which flush subnormals do not matter */
+/* >>references: exact in double. They use ldexp, so that flags which flush subnormals do not matter. */
 static double float_value(uint32_t u) { /* of a finite pattern */
     int e = (int)(u >> 23 & 0xffu), m = (int)(u & 0x7fffffu);
     double x = e ? ldexp((double)(m + 0x800000), e - 150) : ldexp((double)m, -149);
@@ -22,8 +22,8 @@ static double half_value(uint32_t h) { /* of a finite pattern */
 
 static double bf16_value(uint32_t h) { return float_value(h << 16); }
 
-/* The pattern nearest to |x| among 0 .. last, whose values ascend; ties go to the even one. */
-static uint32_t nearest(double x, double (*value)(uint32_t), uint32_t last) {
+/* Returns the pattern nearest to |x| among 0 .. last, whose values ascend. Ties go to the even pattern. */
+static uint32_t nearest_pattern(double x, double (*value)(uint32_t), uint32_t last) {
     uint32_t lo = 0, hi = last;
     double below, above;
     if (x < 0) x = -x;
@@ -40,32 +40,32 @@ static uint32_t nearest(double x, double (*value)(uint32_t), uint32_t last) {
 }
 
 static void check_to_f16(uint32_t u) {
-    uint32_t want = nearest(float_value(u), half_value, 0x7bffu) | (u >> 16 & 0x8000u);
+    uint32_t want = nearest_pattern(float_value(u), half_value, 0x7bffu) | (u >> 16 & 0x8000u);
     uint32_t got = tkvi_f32_to_f16(tkvi_from_bits(u));
     CHECK_MSG(got == want, "0x%08lx gives 0x%04lx, expected 0x%04lx", (unsigned long)u, (unsigned long)got,
               (unsigned long)want);
 }
 
 static void check_to_bf16(uint32_t u) {
-    uint32_t want = nearest(float_value(u), bf16_value, 0x7f7fu) | (u >> 16 & 0x8000u);
+    uint32_t want = nearest_pattern(float_value(u), bf16_value, 0x7f7fu) | (u >> 16 & 0x8000u);
     uint32_t got = tkvi_f32_to_bf16(tkvi_from_bits(u));
     CHECK_MSG(got == want, "0x%08lx gives 0x%04lx, expected 0x%04lx", (unsigned long)u, (unsigned long)got,
               (unsigned long)want);
 }
 
-static int finite_pattern(uint32_t u) { return (u >> 23 & 0xffu) != 0xffu; }
+static int is_finite_pattern(uint32_t u) { return (u >> 23 & 0xffu) != 0xffu; }
 
-/* A float pattern; half of them in the range of halves. */
-static uint32_t any_float(tkv_rng *r) {
+/* Returns the pattern of a random finite float. Half of them are in the range of fp16. */
+static uint32_t random_finite_pattern(tkv_rng *r) {
     for (;;) {
         uint32_t u = (uint32_t)(tkv_rng_u64(r) >> 32);
         if (tkv_rng_below(r, 2)) u = (u & 0x807fffffu) | (uint32_t)(100 + tkv_rng_below(r, 45)) << 23;
-        if (finite_pattern(u)) return u;
+        if (is_finite_pattern(u)) return u;
     }
 }
 
-/* >>halves */
-TEST(halves_all) {
+/* >>fp16 and bf16 */
+TEST(f16_all_patterns) {
     uint32_t h;
     for (h = 0; h < 0x10000u; h++) {
         uint32_t u = tkvi_bits(tkvi_f16_to_f32((uint16_t)h));
@@ -76,18 +76,18 @@ TEST(halves_all) {
         } else if ((h & 0x7fffu) == 0x7c00u) {
             CHECK_EQ(u, (h & 0x8000u) << 16 | 0x7f800000u);
             CHECK_EQ(back, (h & 0x8000u) | 0x7bffu); /* infinity saturates */
-        } else { /* x87 may make a signalling NaN quiet on the way, so no more than this */
+        } else { /* x87 may make a signalling NaN quiet, so check no other bits */
             CHECK((u & 0x7fffffffu) > 0x7f800000u);
             CHECK_EQ(back & 0x7e00u, 0x7e00u);
         }
     }
 }
 
-TEST(halves_from_floats) {
+TEST(f16_from_floats) {
     tkv_rng r = tkv_rng_seed(1);
     uint32_t h;
     int i, d, n = tkv_test_quick() ? 20000 : 500000;
-    for (h = 0; h < 0x7bffu; h++) { /* each half, the middle to the next, and the floats beside both */
+    for (h = 0; h < 0x7bffu; h++) { /* all values and middles, and the floats beside them */
         uint32_t at = tkvi_bits((float)half_value(h));
         uint32_t middle = tkvi_bits((float)(0.5 * (half_value(h) + half_value(h + 1u))));
         for (d = -1; d <= 1; d++) {
@@ -95,10 +95,10 @@ TEST(halves_from_floats) {
             check_to_f16((middle + (uint32_t)d) | 0x80000000u);
         }
     }
-    for (i = 0; i < n; i++) check_to_f16(any_float(&r));
+    for (i = 0; i < n; i++) check_to_f16(random_finite_pattern(&r));
 }
 
-TEST(halves_literal) {
+TEST(f16_literal_patterns) {
     CHECK_EQ(tkvi_f32_to_f16(1.0f), 0x3c00);
     CHECK_EQ(tkvi_f32_to_f16(-2.0f), 0xc000);
     CHECK_EQ(tkvi_f32_to_f16(tkvi_from_bits(0x80000000u)), 0x8000);
@@ -139,12 +139,12 @@ TEST(bf16) {
     }
     for (h = 0; h < 0x7f7fu; h += tkv_test_quick() ? 7u : 1u)
         for (d = -1; d <= 1; d++) check_to_bf16((h << 16 | 0x8000u) + (uint32_t)d);
-    for (i = 0; i < n; i++) check_to_bf16(any_float(&r));
+    for (i = 0; i < n; i++) check_to_bf16(random_finite_pattern(&r));
     CHECK_EQ(tkvi_f32_to_bf16(tkvi_from_bits(0x7f7fffffu)), 0x7f7f); /* FLT_MAX saturates */
     CHECK_EQ(tkvi_f32_to_bf16(tkvi_from_bits(0xff7f8000u)), 0xff7f);
 }
 
-TEST(finite) {
+TEST(finite_patterns) {
     static const uint32_t mantissas[] = {0, 1, 0x3fffffu, 0x400000u, 0x400001u, 0x7fffffu};
     uint32_t e, s;
     size_t i;
@@ -192,15 +192,15 @@ TEST(round_half_to_even) {
     }
 }
 
-/* Where the compiler keeps more than a float (x87), every operation through tkvi_f32 is still the IEEE one:
- * compared with double, in which a difference is exact or harmless and a quotient rounds twice harmlessly. */
+/* tkvi_f32 makes each operation round to a float, also where the compiler keeps more bits (x87). The reference uses
+ * double: rounding a difference or a quotient first to double and then to float gives the IEEE result. */
 TEST(single_precision_operations) {
     volatile float one = 1.0f, tiny = 9.313225746154785e-10f, three = 3.0f;
     tkv_rng r = tkv_rng_seed(4);
     int i, n = tkv_test_quick() ? 20000 : 200000;
     CHECK_EQ(tkvi_bits(tkvi_f32(one + tiny)), 0x3f800000u);
     CHECK_EQ(tkvi_bits(tkvi_f32(one - tiny)), 0x3f800000u);
-    if (FAST_MATH) return; /* it may divide by a reciprocal */
+    if (FAST_MATH) return; /* it may multiply by a reciprocal in place of a division */
     CHECK_EQ(tkvi_bits(tkvi_f32(one / three)), 0x3eaaaaabu);
     for (i = 0; i < n; i++) {
         float a = (float)tkv_rng_gauss(&r), b = (float)(tkv_rng_gauss(&r) * (i % 3 ? 1.0 : 1e-4));
@@ -242,28 +242,28 @@ TEST(bytes_are_little_endian) {
 }
 
 /* >>sizes */
-TEST(sizes_are_checked) {
-    const size_t most = (size_t)-1, root = (size_t)1 << (sizeof(size_t) * 4);
+TEST(size_overflow_is_detected) {
+    const size_t max_size = (size_t)-1, root = (size_t)1 << (sizeof(size_t) * 4);
     size_t out = 7;
-    CHECK(tkvi_mul(0, most, &out) && out == 0);
-    CHECK(tkvi_mul(most, 0, &out) && out == 0);
-    CHECK(tkvi_mul(1, most, &out) && out == most);
-    CHECK(tkvi_mul(most, 1, &out) && out == most);
-    CHECK(tkvi_mul(root - 1, root + 1, &out) && out == most);
-    CHECK(tkvi_mul(root - 1, root, &out) && out == most - (root - 1));
+    CHECK(tkvi_mul(0, max_size, &out) && out == 0);
+    CHECK(tkvi_mul(max_size, 0, &out) && out == 0);
+    CHECK(tkvi_mul(1, max_size, &out) && out == max_size);
+    CHECK(tkvi_mul(max_size, 1, &out) && out == max_size);
+    CHECK(tkvi_mul(root - 1, root + 1, &out) && out == max_size);
+    CHECK(tkvi_mul(root - 1, root, &out) && out == max_size - (root - 1));
     CHECK(tkvi_mul(12, 34, &out) && out == 408);
     out = 7;
     CHECK(!tkvi_mul(root, root, &out));
-    CHECK(!tkvi_mul(most, 2, &out));
-    CHECK(!tkvi_mul(2, most / 2 + 1, &out));
+    CHECK(!tkvi_mul(max_size, 2, &out));
+    CHECK(!tkvi_mul(2, max_size / 2 + 1, &out));
     CHECK_EQ(out, 7);
-    CHECK(tkvi_add(most, 0, &out) && out == most);
-    CHECK(tkvi_add(0, most, &out) && out == most);
-    CHECK(tkvi_add(most / 2, most / 2 + 1, &out) && out == most);
+    CHECK(tkvi_add(max_size, 0, &out) && out == max_size);
+    CHECK(tkvi_add(0, max_size, &out) && out == max_size);
+    CHECK(tkvi_add(max_size / 2, max_size / 2 + 1, &out) && out == max_size);
     out = 7;
-    CHECK(!tkvi_add(most, 1, &out));
-    CHECK(!tkvi_add(1, most, &out));
-    CHECK(!tkvi_add(most / 2 + 1, most / 2 + 1, &out));
+    CHECK(!tkvi_add(max_size, 1, &out));
+    CHECK(!tkvi_add(1, max_size, &out));
+    CHECK(!tkvi_add(max_size / 2 + 1, max_size / 2 + 1, &out));
     CHECK_EQ(out, 7);
 }
 
@@ -279,7 +279,7 @@ TEST(default_allocator) {
             REQUIRE(a && b);
             CHECK_EQ((uintptr_t)a % align, 0);
             CHECK_EQ((uintptr_t)b % align, 0);
-            memset(a, 0x11, sizes[i]); /* a sanitizer sees a byte too many */
+            memset(a, 0x11, sizes[i]); /* a sanitizer finds a byte too many */
             memset(b, 0x22, sizes[i]);
             CHECK(sizes[i] == 0 || (a[0] == 0x11 && a[sizes[i] - 1] == 0x11 && b[0] == 0x22));
             tkvi_mfree(NULL, a, sizes[i], align);
@@ -290,37 +290,37 @@ TEST(default_allocator) {
 }
 #endif
 
-typedef struct counter {
+typedef struct call_counter {
     int allocs, releases, fail;
     size_t size, align;
-} counter;
+} call_counter;
 
-static void *counted_alloc(void *user, size_t size, size_t align) {
-    counter *c = (counter *)user;
+static void *count_alloc(void *user, size_t size, size_t align) {
+    call_counter *c = (call_counter *)user;
     if (c->fail) return NULL;
     c->allocs++;
     c->size = size;
     c->align = align;
-    return c; /* any pointer will do, nobody writes to it */
+    return c; /* any pointer serves: the heap does not write to it */
 }
 
-static void counted_release(void *user, void *ptr, size_t size, size_t align) {
-    counter *c = (counter *)user;
+static void count_release(void *user, void *ptr, size_t size, size_t align) {
+    call_counter *c = (call_counter *)user;
     CHECK(ptr == c);
     c->releases++;
     c->size = size;
     c->align = align;
 }
 
-TEST(heap_counts) {
-    counter c;
+TEST(heap_counts_bytes) {
+    call_counter c;
     tkvi_heap heap;
     void *p;
     memset(&c, 0, sizeof c);
     memset(&heap, 0, sizeof heap);
     heap.from.user = &c;
-    heap.from.alloc = counted_alloc;
-    heap.from.release = counted_release;
+    heap.from.alloc = count_alloc;
+    heap.from.release = count_release;
     p = tkvi_get(&heap, 100);
     CHECK(p && c.allocs == 1 && c.size == 100 && c.align == 64 && heap.held == 100 && heap.peak == 100);
     p = tkvi_get(&heap, 28);
@@ -337,11 +337,11 @@ TEST(heap_counts) {
 }
 
 TEST(arena) {
-    uint8_t room[1024 + 64];
+    uint8_t buffer[1024 + 64];
     tkvi_arena a;
     uint8_t *p, *q;
     memset(&a, 0, sizeof a);
-    a.base = room + (64 - (uintptr_t)room % 64) % 64;
+    a.base = buffer + (64 - (uintptr_t)buffer % 64) % 64;
     a.size = 1024;
     p = (uint8_t *)tkvi_arena_alloc(&a, 3, 64);
     q = (uint8_t *)tkvi_arena_alloc(&a, 10, 64);
@@ -360,12 +360,12 @@ TEST(arena) {
     a.closed = 1;
     CHECK(!tkvi_arena_alloc(&a, 1, 1));
     a.closed = 0;
-    a.used = (size_t)-1 - 3; /* cannot happen; must not wrap all the same */
+    a.used = (size_t)-1 - 3; /* cannot happen, but the sum must not wrap */
     CHECK(!tkvi_arena_alloc(&a, 1, 64));
 }
 
 /* >>text */
-static void sentence(char *buf, size_t size) {
+static void write_sentence(char *buf, size_t size) {
     tkvi_text t = tkvi_text_begin(buf, size);
     tkvi_append_text(&t, "head_dim is ");
     tkvi_append_int(&t, -1203);
@@ -373,35 +373,35 @@ static void sentence(char *buf, size_t size) {
     tkvi_append_text(&t, ", at most 256");
 }
 
-static const char *number(int64_t n) {
+static const char *int_text(int64_t n) {
     static char buf[32];
     tkvi_text t = tkvi_text_begin(buf, sizeof buf);
     tkvi_append_int(&t, n);
     return buf;
 }
 
-TEST(text_is_cut) {
-    const char *whole = "head_dim is -1203, at most 256";
-    size_t size, i, full = strlen(whole) + 1;
+TEST(text_is_truncated) {
+    const char *full_text = "head_dim is -1203, at most 256";
+    size_t size, i, full_size = strlen(full_text) + 1;
     char buf[64];
-    for (size = 0; size <= full + 3; size++) {
-        size_t keep = size < full ? size : full; /* bytes, the final zero included */
+    for (size = 0; size <= full_size + 3; size++) {
+        size_t n_kept = size < full_size ? size : full_size; /* bytes, the final zero included */
         memset(buf, 0x5a, sizeof buf);
-        sentence(buf, size);
-        if (size > 0) CHECK(memcmp(buf, whole, keep - 1) == 0 && buf[keep - 1] == 0);
+        write_sentence(buf, size);
+        if (size > 0) CHECK(memcmp(buf, full_text, n_kept - 1) == 0 && buf[n_kept - 1] == 0);
         for (i = size; i < sizeof buf; i++) CHECK(buf[i] == 0x5a);
     }
-    sentence(NULL, 0);
-    sentence(NULL, 10);
-    CHECK_STR(number(0), "0");
-    CHECK_STR(number(7), "7");
-    CHECK_STR(number(-10), "-10");
-    CHECK_STR(number(INT64_MAX), "9223372036854775807");
-    CHECK_STR(number(INT64_MIN), "-9223372036854775808");
+    write_sentence(NULL, 0);
+    write_sentence(NULL, 10);
+    CHECK_STR(int_text(0), "0");
+    CHECK_STR(int_text(7), "7");
+    CHECK_STR(int_text(-10), "-10");
+    CHECK_STR(int_text(INT64_MAX), "9223372036854775807");
+    CHECK_STR(int_text(INT64_MIN), "-9223372036854775808");
 }
 
 /* >>checksums */
-/* The generator of the vectors that come with xxHash: the top byte of a running product. */
+/* Makes the input of the test vectors of xxHash: the top bytes of a running product. */
 static void xxh_sanity_bytes(uint8_t *p, size_t n) {
     uint64_t x = 2654435761u;
     size_t i;
@@ -411,7 +411,7 @@ static void xxh_sanity_bytes(uint8_t *p, size_t n) {
 TEST(xxh64_vectors) {
     static const struct {
         size_t n;
-        uint64_t unseeded, seeded; /* by 2654435761 */
+        uint64_t unseeded, seeded; /* seeded: the seed is 2654435761 */
     } known[] = {
         {0, 0xef46db3751d8e999u, 0xac75fda2929b17efu},  {1, 0xe934a84adb052768u, 0x5014607643a9b4c3u},
         {4, 0x9136a0dca57457eeu, 0xcaab286bd8e9fdb5u},  {14, 0x8282dcc4994e35c8u, 0xc3bd6bf63deb6df0u},
@@ -431,21 +431,22 @@ TEST(xxh64_vectors) {
           0xfbcea83c8a378bf1u);
 }
 
-static void flip_bit(uint8_t *word, size_t next, int bit) { /* of 128: a word, and one `next` bytes on */
+/* Flips one of 128 bits in two words. The second word starts next bytes after the first. */
+static void flip_bit(uint8_t *word, size_t next, int bit) {
     word[(bit < 64 ? 0 : next) + (size_t)(bit % 64 / 8)] ^= (uint8_t)(1u << bit % 8);
 }
 
-/* Every pattern of 1, 2 and 3 bits in two words that follow one another, in the bytes or in a lane (32 bytes on). */
-TEST(xxh64_finds_few_bits) {
+/* Flips every set of 1, 2 or 3 bits in two words. The words are adjacent, or adjacent in a lane (32 bytes apart). */
+TEST(xxh64_detects_flipped_bits) {
     enum { SIZE = 104 }; /* three rounds and a tail of one word */
     static const size_t distance[] = {8, 32};
     uint8_t bytes[SIZE];
-    uint64_t right;
+    uint64_t want;
     size_t d, at;
     long missed = 0, tried = 0;
     int i, j, k;
     xxh_sanity_bytes(bytes, SIZE);
-    right = tkvi_xxh64(7, bytes, SIZE);
+    want = tkvi_xxh64(7, bytes, SIZE);
     for (d = 0; d < 2; d++)
         for (at = 0; at + distance[d] + 8 <= SIZE; at += tkv_test_quick() ? 40u : 8u)
             for (i = 0; i < 128; i++) {
@@ -455,7 +456,7 @@ TEST(xxh64_finds_few_bits) {
                     if (j > i) flip_bit(word, distance[d], j);
                     for (k = j; k < 128; k++) {
                         if (k > j) flip_bit(word, distance[d], k);
-                        missed += tkvi_xxh64(7, bytes, SIZE) == right;
+                        missed += tkvi_xxh64(7, bytes, SIZE) == want;
                         tried++;
                         if (k > j) flip_bit(word, distance[d], k);
                     }
@@ -463,7 +464,7 @@ TEST(xxh64_finds_few_bits) {
                 }
                 flip_bit(word, distance[d], i);
             }
-    CHECK(tkvi_xxh64(7, bytes, SIZE) == right);
+    CHECK(tkvi_xxh64(7, bytes, SIZE) == want);
     CHECK_MSG(missed == 0, "%ld of %ld changes missed", missed, tried);
     printf("\n      %ld changes\n", tried);
 }
@@ -494,8 +495,8 @@ TEST(code_books) {
     CHECK_NEAR(tkvi_e5m2_level(1) * 4096.0f, 1.0 / 65536, 0);
 }
 
-/* Halfway between neighbours the even code wins; a little off, the nearer one. */
-TEST(ties) {
+/* Halfway between two levels, the even code is chosen. Elsewhere the nearest code is chosen. */
+TEST(ties_take_the_even_code) {
     struct {
         const char *name;
         int (*code)(float);
@@ -559,7 +560,7 @@ TEST(rope_against_double) {
                         worst = e > worst ? e : worst;
                         size = fabs(ref[i]) > size ? fabs(ref[i]) : size;
                     }
-                    /* the scale is a float, as are given frequencies: no more is known */
+                    /* scale and frequencies are floats, which bounds the precision */
                     CHECK_MSG(worst <= 1e-6 * size, "dim %d, base %g, position %ld: %g of %g", dim,
                               (double)r.base, (long)positions[p], worst, size);
                     tkvi_rope_rotate(&rope, positions[p], !k, y);
@@ -568,7 +569,7 @@ TEST(rope_against_double) {
         }
 }
 
-TEST(rope_refuses) {
+TEST(invalid_rope_is_refused) {
     static const float bad[] = {1.0f, 2.0f};
     tkv_rope r = rope_of(64, 0, 0, 0);
     tkv_config cfg = tkv_default_config();
@@ -603,7 +604,7 @@ TEST(rope_refuses) {
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
 }
 
-/* Bits of the turned values are those of every machine, under any flags. */
+/* The rotated values have the same bits on every machine, with any compiler flags. */
 TEST(rope_golden) {
     tkv_rng rng = tkv_rng_seed(2);
     uint64_t h = HASH_START;
@@ -620,9 +621,9 @@ TEST(rope_golden) {
     CHECK_MSG(h == 0xcaeaac5066f4fe89u, "%016llx", (unsigned long long)h);
     for (i = 0; i < 5000; i++) {
         uint64_t angle = tkv_rng_u64(&rng);
-        double turn = 6.283185307179586477 * ldexp((double)(angle >> 11), -53);
+        double radians = 6.283185307179586477 * ldexp((double)(angle >> 11), -53);
         tkvi_cos_sin(angle, &c, &s);
-        if (fabs((double)c - cos(turn)) > 4e-8 || fabs((double)s - sin(turn)) > 4e-8) CHECK(0);
+        if (fabs((double)c - cos(radians)) > 4e-8 || fabs((double)s - sin(radians)) > 4e-8) CHECK(0);
     }
     tkvi_cos_sin(0, &c, &s);
     CHECK(c == 1.0f && s == 0.0f);
@@ -634,10 +635,10 @@ TEST(rope_golden) {
     CHECK(c == 0.0f && s == -1.0f);
 }
 
-/* >>levels */
+/* >>code books fitted to a histogram */
 static int64_t histogram[TKVI_BOOK_BINS];
 
-static double draw(tkv_rng *r, int kind) {
+static double draw_value(tkv_rng *r, int kind) {
     double g = tkv_rng_gauss(r), u = tkv_rng_uniform(r);
     switch (kind) {
     case 0: return 0.35 * g;
@@ -654,59 +655,59 @@ static double draw(tkv_rng *r, int kind) {
 static void fill_histogram(tkv_rng *r, int kind, int n) {
     memset(histogram, 0, sizeof histogram);
     while (n) {
-        double x = draw(r, kind);
+        double x = draw_value(r, kind);
         if (x < -1 || x > 1) continue;
         histogram[tkvi_book_bin((float)x)] += 1 + kind * 1000;
         n--;
     }
 }
 
-static double bin_at(int i) { return (double)(2 * i + 1 - TKVI_BOOK_BINS) / TKVI_BOOK_BINS; }
+static double bin_center(int i) { return (double)(2 * i + 1 - TKVI_BOOK_BINS) / TKVI_BOOK_BINS; }
 
-/* Mean square error of nearest levels. */
+/* Returns the mean square error if each value takes its nearest level. */
 static double book_error(const float *level, int n) {
-    double sum = 0, all = 0;
+    double sum = 0, n_values = 0;
     int i, j;
     for (i = 0; i < TKVI_BOOK_BINS; i++) {
         double best = 100;
         for (j = 0; j < n; j++) {
-            double e = bin_at(i) - (double)level[j];
+            double e = bin_center(i) - (double)level[j];
             best = e * e < best ? e * e : best;
         }
         sum += best * (double)histogram[i];
-        all += (double)histogram[i];
+        n_values += (double)histogram[i];
     }
-    return sum / all;
+    return sum / n_values;
 }
 
-/* The least error that any n levels have: dynamic programming over the places where cells end. */
+/* Returns the smallest error that n levels can have, by dynamic programming over the ends of cells. */
 static double best_error(int n) {
     static double w[TKVI_BOOK_BINS + 1], x[TKVI_BOOK_BINS + 1], q[TKVI_BOOK_BINS + 1];
-    static double had[TKVI_BOOK_BINS + 1], now[TKVI_BOOK_BINS + 1];
+    static double best[TKVI_BOOK_BINS + 1], next[TKVI_BOOK_BINS + 1];
     int i, j, k;
     for (i = 0; i < TKVI_BOOK_BINS; i++) {
         double c = (double)histogram[i];
         w[i + 1] = w[i] + c;
-        x[i + 1] = x[i] + c * bin_at(i);
-        q[i + 1] = q[i] + c * bin_at(i) * bin_at(i);
-        had[i + 1] = 1e300;
+        x[i + 1] = x[i] + c * bin_center(i);
+        q[i + 1] = q[i] + c * bin_center(i) * bin_center(i);
+        best[i + 1] = 1e300;
     }
-    had[0] = 0;
+    best[0] = 0;
     for (k = 0; k < n; k++) {
         for (i = 0; i <= TKVI_BOOK_BINS; i++) {
-            now[i] = had[i];
+            next[i] = best[i];
             for (j = i - 1; j >= 0; j--) {
                 double d = w[i] - w[j], s = x[i] - x[j], cost = d > 0 ? q[i] - q[j] - s * s / d : 0;
-                if (cost > now[i]) break; /* longer cells cost more */
-                if (had[j] + cost < now[i]) now[i] = had[j] + cost;
+                if (cost > next[i]) break; /* longer cells cost more */
+                if (best[j] + cost < next[i]) next[i] = best[j] + cost;
             }
         }
-        memcpy(had, now, sizeof had);
+        memcpy(best, next, sizeof best);
     }
-    return had[TKVI_BOOK_BINS] / w[TKVI_BOOK_BINS];
+    return best[TKVI_BOOK_BINS] / w[TKVI_BOOK_BINS];
 }
 
-TEST(levels_are_nearly_the_best) {
+TEST(levels_are_near_the_optimum) {
     tkv_rng r = tkv_rng_seed(3);
     int kind, bits, j, i;
     for (kind = 0; kind < 6; kind++) {
@@ -722,26 +723,25 @@ TEST(levels_are_nearly_the_best) {
             CHECK_MSG(error <= 1.08 * best, "kind %d, %d bits: %g, the best %g", kind, bits, error, best);
             tkvi_book_make(histogram, bits, 1, &uniform);
             CHECK_LE(error, book_error(uniform.level, n) * 1.02);
-            for (j = 0; j < n;
-                 j++) { /* each is the mean of what it stands for; evenly spaced ones are that */
-                double sum = 0, all = 0;
+            for (j = 0; j < n; j++) { /* a level is the mean of its cell; uniform levels are evenly spaced */
+                double sum = 0, n_values = 0;
                 for (i = 0; i < TKVI_BOOK_BINS; i++) {
-                    double x = bin_at(i),
+                    double x = bin_center(i),
                            lo = j ? 0.5 * ((double)book.level[j - 1] + (double)book.level[j]) : -2,
                            hi = j < n - 1 ? 0.5 * ((double)book.level[j] + (double)book.level[j + 1]) : 2;
                     if (x <= lo || x > hi) continue;
                     sum += x * (double)histogram[i];
-                    all += (double)histogram[i];
+                    n_values += (double)histogram[i];
                 }
-                if (all > 0) CHECK_NEAR(book.level[j], sum / all, 5e-3);
+                if (n_values > 0) CHECK_NEAR(book.level[j], sum / n_values, 5e-3);
                 CHECK_NEAR(uniform.level[j], -1 + 2.0 * j / (n - 1), 3e-4);
             }
         }
     }
 }
 
-/* The mean and the variance of what is decoded are those of the values. */
-TEST(norm_restores_moments) {
+/* Decoded values have the mean and the variance of the original values. */
+TEST(normed_levels_keep_mean_and_variance) {
     tkv_rng r = tkv_rng_seed(4);
     int kind, bits, uniform, i, j;
     for (kind = 0; kind < 6; kind++) {
@@ -755,9 +755,10 @@ TEST(norm_restores_moments) {
                     double c = (double)histogram[i];
                     int best = 0;
                     for (j = 1; j < 1 << bits; j++)
-                        if (fabs(bin_at(i) - (double)b.level[j]) < fabs(bin_at(i) - (double)b.level[best]))
+                        if (fabs(bin_center(i) - (double)b.level[j]) <
+                            fabs(bin_center(i) - (double)b.level[best]))
                             best = j;
-                    m[0][0] += c, m[0][1] += c * bin_at(i), m[0][2] += c * bin_at(i) * bin_at(i);
+                    m[0][0] += c, m[0][1] += c * bin_center(i), m[0][2] += c * bin_center(i) * bin_center(i);
                     m[1][0] += c, m[1][1] += c * (double)b.normed[best];
                     m[1][2] += c * (double)b.normed[best] * (double)b.normed[best];
                 }
@@ -771,7 +772,7 @@ TEST(norm_restores_moments) {
     }
 }
 
-TEST(odd_histograms) {
+TEST(unusual_histograms) {
     int k, bits, j;
     for (k = 0; k < 7; k++)
         for (bits = 2; bits <= 4; bits++) {
@@ -790,7 +791,7 @@ TEST(odd_histograms) {
                 CHECK(b.normed[j] >= -4 && b.normed[j] <= 4);
                 if (j) CHECK(b.level[j] >= b.level[j - 1] && b.normed[j] >= b.normed[j - 1]);
             }
-            if (k == 1 || k == 2) /* one of them is there */
+            if (k == 1 || k == 2) /* a level is at the only value */
                 for (j = 0; j < 1 << bits; j++)
                     if (fabs((double)b.level[j]) > 0.999) break;
             if (k == 1 || k == 2) CHECK(j < 1 << bits);
@@ -799,31 +800,31 @@ TEST(odd_histograms) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(halves_all);
-    RUN(halves_from_floats);
-    RUN(halves_literal);
+    RUN(f16_all_patterns);
+    RUN(f16_from_floats);
+    RUN(f16_literal_patterns);
     RUN(bf16);
-    RUN(finite);
+    RUN(finite_patterns);
     RUN(round_half_to_even);
     RUN(single_precision_operations);
     RUN(small_helpers);
     RUN(bytes_are_little_endian);
-    RUN(sizes_are_checked);
+    RUN(size_overflow_is_detected);
 #ifndef TKV_NO_MALLOC
     RUN(default_allocator);
 #endif
-    RUN(heap_counts);
+    RUN(heap_counts_bytes);
     RUN(arena);
     RUN(xxh64_vectors);
-    RUN(xxh64_finds_few_bits);
-    RUN(text_is_cut);
+    RUN(xxh64_detects_flipped_bits);
+    RUN(text_is_truncated);
     RUN(code_books);
-    RUN(ties);
+    RUN(ties_take_the_even_code);
     RUN(rope_against_double);
-    RUN(rope_refuses);
+    RUN(invalid_rope_is_refused);
     RUN(rope_golden);
-    RUN(levels_are_nearly_the_best);
-    RUN(norm_restores_moments);
-    RUN(odd_histograms);
+    RUN(levels_are_near_the_optimum);
+    RUN(normed_levels_keep_mean_and_variance);
+    RUN(unusual_histograms);
     return tkv_test_end();
 }

@@ -1,7 +1,7 @@
 /*
- * white_formats.c - white-box test of src/formats and the tiles below them: tiles bit by bit, parts of a side, mixed
- * widths, scales, rotations, how heads share the bits of a layer, A and R formats as codecs,
- * SQuat, golden hashes of the other formats.
+ * white_formats.c - white-box test of src/formats and the tiles below them: the bits of tiles, ranges of tokens, mixed
+ * widths, logarithmic scales, the rotation, how heads share the bits of a layer, A and R formats as codecs, SQuat,
+ * golden hashes of the other formats.
  *
  * It calls internal functions (white.h).
  */
@@ -9,7 +9,7 @@
 #include "blocks.h"
 #include "levels.h"
 
-static tkvi_tile_counts runs_of(const int *widths, int n) {
+static tkvi_tile_counts count_tiles(const int *widths, int n) {
     tkvi_tile_counts runs;
     int i;
     memset(&runs, 0, sizeof runs);
@@ -17,22 +17,22 @@ static tkvi_tile_counts runs_of(const int *widths, int n) {
     return runs;
 }
 
-static tkvi_tile_at tile_at(const tkvi_tile_counts *runs, const int *widths, int tile) {
+static tkvi_tile_at locate_tile(const tkvi_tile_counts *runs, const int *widths, int tile) {
     tkvi_tile_at at = tkvi_first_tile(runs);
     int i;
     for (i = 0; i < tile; i++) tkvi_next_tile(&at, widths[i]);
     return at;
 }
 
-/* One code bit set gives one bit in the bytes, the documented one, and is read from it. */
+/* Packs tiles with one code bit set. Only the documented bit of the bytes must be set, and unpacking must return it. */
 static void check_single_bits(const int *widths, int n) {
-    tkvi_tile_counts runs = runs_of(widths, n);
+    tkvi_tile_counts runs = count_tiles(widths, n);
     size_t size = tkvi_tiles_bytes(&runs);
     uint8_t code[TKVI_TILE_CODES], back[TKVI_TILE_CODES];
     int tile, q, b, k;
     CHECK_EQ(size, run_bytes(widths, n));
     for (tile = 0; tile < n; tile++) {
-        tkvi_tile_at at = tile_at(&runs, widths, tile);
+        tkvi_tile_at at = locate_tile(&runs, widths, tile);
         for (b = 0; b < widths[tile]; b++)
             for (q = 0; q < 256; q += tkv_test_quick() ? 7 : 1) {
                 bit_position p = find_bit(widths, n, tile, q, b);
@@ -50,7 +50,8 @@ static void check_single_bits(const int *widths, int n) {
 }
 
 TEST(tile_bits) {
-    static const int mixed[] = {8, 6, 5, 5, 5, 4, 3, 3, 2, 1, 1}; /* an odd number of halves before the 3s */
+    static const int mixed[] = {8, 6, 5, 5, 5, 4,
+                                3, 3, 2, 1, 1}; /* an odd number of half vectors before the 3s */
     int i;
     for (i = 0; i < COUNT(all_widths); i++) {
         int three[3];
@@ -61,15 +62,15 @@ TEST(tile_bits) {
     check_single_bits(mixed, COUNT(mixed));
 }
 
-/* The layout of tiles again, without `find_bit`: bytes are written by hand. */
+/* Compares with bytes written out by hand, without place(). */
 TEST(tile_bits_literal) {
     static const int two[] = {2}, four[] = {4}, three[] = {3, 3, 3};
-    tkvi_tile_counts runs = runs_of(two, 1);
+    tkvi_tile_counts runs = count_tiles(two, 1);
     tkvi_tile_at at = tkvi_first_tile(&runs);
     uint8_t code[TKVI_TILE_CODES];
     memset(code, 0, sizeof code);
     memset(bytes, 0, BUFFER_BYTES);
-    code[64 * 0 + 4 * 5 + 1] = 1; /* planes 0 to 3 of lane 5, reduced 1 */
+    code[64 * 0 + 4 * 5 + 1] = 1; /* planes 0 to 3 of lane 5, index 1 of 4 in the lane */
     code[64 * 1 + 4 * 5 + 1] = 2;
     code[64 * 2 + 4 * 5 + 1] = 3;
     code[64 * 3 + 4 * 5 + 1] = 1;
@@ -78,7 +79,7 @@ TEST(tile_bits_literal) {
     CHECK_EQ(bytes[20] | bytes[22], 0);
     CHECK_EQ(tkvi_tiles_bytes(&runs), 64);
 
-    runs = runs_of(four, 1);
+    runs = count_tiles(four, 1);
     at = tkvi_first_tile(&runs);
     memset(bytes, 0, BUFFER_BYTES);
     tkvi_pack_tile(bytes, &at, 4, code);
@@ -87,12 +88,12 @@ TEST(tile_bits_literal) {
     CHECK_EQ(tkvi_tiles_bytes(&runs), 128);
 
     code[64 * 2 + 4 * 5 + 1] = 7;
-    runs = runs_of(three, 3);
-    at = tile_at(&runs, three, 1);
+    runs = count_tiles(three, 3);
+    at = locate_tile(&runs, three, 1);
     memset(bytes, 0, BUFFER_BYTES);
     tkvi_pack_tile(bytes, &at, 3, code);
     CHECK_EQ(bytes[64 + 21], 1 | 2 << 2 | 3 << 4 | 1 << 6);
-    CHECK_EQ(bytes[192 + 21], 1 << (4 + 2)); /* the second half of the first vector behind three tiles */
+    CHECK_EQ(bytes[192 + 21], 1 << (4 + 2)); /* the upper half of the first vector after three tiles */
     CHECK_EQ(tkvi_tiles_bytes(&runs), 192 + 128);
 }
 
@@ -101,7 +102,7 @@ TEST(tile_round_trip) {
     int round, rounds = tkv_test_quick() ? 40 : 300;
     for (round = 0; round < rounds; round++) {
         int widths[16], n = random_widths(&r, widths, 16), tile, q, wrong = 0;
-        tkvi_tile_counts runs = runs_of(widths, n);
+        tkvi_tile_counts runs = count_tiles(widths, n);
         tkvi_tile_at at = tkvi_first_tile(&runs);
         size_t size = tkvi_tiles_bytes(&runs), i;
         uint8_t code[16][TKVI_TILE_CODES], back[TKVI_TILE_CODES];
@@ -132,7 +133,7 @@ TEST(tile_round_trip) {
 }
 
 /* >>decoding */
-TEST(decode_of_a_part) {
+TEST(decode_a_range_of_tokens) {
     tkv_rng r = tkv_rng_seed(32);
     int f, side, i, round, t;
     for (f = 1; f < TKV_FORMAT_COUNT; f++)
@@ -141,7 +142,7 @@ TEST(decode_of_a_part) {
                 int dim = head_dims[i];
                 tkv_codec c = make_codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
                 tkvi_side s;
-                if (!tkv_get_block_bytes(&c)) continue; /* a format for the other side alone */
+                if (!tkv_get_block_bytes(&c)) continue; /* the format does not store this side */
                 CHECK(tkvi_codec_side(&c, &s));
                 fill_input(OUTLIERS, &r, BLOCK, dim, in);
                 CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES), TKV_OK);
@@ -163,35 +164,35 @@ TEST(decode_of_a_part) {
             }
 }
 
-/* >>sides of mixed widths, with a channel order and a table of levels, through a format of the test's own:
- * its metadata are the zeros, then the scales, 16 halves apart from where KIVI has them */
-static void own_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help, float *scale,
-                     float *zero) {
+/* >>sides of mixed widths, with a channel order and a table of levels. They use a format of this test: its metadata
+ * are the zero points, 32 unused bytes, and the scales. */
+static void decode_gapped_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *help,
+                               float *scale, float *zero) {
     int n = s->groups * (s->which == TKV_K ? (int)s->pad : BLOCK);
     help->f16_to_f32(src + s->code_bytes, n, zero);
     help->f16_to_f32(src + s->code_bytes + 2 * n + 32, n, scale);
 }
 
-static tkvi_format own_format(void) {
+static tkvi_format make_gapped_format(void) {
     tkvi_format f;
     memset(&f, 0, sizeof f);
     f.name = "own";
     f.bits = 2;
     f.stored = TKVI_AS_TILES;
     f.side[TKV_K].decode = tkvi_decode_tiles;
-    f.side[TKV_K].meta = own_meta;
+    f.side[TKV_K].meta = decode_gapped_meta;
     f.side[TKV_V].decode = tkvi_decode_tiles;
-    f.side[TKV_V].meta = own_meta;
+    f.side[TKV_V].meta = decode_gapped_meta;
     return f;
 }
 
-/* Widths of n tiles, widest first, `same` neighbours alike (V: the four of a slab). */
-static void widths_of_a_side(tkv_rng *r, int *widths, int n, int same, int widest) {
+/* Draws widths of n tiles, widest first. Runs of n_equal tiles have the same width (V: the 4 tiles of a slab). */
+static void draw_side_widths(tkv_rng *r, int *widths, int n, int n_equal, int widest) {
     int i, w;
     for (i = 0; i < n; i++) {
         do w = all_widths[tkv_rng_below(r, COUNT(all_widths))];
         while (w > widest);
-        widths[i] = i % same ? widths[i - 1] : w;
+        widths[i] = i % n_equal ? widths[i - 1] : w;
     }
     for (i = 1; i < n; i++)
         for (w = i; w > 0 && widths[w] > widths[w - 1]; w--) {
@@ -201,8 +202,9 @@ static void widths_of_a_side(tkv_rng *r, int *widths, int n, int same, int wides
         }
 }
 
-/* Of pairs: 32 channels on 16 lanes of 3 bits, and 2 bits for 16 channels without partners; returns how many. */
-static int widths_of_pairs(int *widths, int pad) {
+/* Sets the widths for pairs of channels: 3 bits for 32 channels on 16 lanes, 2 bits for 16 channels without partners.
+ * Returns the number of tiles. */
+static int set_pair_widths(int *widths, int pad) {
     int n = pad / 32 * 4 + pad % 32 / 4, i;
     for (i = 0; i < n; i++) widths[i] = i < pad / 32 * 4 ? 3 : 2;
     return n;
@@ -210,7 +212,7 @@ static int widths_of_pairs(int *widths, int pad) {
 
 TEST(mixed_widths) {
     tkv_rng r = tkv_rng_seed(71);
-    tkvi_format format = own_format();
+    tkvi_format format = make_gapped_format();
     int round, rounds = tkv_test_quick() ? 60 : 300;
     for (round = 0; round < rounds; round++) {
         int side = round % 2, tabled = round / 2 % 2, dim = 1 + tkv_rng_below(&r, 96),
@@ -230,9 +232,9 @@ TEST(mixed_widths) {
         s.group = (int16_t)group;
         s.groups = (int16_t)(side ? round_up(dim, group) / group : BLOCK / group);
         s.pairs = (int8_t)pairs;
-        if (pairs) tiles = widths_of_pairs(widths, pad);
-        else widths_of_a_side(&r, widths, tiles, side ? 4 : 1, tabled ? 4 : 8);
-        s.tiles = runs_of(widths, tiles);
+        if (pairs) tiles = set_pair_widths(widths, pad);
+        else draw_side_widths(&r, widths, tiles, side ? 4 : 1, tabled ? 4 : 8);
+        s.tiles = count_tiles(widths, tiles);
         s.code_bytes = tkvi_tiles_bytes(&s.tiles);
         for (i = 0; i < 48; i++) levels[i] = (int8_t)(tkv_rng_below(&r, 255) - 127);
         if (tabled || pairs) s.levels = levels;
@@ -280,7 +282,7 @@ TEST(mixed_widths) {
     }
 }
 
-/* >>logarithmic scales, as drawn in core/log_scale.h */
+/* >>logarithmic scales, as defined in core/log_scale.h */
 static double log_value(int code, int top) {
     return code ? ldexp((double)tkvi_log_mantissa[(code - 1) % 16] / 1024, top - 16 + (code - 1) / 16) : 0.0;
 }
@@ -293,7 +295,7 @@ static float next_float(float x, int up_or_down) { /* x > 0 */
 TEST(logarithmic_scales) {
     static const int tops[] = {-TKVI_LOG_TOP, -8, 0, TKVI_LOG_TOP_DEFAULT, TKVI_LOG_TOP};
     int i, code, e;
-    for (code = 0; code < 16; code++) { /* 16 steps to the octave, 11 bits */
+    for (code = 0; code < 16; code++) { /* 16 steps to the octave, of 11 bits */
         CHECK_NEAR(tkvi_log_mantissa[code], 1024 * pow(2.0, code / 16.0), 0.5);
         CHECK(tkvi_log_mantissa[code] < 2048);
     }
@@ -305,12 +307,11 @@ TEST(logarithmic_scales) {
             CHECK_EQ(tkvi_log_code(v, top), code);
             if (code < 2) continue;
             CHECK(v > tkvi_log_value(code - 1, top));
-            { /* the nearest in the logarithm, of sixteenths of an octave as they are before rounding to 11 bits */
+            { /* in the logarithm, the border is halfway between the steps before rounding to 11 bits */
                 double border = ldexp(pow(2.0, (code - 2 + 0.5) / 16), top - 16);
                 float below = (float)border;
                 if ((double)below > border) below = next_float(below, -1);
-                CHECK_EQ(tkvi_log_code(next_float(below, -1), top),
-                         code - 1); /* to the bit before the last */
+                CHECK_EQ(tkvi_log_code(next_float(below, -1), top), code - 1); /* except the last bit */
                 CHECK_EQ(tkvi_log_code(next_float(below, 1), top), code);
             }
             CHECK_EQ(tkvi_log_code(next_float(v, 1), top), code);
@@ -324,24 +325,24 @@ TEST(logarithmic_scales) {
         CHECK_EQ(tkvi_log_code(-0.0f, top), 0);
         CHECK_EQ(tkvi_log_code(-1.0f, top), 0);
     }
-    for (e = -130; e < 128; e++) { /* a window with a largest scale in it, and room above */
-        float most = (float)ldexp(1.7, e);
-        int top = tkvi_log_top(most);
+    for (e = -130; e < 128; e++) { /* the window holds the largest scale, with headroom */
+        float largest = (float)ldexp(1.7, e);
+        int top = tkvi_log_top(largest);
         CHECK(top >= -TKVI_LOG_TOP && top <= TKVI_LOG_TOP);
         if (e < -90 || e > 90) continue;
-        CHECK_LE(3.5 * (double)most, log_value(255, top));
-        CHECK_LE(log_value(255, top), 9.0 * (double)most);
+        CHECK_LE(3.5 * (double)largest, log_value(255, top));
+        CHECK_LE(log_value(255, top), 9.0 * (double)largest);
     }
     CHECK_EQ(tkvi_log_top(0.0f), TKVI_LOG_TOP_DEFAULT);
 }
 
 /* >>the rotation */
-TEST(rotation_keeps_lengths_and_turns_back) {
+TEST(rotation_keeps_norms_and_inverts) {
     static float x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM], z[TKV_MAX_HEAD_DIM];
     tkv_rng r = tkv_rng_seed(81);
     int dim, c;
     for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
-        double xx = 0, yy = 0, most = 0;
+        double xx = 0, yy = 0, max_error = 0;
         tkv_rng_fill(&r, x, (size_t)dim, 3.0);
         memcpy(y, x, sizeof y);
         tkvi_rotate(y, dim);
@@ -351,23 +352,23 @@ TEST(rotation_keeps_lengths_and_turns_back) {
             double d = fabs((double)z[c] - (double)x[c]);
             xx += (double)x[c] * (double)x[c];
             yy += (double)y[c] * (double)y[c];
-            most = d > most ? d : most;
+            max_error = d > max_error ? d : max_error;
         }
         CHECK_NEAR(yy / xx, 1.0, 2e-6);
-        CHECK_LE(most, 4e-6 * sqrt(xx));
+        CHECK_LE(max_error, 4e-6 * sqrt(xx));
         for (c = dim; c < TKV_MAX_HEAD_DIM; c++)
-            CHECK(tkvi_bits(y[c]) == tkvi_bits(x[c])); /* nothing beyond */
+            CHECK(tkvi_bits(y[c]) == tkvi_bits(x[c])); /* channels beyond dim do not change */
     }
 }
 
-/* Columns of the matrix are orthogonal, and it mixes: one channel spreads over many. */
+/* The matrix is orthonormal, and it spreads one channel over many. */
 TEST(rotation_is_orthonormal_and_mixes) {
     static const int sizes[] = {1, 2, 3, 8, 16, 48, 64, 80, 96, 100, 128, 192, 255, 256};
     static float m[TKV_MAX_HEAD_DIM][TKV_MAX_HEAD_DIM];
     int s, i, j, c;
     for (s = 0; s < COUNT(sizes); s++) {
         const int dim = sizes[s];
-        double most = 0, largest = 0;
+        double max_error = 0, largest = 0;
         for (i = 0; i < dim; i++) {
             memset(m[i], 0, sizeof m[i]);
             m[i][i] = 1.0f;
@@ -382,25 +383,25 @@ TEST(rotation_is_orthonormal_and_mixes) {
                 double dot = 0;
                 for (c = 0; c < dim; c++) dot += (double)m[i][c] * (double)m[j][c];
                 dot = fabs(dot - (i == j));
-                most = dot > most ? dot : most;
+                max_error = dot > max_error ? dot : max_error;
             }
-        CHECK_LE(most, 1e-6);
+        CHECK_LE(max_error, 1e-6);
         if ((dim & (dim - 1)) == 0) CHECK_NEAR(largest, 1 / sqrt((double)dim), 1e-6);
         else if (dim > 8) CHECK_LE(largest, 0.75);
     }
 }
 
-/* >>who gets the bits */
-enum { MANY = 24, MAX_TILES = TKV_MAX_HEAD_DIM / 4 };
+/* >>how heads share the bits of a layer */
+enum { MAX_HEADS = 24, MAX_TILES = TKV_MAX_HEAD_DIM / 4 };
 
-typedef struct sharers {
-    tkvi_head head[MANY];
-    uint8_t importance[MANY][TKV_MAX_HEAD_DIM];
+typedef struct head_set {
+    tkvi_head head[MAX_HEADS];
+    uint8_t importance[MAX_HEADS][TKV_MAX_HEAD_DIM];
     int n, dim, pad, unit;
-} sharers;
+} head_set;
 
-/* `alike`: all heads the same. */
-static void random_sharers(tkv_rng *r, sharers *s, int n, int dim, int unit, int alike) {
+/* alike: 1 makes all heads equal. */
+static void draw_heads(tkv_rng *r, head_set *s, int n, int dim, int unit, int alike) {
     int h, c, spread = 1 + tkv_rng_below(r, 12);
     memset(s, 0, sizeof *s);
     s->n = n;
@@ -425,24 +426,24 @@ static void random_sharers(tkv_rng *r, sharers *s, int n, int dim, int unit, int
     }
 }
 
-static int bits_of_runs(const tkvi_tile_counts *runs) {
+static int sum_bits(const tkvi_tile_counts *runs) {
     int w, sum = 0;
     for (w = 1; w <= 8; w++) sum += w * runs->n[w];
     return sum;
 }
 
-/* What a tile, or a unit of them, gains by one bit more: 4 channels of the greatest importance first. */
-static int gain_of(const sharers *s, int head, int item, int bits) {
+/* Returns the gain of one more bit per code in an item: `unit` tiles of 4 channels. Channels descend in importance. */
+static int gain_of(const head_set *s, int head, int item, int bits) {
     static const int ladder[6] = {-22, -63, -112, -169, -223, -277}; /* 32 log2 of D(b) - D(b + 1) */
     int c, sum = 0;
     for (c = 0; c < 4 * s->unit; c++) sum += s->importance[head][4 * s->unit * item + c];
     return sum ? 4 * s->head[head].k_weight + sum / s->unit + ladder[bits] : -1000000;
 }
 
-/* One bit after the other to whom it helps most; of equals to fewer bits, then the first. Bits spent by each head.
- * Returns 1 if the last one could have gone elsewhere with the same gain. */
-static int greedy(const sharers *s, int budget, int cap, int (*bits)[MAX_TILES], int *spent) {
-    int h, i, items = s->pad / 4 / s->unit, last = 0, tie = 0;
+/* Gives one bit after the other to the item with the largest gain. Among equal gains, the item with fewer bits is
+ * chosen, then the first one. spent[h]: out, bits of head h. Returns 1 if another item had the gain of the last bit. */
+static int share_greedily(const head_set *s, int budget, int cap, int (*bits)[MAX_TILES], int *spent) {
+    int h, i, items = s->pad / 4 / s->unit, last = 0, has_tie = 0;
     for (h = 0; h < s->n; h++) {
         spent[h] = 0;
         for (i = 0; i < items; i++) bits[h][i] = 0;
@@ -459,86 +460,91 @@ static int greedy(const sharers *s, int budget, int cap, int (*bits)[MAX_TILES],
                 }
             }
         if (best_h < 0) return 0;
-        if (budget < s->unit) return tie || best == last;
+        if (budget < s->unit) return has_tie || best == last;
         bits[best_h][best_i]++;
         spent[best_h] += s->unit;
         budget -= s->unit;
-        tie = spent[best_h] + s->unit > cap && best == last; /* who is full lets others pass */
+        has_tie =
+            spent[best_h] + s->unit > cap && best == last; /* a full head leaves equal gains to other heads */
         last = best;
     }
 }
 
-TEST(tiles_of_a_head_are_the_greedy_ones) {
+TEST(tile_widths_are_greedy) {
     static const int sizes[] = {1, 4, 8, 16, 20, 48, 64, 80, 100, 128, 192, 256};
-    static int bits[MANY][MAX_TILES];
-    static sharers s;
+    static int bits[MAX_HEADS][MAX_TILES];
+    static head_set s;
     tkv_rng r = tkv_rng_seed(82);
     int round, rounds = tkv_test_quick() ? 60 : 500, w;
     for (round = 0; round < rounds; round++) {
-        int dim = sizes[tkv_rng_below(&r, COUNT(sizes))], unit = round % 3 ? 1 : 4, spent[MANY], i, budget;
+        int dim = sizes[tkv_rng_below(&r, COUNT(sizes))], unit = round % 3 ? 1 : 4, spent[MAX_HEADS], i,
+            budget;
         int count[9] = {0};
         tkvi_tile_counts runs;
-        random_sharers(&r, &s, 1, dim, unit, 0);
+        draw_heads(&r, &s, 1, dim, unit, 0);
         budget = tkv_rng_below(&r, s.pad + 8);
         tkvi_choose_widths(&s.head[0], s.pad, unit, budget, &runs);
-        (void)greedy(&s, budget, 1 << 20, bits, spent);
-        CHECK_EQ(bits_of_runs(&runs), spent[0]);
+        (void)share_greedily(&s, budget, 1 << 20, bits, spent);
+        CHECK_EQ(sum_bits(&runs), spent[0]);
         CHECK_LE(spent[0], budget);
         for (i = 0; i < s.pad / 4 / unit; i++) count[bits[0][i]] += unit;
         for (w = 1; w <= 6; w++) CHECK_EQ(runs.n[w], count[w]);
         CHECK_EQ(runs.n[8], 0);
-        /* all of it is spent, but for what is less than a unit, or when everybody has six bits */
+        /* less than a unit is left, unless all tiles have 6 bits */
         if (s.dim == s.pad && budget <= 6 * s.pad / 4) CHECK_LE(budget - spent[0], unit - 1);
     }
 }
 
-TEST(heads_share_what_there_is) {
+TEST(heads_share_the_whole_budget) {
     static const int quarters[] = {16, 14, 12, 11, 10, 9, 8, 7, 6},
                      sizes[] = {16, 48, 64, 80, 96, 128, 256, 20, 8};
-    static int bits[MANY][MAX_TILES];
-    static sharers s;
+    static int bits[MAX_HEADS][MAX_TILES];
+    static head_set s;
     tkv_rng r = tkv_rng_seed(83);
-    int round, rounds = tkv_test_quick() ? 80 : 600, compared = 0;
+    int round, rounds = tkv_test_quick() ? 80 : 600, n_compared = 0;
     for (round = 0; round < rounds; round++) {
-        int n = 1 + tkv_rng_below(&r, round % 5 ? 6 : MANY), q = quarters[tkv_rng_below(&r, COUNT(quarters))];
-        int dim = sizes[tkv_rng_below(&r, COUNT(sizes))], unit = round % 3 ? 1 : 4, budget[MANY], spent[MANY];
-        int h, sum = 0, all, full = 1, tie;
-        random_sharers(&r, &s, n, dim, unit, 0);
+        int n = 1 + tkv_rng_below(&r, round % 5 ? 6 : MAX_HEADS),
+            q = quarters[tkv_rng_below(&r, COUNT(quarters))];
+        int dim = sizes[tkv_rng_below(&r, COUNT(sizes))], unit = round % 3 ? 1 : 4, budget[MAX_HEADS],
+            spent[MAX_HEADS];
+        int h, sum = 0, total, all_full = 1, has_tie;
+        draw_heads(&r, &s, n, dim, unit, 0);
         tkvi_share_k(s.head, n, q, dim, s.pad, unit, budget);
-        all = n * tkvi_head_budget(q, dim, s.pad);
-        tie = greedy(&s, all, s.pad, bits, spent);
-        compared += !tie;
+        total = n * tkvi_head_budget(q, dim, s.pad);
+        has_tie = share_greedily(&s, total, s.pad, bits, spent);
+        n_compared += !has_tie;
         for (h = 0; h < n; h++) {
-            int most = (dim + 4 * unit - 1) / (4 * unit) * 6 * unit;
+            int max_bits = (dim + 4 * unit - 1) / (4 * unit) * 6 * unit;
             tkvi_tile_counts runs;
             sum += budget[h];
             CHECK(budget[h] % 2 == 0 && budget[h] >= 0);
             CHECK_LE(budget[h], s.pad + 1); /* 4 bits a channel */
-            full &= spent[h] == s.pad || spent[h] == most;
-            /* what greedy gives, but for making it even; of equal gains the first heads get theirs */
-            if (!tie)
+            all_full &= spent[h] == s.pad || spent[h] == max_bits;
+            /* budgets are rounded to even numbers, so they may differ by 2 from the greedy ones */
+            if (!has_tie)
                 CHECK_MSG(abs(budget[h] - spent[h]) <= 2, "head %d of %d, dim %d, unit %d: %d, greedy %d", h,
                           n, dim, unit, budget[h], spent[h]);
             tkvi_choose_widths(&s.head[h], s.pad, unit, budget[h], &runs);
-            CHECK_LE(bits_of_runs(&runs), budget[h]);
-            if (budget[h] <= most) CHECK_LE(budget[h] - bits_of_runs(&runs), unit - 1);
+            CHECK_LE(sum_bits(&runs), budget[h]);
+            if (budget[h] <= max_bits) CHECK_LE(budget[h] - sum_bits(&runs), unit - 1);
         }
-        CHECK_LE(sum, all);
-        if (!full) CHECK_MSG(sum >= all - unit, "%d heads of %d, unit %d: %d of %d", n, dim, unit, sum, all);
+        CHECK_LE(sum, total);
+        if (!all_full)
+            CHECK_MSG(sum >= total - unit, "%d heads of %d, unit %d: %d of %d", n, dim, unit, sum, total);
     }
-    CHECK_LE(rounds / 4, compared);
+    CHECK_LE(rounds / 4, n_compared);
 }
 
 TEST(equal_heads_share_equally) {
     static const int sizes[] = {16, 48, 64, 80, 128, 256};
-    static sharers s;
+    static head_set s;
     tkv_rng r = tkv_rng_seed(84);
     int round, f, h;
     for (round = 0; round < 60; round++) {
-        int n = 2 + round % 9, dim = sizes[round % COUNT(sizes)], unit = round % 2 ? 1 : 4, budget[MANY], low,
-            high;
-        random_sharers(&r, &s, n, dim, unit, 1);
-        if (round % 3 == 0) memset(s.importance, 255, sizeof s.importance); /* and equal channels */
+        int n = 2 + round % 9, dim = sizes[round % COUNT(sizes)], unit = round % 2 ? 1 : 4, budget[MAX_HEADS],
+            low, high;
+        draw_heads(&r, &s, n, dim, unit, 1);
+        if (round % 3 == 0) memset(s.importance, 255, sizeof s.importance); /* equal channels, too */
         for (f = TKV_A40; f <= TKV_A15; f++) {
             tkvi_share_k(s.head, n, tkvi_formats[f].bits, dim, s.pad, unit, budget);
             low = high = budget[0];
@@ -556,40 +562,40 @@ TEST(equal_heads_share_equally) {
     }
 }
 
-TEST(values_share_bits_of_a_layer) {
-    static sharers s;
+TEST(heads_share_value_bits_by_reach) {
+    static head_set s;
     tkv_rng r = tkv_rng_seed(85);
     int round, f, h, i;
     for (round = 0; round < 300; round++) {
-        int n = 1 + tkv_rng_below(&r, MANY), half_bits[MANY];
-        random_sharers(&r, &s, n, 16, 1, 0);
+        int n = 1 + tkv_rng_below(&r, MAX_HEADS), half_bits[MAX_HEADS];
+        draw_heads(&r, &s, n, 16, 1, 0);
         for (f = TKV_R40; f <= TKV_R10; f++) {
             int sum = 0, quarters = tkvi_formats[f].bits;
             tkvi_share_v(s.head, n, quarters, half_bits);
             for (h = 0; h < n; h++) {
                 int b = half_bits[h],
-                    known = b == 2 || b == 4 || b == 6 || b == 8 || (b == 3 && quarters < 8);
+                    is_valid = b == 2 || b == 4 || b == 6 || b == 8 || (b == 3 && quarters < 8);
                 sum += b;
-                CHECK_MSG(known, "%s gives %d half bits", tkvi_formats[f].name, b);
-                for (i = 0; i < n; i++) /* who reads further has no less; but for what is left at the end */
+                CHECK_MSG(is_valid, "%s gives %d half bits", tkvi_formats[f].name, b);
+                for (i = 0; i < n; i++) /* a larger reach gives at least as many bits */
                     if (s.head[i].reach >= s.head[h].reach + 8) CHECK(half_bits[i] >= b);
             }
             CHECK_LE(sum, n * quarters / 2);
-            /* less than the largest step is left */
+            /* less than the largest step remains */
             if (quarters < 16) CHECK_LE(n * quarters / 2 - sum, 1);
             CHECK_LE((double)sum * 4 * 64, (double)tkvi_budget_v(n, quarters, 64));
         }
     }
 }
 
-/* >>allocated keys and rotated values as codecs */
-typedef struct owned_share {
+/* >>A and R formats as codecs */
+typedef struct share_tables {
     tkvi_share share;
     uint8_t order[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM];
-} owned_share;
+} share_tables;
 
-static tkvi_side k_side(owned_share *o, tkv_rng *r, int dim, int width, float mean, float most) {
+static tkvi_side make_k_side(share_tables *o, tkv_rng *r, int dim, int width, float mean, float largest) {
     tkvi_side s;
     int i, pad = round_up(dim, 16);
     memset(o, 0, sizeof *o);
@@ -602,23 +608,23 @@ static tkvi_side k_side(owned_share *o, tkv_rng *r, int dim, int width, float me
         o->order[j] = t;
     }
     for (i = 0; i < dim; i++) o->mean[i] = mean;
-    o->share.top = tkvi_log_top(most);
+    o->share.top = tkvi_log_top(largest);
     o->share.order = o->order;
     o->share.mean = o->mean;
     tkvi_side_init(&s, &tkvi_formats[TKV_A30], TKV_K, dim, 64, BLOCK, &o->share);
     return s;
 }
 
-static tkvi_side v_side(owned_share *o, int dim, int half_bits, float most) {
+static tkvi_side make_v_side(share_tables *o, int dim, int half_bits, float largest) {
     tkvi_side s;
     memset(o, 0, sizeof *o);
     o->share.half_bits = half_bits;
-    o->share.top = tkvi_log_top(most);
+    o->share.top = tkvi_log_top(largest);
     tkvi_side_init(&s, &tkvi_formats[TKV_R20], TKV_V, dim, 64, BLOCK, &o->share);
     return s;
 }
 
-static void there_and_back(const tkvi_side *s, int n) { /* `in` to `out` */
+static void encode_and_decode(const tkvi_side *s, int n) { /* from in to out */
     CHECK(s->bytes <= BUFFER_BYTES);
     tkvi_encode_side(s, &tkvi_simd_ops_scalar, in, (size_t)s->dim, n, bytes);
     tkvi_decode_side(s, bytes, 0, n, out, (size_t)s->dim);
@@ -628,14 +634,14 @@ typedef struct moments {         /* of decoded values against exact ones */
     double slope, spread, error; /* cov / var, sd / sd, mean square error / var */
 } moments;
 
-/* About the mean of each column of a block (K), or about 0 (V). */
-static moments moments_of(const tkvi_side *s, tkv_rng *r, int blocks) {
+/* Measures moments about the mean of each column of a block (K) or about 0 (V). */
+static moments measure_moments(const tkvi_side *s, tkv_rng *r, int blocks) {
     double xx = 0, xy = 0, yy = 0, ee = 0;
     moments m;
     int b, t, c;
     for (b = 0; b < blocks; b++) {
         fill_input(GAUSSIAN, r, BLOCK, s->dim, in);
-        there_and_back(s, BLOCK);
+        encode_and_decode(s, BLOCK);
         for (c = 0; c < s->dim; c++) {
             double mx = 0, my = 0;
             for (t = 0; t < BLOCK && s->which == TKV_K; t++) {
@@ -658,53 +664,53 @@ static moments moments_of(const tkvi_side *s, tkv_rng *r, int blocks) {
     return m;
 }
 
-/* V: D / (1 - D), D being what the best uniform grid leaves of a Gaussian: the price of being unbiased. K: less than
- * that from three bits on, as 64 values have no long tails; as measured with the search of ranges. One bit
- * keeps the variance instead. */
+/* Expected errors of V: D / (1 - D), where D is the error of the best uniform grid for a Gaussian. This is the cost of
+ * an unbiased slope. Expected errors of K are measured, with the search of ranges. From three bits on they are smaller,
+ * because 64 values have no long tails. One bit keeps the variance in place of the slope. */
 TEST(decoded_values_are_unbiased) {
     static const double k_error[7] = {1.0, 0.42, 0.127, 0.0315, 0.0077, 0.0020, 0.00064};
     static const double v_error[9] = {0, 0, 0.571, 0.252, 0.135, 0, 0.0389, 0, 0.0117};
     static const int half_bits[] = {2, 3, 4, 6, 8};
     tkv_rng r = tkv_rng_seed(86);
     int w, i, blocks = tkv_test_quick() ? 10 : 40;
-    double before = 2;
-    owned_share o;
+    double last_error = 2;
+    share_tables o;
     for (w = 0; w <= 6; w++) {
-        tkvi_side s = k_side(&o, &r, 64, w, 0.0f, 4.0f);
-        moments m = moments_of(&s, &r, blocks);
+        tkvi_side s = make_k_side(&o, &r, 64, w, 0.0f, 4.0f);
+        moments m = measure_moments(&s, &r, blocks);
         if (w == 1) CHECK_NEAR(m.spread, 1.0, 0.02);
         if (w >= 2) CHECK_NEAR(m.slope, 1.0, 0.01);
         CHECK_MSG(m.error <= 1.08 * k_error[w] && m.error >= 0.9 * k_error[w], "%d bits: %g, not %g", w,
                   m.error, k_error[w]);
-        CHECK(m.error < before);
-        before = m.error;
+        CHECK(m.error < last_error);
+        last_error = m.error;
     }
-    before = 1;
+    last_error = 1;
     for (i = 0; i < COUNT(half_bits); i++) {
-        tkvi_side s = v_side(&o, 128, half_bits[i], 4.0f);
-        moments m = moments_of(&s, &r, blocks);
+        tkvi_side s = make_v_side(&o, 128, half_bits[i], 4.0f);
+        moments m = measure_moments(&s, &r, blocks);
         CHECK_NEAR(m.slope, 1.0, 0.005);
         CHECK_MSG(m.error <= 1.08 * v_error[half_bits[i]] && m.error >= 0.9 * v_error[half_bits[i]],
                   "%d half bits: %g, not %g", half_bits[i], m.error, v_error[half_bits[i]]);
-        CHECK(m.error < before);
-        before = m.error;
+        CHECK(m.error < last_error);
+        last_error = m.error;
     }
 }
 
-/* The formats as they are named: fewer bits, more error, for every head_dim. */
-TEST(sizes_of_shared_formats) {
+/* Block sizes match the bits in the names of the formats. All head_dim give blocks of whole 64 bytes. */
+TEST(sizes_match_format_names) {
     static const int heads[] = {64, 128, 256};
     int f, i, dim;
     for (f = TKV_A40; f <= TKV_R10; f++)
-        for (i = 0; i < COUNT(heads); i++) { /* the bits of their names, and 8 a token of V */
+        for (i = 0; i < COUNT(heads); i++) { /* the bits of the name, and 8 bits per token of V */
             int side = tkvi_formats[f].rotated, dim_ = heads[i];
             tkv_codec c = make_codec((tkv_format)f, side, dim_, 64),
-                      no = make_codec((tkv_format)f, !side, dim_, 64);
-            double named = tkvi_formats[f].bits / 4.0 + (side ? 8.0 / dim_ : 0);
-            CHECK_LE(format_bits(&c), named + 8.0 / dim_ - 1e-9); /* an odd tile rounds up */
-            CHECK_LE(named - 1e-9, format_bits(&c));
-            CHECK_EQ(tkv_get_block_bytes(&no), 0); /* one side only */
-            CHECK(format_bits(&no) <= 0.0);
+                      wrong_side = make_codec((tkv_format)f, !side, dim_, 64);
+            double want_bits = tkvi_formats[f].bits / 4.0 + (side ? 8.0 / dim_ : 0);
+            CHECK_LE(format_bits(&c), want_bits + 8.0 / dim_ - 1e-9); /* an odd tile rounds up */
+            CHECK_LE(want_bits - 1e-9, format_bits(&c));
+            CHECK_EQ(tkv_get_block_bytes(&wrong_side), 0); /* one side only */
+            CHECK(format_bits(&wrong_side) <= 0.0);
         }
     for (f = TKV_A40; f <= TKV_R10; f++)
         for (dim = 1; dim <= TKV_MAX_HEAD_DIM; dim++) {
@@ -714,7 +720,7 @@ TEST(sizes_of_shared_formats) {
         }
 }
 
-TEST(nothing_comes_back_as_nothing) {
+TEST(zeros_decode_to_zeros) {
     int f, i, n;
     for (f = TKV_A40; f <= TKV_R10; f++)
         for (i = 0; i < COUNT(head_dims); i++)
@@ -730,72 +736,73 @@ TEST(nothing_comes_back_as_nothing) {
             }
 }
 
-/* One token, or a channel that does not move: there is no range, and the offset carries the value. */
+/* One token, or a constant channel: the range is 0, and the offset holds the value. */
 TEST(flat_channels_of_keys) {
     static const float values[] = {0.42f, -1.0f, 5.0f, 600.0f, -0.1f, 1000.0f, 1e-3f};
     tkv_rng r = tkv_rng_seed(88);
-    owned_share o;
+    share_tables o;
     int w, v, n, t;
     for (w = 0; w <= 6; w++)
         for (v = 0; v < COUNT(values); v++)
             for (n = 1; n <= BLOCK; n += 9) {
-                tkvi_side s = k_side(&o, &r, 20, w, 0.0f, fabsf(values[v]));
+                tkvi_side s = make_k_side(&o, &r, 20, w, 0.0f, fabsf(values[v]));
                 double worst = 0;
-                float half;
+                float round_to_f16;
                 for (t = 0; t < n * 20; t++) in[t] = values[v];
-                there_and_back(&s, n);
+                encode_and_decode(&s, n);
                 for (t = 0; t < n * 20; t++) {
                     double d = fabs((double)out[t] - (double)values[v]) / fabs((double)values[v]);
                     worst = d > worst ? d : worst;
                 }
                 CHECK_MSG(worst <= 0.006, "%g: %g of it, %d bits, %d tokens", (double)values[v], worst, w, n);
-                half = tkvi_f16_to_f32(tkvi_f32_to_f16(values[v])); /* the static mean has it all */
-                s = k_side(&o, &r, 20, w, half, 4.0f);
-                for (t = 0; t < n * 20; t++) in[t] = half;
-                there_and_back(&s, n);
+                round_to_f16 =
+                    tkvi_f16_to_f32(tkvi_f32_to_f16(values[v])); /* the static mean holds the value */
+                s = make_k_side(&o, &r, 20, w, round_to_f16, 4.0f);
+                for (t = 0; t < n * 20; t++) in[t] = round_to_f16;
+                encode_and_decode(&s, n);
                 CHECK_MEM(out, in, (size_t)(n * 20) * sizeof(float));
             }
 }
 
-/* A bias that the table knows costs nothing. Sums with 600 are exact here, so that the codes are the same. */
+/* A bias equal to the static mean costs no precision. Sums with 600 are exact here, so the codes are equal. */
 TEST(known_biases_cost_nothing) {
     tkv_rng r = tkv_rng_seed(89);
     int w, t;
     for (w = 0; w <= 6; w++) {
-        owned_share with, without;
+        share_tables with, without;
         tkvi_side biased, plain;
-        tkv_rng same = r;
+        tkv_rng same_rng = r;
         double worst = 0;
-        static float kept[BLOCK * 64];
-        plain = k_side(&without, &same, 64, w, 0.0f, 4.0f);
-        biased = k_side(&with, &r, 64, w, 600.0f, 4.0f);
+        static float plain_out[BLOCK * 64];
+        plain = make_k_side(&without, &same_rng, 64, w, 0.0f, 4.0f);
+        biased = make_k_side(&with, &r, 64, w, 600.0f, 4.0f);
         for (t = 0; t < BLOCK * 64; t++) in[t] = (float)(tkv_rng_below(&r, 8192) - 4096) / 1024.0f;
-        there_and_back(&plain, BLOCK);
-        memcpy(kept, out, sizeof kept);
+        encode_and_decode(&plain, BLOCK);
+        memcpy(plain_out, out, sizeof plain_out);
         memcpy(other, bytes, plain.bytes);
         for (t = 0; t < BLOCK * 64; t++) in[t] += 600.0f;
-        there_and_back(&biased, BLOCK);
+        encode_and_decode(&biased, BLOCK);
         CHECK_MEM(bytes, other, plain.bytes);
         for (t = 0; t < BLOCK * 64; t++) {
-            double d = fabs((double)out[t] - 600.0 - (double)kept[t]);
+            double d = fabs((double)out[t] - 600.0 - (double)plain_out[t]);
             worst = d > worst ? d : worst;
         }
-        CHECK_LE(worst, 1.0 / 8192); /* a rounding or two at 600 */
+        CHECK_LE(worst, 1.0 / 8192); /* one or two roundings at 600 */
     }
 }
 
-/* One that it does not know costs precision, as much as the offset's byte cannot say. */
+/* A bias that the static mean does not contain costs precision: the offset is only one byte. */
 TEST(unknown_biases_decode_sanely) {
     tkv_rng r = tkv_rng_seed(90);
     int w, t, k;
     for (w = 1; w <= 6; w++)
         for (k = 0; k < 6; k++) {
             static const double biases[] = {20, -100, 600, -600, 3000, 60000};
-            owned_share o;
-            tkvi_side s = k_side(&o, &r, 64, w, 0.0f, (float)fabs(biases[k]));
+            share_tables o;
+            tkvi_side s = make_k_side(&o, &r, 64, w, 0.0f, (float)fabs(biases[k]));
             double worst = 0;
             for (t = 0; t < BLOCK * 64; t++) in[t] = (float)(biases[k] + tkv_rng_gauss(&r));
-            there_and_back(&s, BLOCK);
+            encode_and_decode(&s, BLOCK);
             for (t = 0; t < BLOCK * 64; t++) {
                 double d = fabs((double)out[t] - (double)in[t]);
                 worst = d > worst ? d : worst;
@@ -805,23 +812,23 @@ TEST(unknown_biases_decode_sanely) {
         }
 }
 
-/* Tokens of all sizes keep their precision: each has a scale of its own. */
-TEST(norms_of_values) {
+/* Each token has its own scale, so tokens of all norms keep their precision. */
+TEST(values_of_all_norms) {
     static const int heads[] = {16, 64, 80, 96, 128, 192, 256}, half_bits[] = {2, 3, 4, 6, 8};
     static const double errors[] = {0.85, 0.58, 0.42, 0.23, 0.14};
     tkv_rng r = tkv_rng_seed(91);
     int i, b, t, c;
     for (i = 0; i < COUNT(heads); i++)
         for (b = 0; b < COUNT(half_bits); b++) {
-            owned_share o;
+            share_tables o;
             const int dim = heads[i];
-            tkvi_side s = v_side(&o, dim, half_bits[b], 256.0f);
-            double all = 0;
+            tkvi_side s = make_v_side(&o, dim, half_bits[b], 256.0f);
+            double mean_error = 0;
             fill_input(GAUSSIAN, &r, BLOCK, dim, in);
             for (t = 0; t < BLOCK; t++)
                 for (c = 0; c < dim; c++)
                     in[t * dim + c] *= (float)ldexp(t % 5 == 4 && c == t ? 30.0 : 1.0, t % 9 - 2);
-            there_and_back(&s, BLOCK);
+            encode_and_decode(&s, BLOCK);
             for (t = 0; t < BLOCK; t++) {
                 double xx = 0, xy = 0, ee = 0;
                 for (c = 0; c < dim; c++) {
@@ -831,13 +838,13 @@ TEST(norms_of_values) {
                     ee += (x - y) * (x - y);
                 }
                 CHECK_NEAR(xy / xx, 1.0, 0.03); /* half a step of the scale, and 12 bits */
-                all += sqrt(ee / xx) / BLOCK;
+                mean_error += sqrt(ee / xx) / BLOCK;
             }
-            CHECK_LE(all, errors[b] * (dim < 64 ? 1.3 : 1.08));
+            CHECK_LE(mean_error, errors[b] * (dim < 64 ? 1.3 : 1.08));
         }
 }
 
-/* Up to the largest half and beyond: nothing turns over. */
+/* Values up to the largest fp16 value and far beyond decode to finite values, mostly of the same sign. */
 TEST(large_values_stay_in_order) {
     tkv_rng r = tkv_rng_seed(92);
     int f, k, t;
@@ -846,12 +853,11 @@ TEST(large_values_stay_in_order) {
             static const double sizes[] = {65504, 3e6, 1e30, 3e38};
             int side = tkvi_formats[f].rotated;
             tkv_codec c = make_codec((tkv_format)f, side, 64, 64);
-            owned_share o;
+            share_tables o;
             tkvi_side s;
             double xy = 0, xx = 0;
             for (t = 0; t < BLOCK * 64; t++) in[t] = (float)(sizes[k] * (2 * tkv_rng_uniform(&r) - 1));
-            CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES),
-                     TKV_OK); /* in a window that ends at 2^8 */
+            CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES), TKV_OK); /* scales end at 2^8 */
             CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, BLOCK, out, 0), TKV_OK);
             for (t = 0; t < BLOCK * 64; t++) {
                 if (!tkv_test_is_finite((double)out[t])) xy -= 1e300;
@@ -859,9 +865,9 @@ TEST(large_values_stay_in_order) {
             }
             if (k < 3) CHECK_LE(0, xy);
             if (k) continue;
-            s = side ? v_side(&o, 64, tkvi_formats[f].bits / 2, 65504.0f)
-                     : k_side(&o, &r, 64, 3, 0.0f, 65504.0f);
-            there_and_back(&s, BLOCK);
+            s = side ? make_v_side(&o, 64, tkvi_formats[f].bits / 2, 65504.0f)
+                     : make_k_side(&o, &r, 64, 3, 0.0f, 65504.0f);
+            encode_and_decode(&s, BLOCK);
             for (t = 0, xy = 0; t < BLOCK * 64; t++) {
                 xx += (double)in[t] * (double)in[t];
                 xy += (double)in[t] * (double)out[t];
@@ -870,7 +876,7 @@ TEST(large_values_stay_in_order) {
         }
 }
 
-/* Bytes that nobody encoded decode to something, and any floats encode; run it under -fsanitize=address,undefined. */
+/* Any bytes can be decoded, and any finite floats encoded. Run this with -fsanitize=address,undefined. */
 TEST(any_bytes_and_any_floats) {
     tkv_rng r = tkv_rng_seed(93);
     int f, round, i;
@@ -886,7 +892,7 @@ TEST(any_bytes_and_any_floats) {
             for (i = 0; i < n * dim; i++) {
                 uint32_t u = (uint32_t)tkv_rng_u64(&r);
                 if ((u & 0x7f800000u) == 0x7f800000u) u &= 0x807fffffu;
-                if (round % 3 == 0) u &= 0x80ffffffu; /* tiny ones */
+                if (round % 3 == 0) u &= 0x80ffffffu; /* tiny values */
                 in[i] = tkvi_from_bits(u);
             }
             CHECK_EQ(tkv_encode_block(&c, in, 0, n, bytes, size), TKV_OK);
@@ -897,7 +903,7 @@ TEST(any_bytes_and_any_floats) {
 }
 
 /* Kernels multiply codes minus the centre. */
-TEST(centres) {
+TEST(centre_of_codes) {
     static const int8_t levels[16] = {-127};
     tkvi_side s;
     memset(&s, 0, sizeof s);
@@ -913,7 +919,7 @@ TEST(centres) {
 enum { SAMPLE = 32, SAMPLE_DIM = 128 };
 static double sample_q[SAMPLE][SAMPLE_DIM], sample_k[SAMPLE][SAMPLE_DIM];
 
-static int load_sample(void) { /* tests/data/squat_qk.txt says what it is */
+static int load_sample(void) { /* tests/data/squat_qk.txt describes it */
     FILE *f = fopen("tests/data/squat_qk.bin", "rb");
     int i, c;
     if (!f) return 0;
@@ -932,8 +938,8 @@ static int load_sample(void) { /* tests/data/squat_qk.txt says what it is */
     return 1;
 }
 
-/* Eigenvalues and vectors of a symmetric matrix, by Jacobi's rotations; vectors in columns. */
-static void jacobi(double a[SAMPLE][SAMPLE], double v[SAMPLE][SAMPLE]) {
+/* Computes the eigenvalues (diagonal of a) and eigenvectors (columns of v), by Jacobi rotations. a is symmetric. */
+static void diagonalize(double a[SAMPLE][SAMPLE], double v[SAMPLE][SAMPLE]) {
     int sweep, p, q, i;
     for (p = 0; p < SAMPLE; p++)
         for (q = 0; q < SAMPLE; q++) v[p][q] = p == q;
@@ -962,14 +968,14 @@ static void jacobi(double a[SAMPLE][SAMPLE], double v[SAMPLE][SAMPLE]) {
             }
 }
 
-/* I + lambda Q^T Q over the r largest directions of the sample's queries, packed. */
+/* Computes I + lambda Q^T Q over the r largest directions of the sample's queries. p: out, packed. */
 static void sample_metric(int r, double lambda, float *p) {
     static double gram[SAMPLE][SAMPLE], vector[SAMPLE][SAMPLE], big[SAMPLE_DIM][SAMPLE_DIM];
     int i, j, k, c;
     for (i = 0; i < SAMPLE; i++)
         for (j = 0; j < SAMPLE; j++)
             for (gram[i][j] = 0, c = 0; c < SAMPLE_DIM; c++) gram[i][j] += sample_q[i][c] * sample_q[j][c];
-    jacobi(gram, vector);
+    diagonalize(gram, vector);
     for (i = 0; i < SAMPLE_DIM; i++)
         for (j = 0; j < SAMPLE_DIM; j++) big[i][j] = i == j;
     for (k = 0; k < SAMPLE; k++) {
@@ -986,21 +992,21 @@ static void sample_metric(int r, double lambda, float *p) {
         for (i = 0; i <= j; i++) p[tkvi_packed(i, j)] = (float)big[i][j];
 }
 
-/* Sum of |difference| of causal softmaxes: the authors' attention gap. */
+/* Returns the authors' attention gap: the sum of |differences| of causal softmax weights. */
 static double attention_gap(double k[SAMPLE][SAMPLE_DIM]) {
     double gap = 0;
     int i, j, c, which;
     for (i = 0; i < SAMPLE; i++) {
         double p[2][SAMPLE];
         for (which = 0; which < 2; which++) {
-            double most = -1e300, sum = 0;
+            double top = -1e300, sum = 0;
             for (j = 0; j <= i; j++) {
                 double s = 0;
                 for (c = 0; c < SAMPLE_DIM; c++) s += sample_q[i][c] * (which ? k[j][c] : sample_k[j][c]);
                 p[which][j] = s / sqrt((double)SAMPLE_DIM);
-                most = p[which][j] > most ? p[which][j] : most;
+                top = p[which][j] > top ? p[which][j] : top;
             }
-            for (j = 0; j <= i; j++) sum += p[which][j] = exp(p[which][j] - most);
+            for (j = 0; j <= i; j++) sum += p[which][j] = exp(p[which][j] - top);
             for (j = 0; j <= i; j++) p[which][j] /= sum;
         }
         for (j = 0; j <= i; j++) gap += fabs(p[0][j] - p[1][j]);
@@ -1008,8 +1014,8 @@ static double attention_gap(double k[SAMPLE][SAMPLE_DIM]) {
     return gap;
 }
 
-/* The authors' quantizer with our U: 2 bits, groups of 32 tokens, float scales. NULL: no feedback. */
-static void paper_quantizer(const float *u, int unit, double result[SAMPLE][SAMPLE_DIM]) {
+/* The authors' quantizer with our U: 2 bits, groups of 32 tokens, float scales. u NULL: no feedback. */
+static void quantize_like_the_paper(const float *u, int unit, double result[SAMPLE][SAMPLE_DIM]) {
     static double x[SAMPLE][SAMPLE_DIM];
     int from, c, f, t;
     memcpy(x, sample_k, sizeof x);
@@ -1034,22 +1040,22 @@ static void paper_quantizer(const float *u, int unit, double result[SAMPLE][SAMP
 static float packed[TKV_MAX_HEAD_DIM * (TKV_MAX_HEAD_DIM + 1) / 2];
 static uint16_t factors[TKV_MAX_HEAD_DIM * TKV_MAX_HEAD_DIM / 2];
 
-TEST(squat_of_the_authors) {
-    static double coded[SAMPLE][SAMPLE_DIM];
+TEST(squat_matches_the_authors) {
+    static double decoded[SAMPLE][SAMPLE_DIM];
     double gap;
     REQUIRE(load_sample());
-    paper_quantizer(NULL, SAMPLE_DIM, coded);
-    gap = attention_gap(coded);
-    CHECK_NEAR(gap, 5.1405296, 1e-5); /* their notebook's first number */
+    quantize_like_the_paper(NULL, SAMPLE_DIM, decoded);
+    gap = attention_gap(decoded);
+    CHECK_NEAR(gap, 5.1405296, 1e-5); /* the first number of their notebook */
     sample_metric(30, 0.1, packed);
     tkvi_feedback_from(packed, SAMPLE_DIM, 2);
-    paper_quantizer(packed, 2, coded);
-    gap = attention_gap(coded);
-    CHECK_NEAR(gap, 1.5488429, 1e-4); /* and its second */
+    quantize_like_the_paper(packed, 2, decoded);
+    gap = attention_gap(decoded);
+    CHECK_NEAR(gap, 1.5488429, 1e-4); /* the second number */
 }
 
-static double gap_of_block(int unit, int fit, double eta, int first) {
-    static double coded[SAMPLE][SAMPLE_DIM];
+static double measure_gap(int unit, int fit, double eta, int first) {
+    static double decoded[SAMPLE][SAMPLE_DIM];
     tkvi_options o;
     tkvi_side s;
     int t, c;
@@ -1077,32 +1083,32 @@ static double gap_of_block(int unit, int fit, double eta, int first) {
     }
     tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, SAMPLE_DIM, SAMPLE - first, bytes);
     tkvi_decode_side(&s, bytes, 0, SAMPLE - first, out, SAMPLE_DIM);
-    memcpy(coded, sample_k, sizeof coded);
+    memcpy(decoded, sample_k, sizeof decoded);
     for (t = first; t < SAMPLE; t++)
-        for (c = 0; c < SAMPLE_DIM; c++) coded[t][c] = (double)out[(t - first) * SAMPLE_DIM + c];
-    return attention_gap(coded);
+        for (c = 0; c < SAMPLE_DIM; c++) decoded[t][c] = (double)out[(t - first) * SAMPLE_DIM + c];
+    return attention_gap(decoded);
 }
 
-/* The library's encoder on the same sample, all that it stores in fp16. */
-TEST(squat_helps) {
-    double plain, coarse, fine, kept, kept_plain;
+/* The library's encoder on the same sample. Scales and factors are fp16. */
+TEST(squat_reduces_the_gap) {
+    double plain, coarse, fine, kept_fine, kept_plain;
     REQUIRE(load_sample());
-    plain = gap_of_block(0, 0, 0, 0);
-    coarse = gap_of_block(64, 0, 5, 0);
-    fine = gap_of_block(16, 0, 5, 0);
-    CHECK_NEAR(plain, 5.14, 0.02); /* fp16 scales cost nothing */
+    plain = measure_gap(0, 0, 0, 0);
+    coarse = measure_gap(64, 0, 5, 0);
+    fine = measure_gap(16, 0, 5, 0);
+    CHECK_NEAR(plain, 5.14, 0.02); /* fp16 scales do not change the gap */
     CHECK_LE(coarse, 0.8 * plain);
     CHECK_LE(fine, 0.6 * plain);
-    kept_plain = gap_of_block(0, 0, 0, 2); /* the first two tokens stay exact: they are sinks */
-    kept = gap_of_block(16, TKV_FIT_CLIP, 5, 2);
+    kept_plain = measure_gap(0, 0, 0, 2); /* two sinks stay exact */
+    kept_fine = measure_gap(16, TKV_FIT_CLIP, 5, 2);
     CHECK_LE(kept_plain, plain);
-    CHECK_LE(kept, 0.6 * kept_plain);
+    CHECK_LE(kept_fine, 0.6 * kept_plain);
     if (getenv("TKV_TEST_SHOW"))
         printf("\n    plain %.4f, blocks of 64 %.4f, of 16 %.4f; sinks exact: plain %.4f, clip and 16 %.4f\n",
-               plain, coarse, fine, kept_plain, kept);
+               plain, coarse, fine, kept_plain, kept_fine);
 }
 
-/* U against its definition: - P_ff^-1 P_fb by elimination. */
+/* Computes one column of U from its definition, - P_ff^-1 P_fb, by elimination. */
 static void naive_factors(const double *p, int dim, int from, int end, int c, double *u) {
     static double a[64][65];
     int n = dim - end, i, j, k;
@@ -1153,13 +1159,13 @@ TEST(squat_factors) {
         }
 }
 
-/* The encoder against a plain loop over its definition, bit for bit. */
-TEST(squat_as_defined) {
+/* Compares the encoder bit for bit with a plain loop over its definition. */
+TEST(squat_matches_its_definition) {
     static const int sizes[] = {1, 7, 16, 31, 64, 80, 128, 255, 256};
     static float x[MAX_VALUES];
     tkv_rng r = tkv_rng_seed(23);
     int k, i, t, c, g, f;
-    if (FAST_MATH) SKIP("sums are not ours to order");
+    if (FAST_MATH) SKIP("the compiler may reorder sums");
     for (k = 0; k < 2 * COUNT(sizes); k++) {
         int dim = sizes[k / 2], n = k % 3 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK), from, levels;
         tkv_codec plain = make_codec(k % 2 ? TKV_KIVI4 : TKV_KIVI2, 0, dim, k % 4 < 2 ? 32 : 64);
@@ -1174,7 +1180,7 @@ TEST(squat_as_defined) {
         tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
         CHECK_EQ(tkv_encode_block(&plain, in, 0, n, other, sizeof other), TKV_OK);
         CHECK_EQ(s.bytes, tkv_get_block_bytes(&plain));
-        CHECK_MEM(bytes, other, s.bytes); /* without queries it is KIVI */
+        CHECK_MEM(bytes, other, s.bytes); /* without feedback, SQuat is KIVI */
         for (i = 0; i < (int)tkvi_feedback_count(dim, o.feedback_unit); i++)
             factors[i] = tkvi_f32_to_f16((float)(0.2 * tkv_rng_gauss(&r)));
         s.feedback = factors;
@@ -1263,7 +1269,7 @@ TEST(golden) {
                             for (a = 0; a < sizes[i]; a++) x[a] = (float)(tkv_rng_below(&r, 15) - 7 + a % 3);
                             for (b = 0; b < sizes[i]; b++)
                                 for (a = 0; a <= b; a++)
-                                    packed[tkvi_packed(a, b)] += x[a] * x[b]; /* integers */
+                                    packed[tkvi_packed(a, b)] += x[a] * x[b]; /* integers: exact sums */
                         }
                         for (a = 0; a < sizes[i]; a++) packed[tkvi_packed(a, a)] += 100;
                         tkvi_feedback_from(packed, sizes[i], o.feedback_unit);
@@ -1283,29 +1289,29 @@ int main(int argc, char **argv) {
     RUN(tile_bits);
     RUN(tile_bits_literal);
     RUN(tile_round_trip);
-    RUN(decode_of_a_part);
+    RUN(decode_a_range_of_tokens);
     RUN(mixed_widths);
-    RUN(centres);
+    RUN(centre_of_codes);
     RUN(logarithmic_scales);
-    RUN(rotation_keeps_lengths_and_turns_back);
+    RUN(rotation_keeps_norms_and_inverts);
     RUN(rotation_is_orthonormal_and_mixes);
-    RUN(tiles_of_a_head_are_the_greedy_ones);
-    RUN(heads_share_what_there_is);
+    RUN(tile_widths_are_greedy);
+    RUN(heads_share_the_whole_budget);
     RUN(equal_heads_share_equally);
-    RUN(values_share_bits_of_a_layer);
+    RUN(heads_share_value_bits_by_reach);
     RUN(decoded_values_are_unbiased);
-    RUN(sizes_of_shared_formats);
-    RUN(nothing_comes_back_as_nothing);
+    RUN(sizes_match_format_names);
+    RUN(zeros_decode_to_zeros);
     RUN(flat_channels_of_keys);
     RUN(known_biases_cost_nothing);
     RUN(unknown_biases_decode_sanely);
-    RUN(norms_of_values);
+    RUN(values_of_all_norms);
     RUN(large_values_stay_in_order);
     RUN(any_bytes_and_any_floats);
-    RUN(squat_of_the_authors);
-    RUN(squat_helps);
+    RUN(squat_matches_the_authors);
+    RUN(squat_reduces_the_gap);
     RUN(squat_factors);
-    RUN(squat_as_defined);
+    RUN(squat_matches_its_definition);
     RUN(golden);
     return tkv_test_end();
 }

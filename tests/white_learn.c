@@ -1,10 +1,11 @@
 /*
- * white_learn.c - white-box test of src/learn: formats whose heads share a layer's bytes: when a table is made, its
- * contents, and blocks that wait for it. Also calibrations of the caller (saved, loaded, frozen, learned anew,
- * damaged) and the queries that SQuat collects.
+ * white_learn.c - white-box test of src/learn: formats whose heads share the bytes of a layer. When a table is made,
+ * its contents, and blocks that wait for it. Also calibrations that are saved, loaded, frozen, refreshed or damaged,
+ * and the queries that SQuat collects.
  *
  * It reads the tables of a cache (white.h) on every instruction set. Other files test these formats too: test_attend.c
- * compares attention with the oracle, test_memory.c memory with the allocator, white_step.c random calls with a model.
+ * compares attention with a reference, test_memory.c memory with the allocator, white_step.c random calls with a
+ * model.
  */
 #include "white.h"
 #include "levels.h"
@@ -13,8 +14,8 @@
 #include <math.h>
 
 enum {
-    LEARN = TKVI_FIRST_TABLE_TOKENS,
-    WELL = TKVI_SECOND_TABLE_TOKENS,
+    FIRST_TABLE = TKVI_FIRST_TABLE_TOKENS,
+    SECOND_TABLE = TKVI_SECOND_TABLE_TOKENS,
     HEADS = 4,
     KV_HEADS = 2,
     DK = 32,
@@ -28,9 +29,9 @@ enum {
     SAVED = 1 << 16
 };
 #if defined(__GNUC__) || defined(__clang__)
-#define WANTS_ATOMICS (void)0
+#define NEEDS_ATOMICS (void)0
 #else
-#define WANTS_ATOMICS SKIP("no atomics: attention teaches nothing")
+#define NEEDS_ATOMICS SKIP("no atomics: attention collects nothing")
 #endif
 
 enum { FLOATS = 1 << 18 };
@@ -53,17 +54,18 @@ static tkv_config config(int layers, int seqs) {
     return cfg;
 }
 
-static tkv_config config_kivi(int layers, int seqs) { /* the same tiers, nothing to learn */
+static tkv_config config_kivi(int layers, int seqs) { /* the same tiers, in formats that learn nothing */
     tkv_config cfg = config(layers, seqs);
     cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     return cfg;
 }
 
-/* What is appended: the same numbers for the same token of the same sequence and layer, in any chunking. */
+/* Contents of tokens. A token of a sequence and layer has the same values in any chunking. */
 enum { USUAL, CONSTANT_CHANNELS, ZEROS, LARGE, BIASED, CONTENTS };
 
-static void rows_of(int what, int seq, int layer, int first, int n, int heads, int dim, int is_v, float *x) {
+static void fill_rows(int what, int seq, int layer, int first, int n, int heads, int dim, int is_v,
+                      float *x) {
     int t, h, c;
     if (n * heads * dim > FLOATS) exit(2);
     for (t = 0; t < n; t++) {
@@ -81,37 +83,37 @@ static void rows_of(int what, int seq, int layer, int first, int n, int heads, i
     }
 }
 
-static tkv_status feed_this(tkv_cache *kv, int what, int seq, int layer, int n) {
+static tkv_status append_contents(tkv_cache *kv, int what, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
-    int at = tkv_get_length(kv, seq, layer);
-    rows_of(what, seq, layer, at, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_in);
-    rows_of(what, seq, layer, at, n, cfg->model.n_kv_heads, cfg->model.v_head_dim, 1, v_in);
+    int start = tkv_get_length(kv, seq, layer);
+    fill_rows(what, seq, layer, start, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_in);
+    fill_rows(what, seq, layer, start, n, cfg->model.n_kv_heads, cfg->model.v_head_dim, 1, v_in);
     return tkv_append(kv, seq, layer, k_in, v_in, n);
 }
 
-static tkv_status feed(tkv_cache *kv, int seq, int layer, int n) {
-    return feed_this(kv, USUAL, seq, layer, n);
+static tkv_status append_tokens(tkv_cache *kv, int seq, int layer, int n) {
+    return append_contents(kv, USUAL, seq, layer, n);
 }
 
-static void feed_all(tkv_cache *kv, int seq, int n, int chunk) {
+static void append_layers(tkv_cache *kv, int seq, int n, int chunk) {
     int layer, at;
     for (at = 0; at < n; at += chunk)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             if (kv->tables.plan[layer].stored_layer == layer)
-                CHECK_EQ(feed(kv, seq, layer, n - at < chunk ? n - at : chunk), TKV_OK);
+                CHECK_EQ(append_tokens(kv, seq, layer, n - at < chunk ? n - at : chunk), TKV_OK);
 }
 
-/* Attention of the newest n tokens, their queries made from their positions. */
-static void ask(tkv_cache *kv, int seq, int layer, int n, float *out) {
-    static float q[64 * Q_ROW], own_out[64 * OUT_ROW];
+/* Attends with queries of the newest n tokens. The queries depend on the positions. */
+static void attend_newest(tkv_cache *kv, int seq, int layer, int n, float *out) {
+    static float q[64 * Q_ROW], unused_out[64 * OUT_ROW];
     const tkv_config *cfg = &kv->tables.cfg;
-    int at = tkv_get_length(kv, seq, layer) - n;
+    int first = tkv_get_length(kv, seq, layer) - n;
     if (n > 64) exit(2);
-    rows_of(USUAL, seq + 100, layer, at, n, cfg->model.n_heads, cfg->model.head_dim, 0, q);
-    CHECK_EQ(tkv_attend(kv, seq, layer, q, n, out ? out : own_out), TKV_OK);
+    fill_rows(USUAL, seq + 100, layer, first, n, cfg->model.n_heads, cfg->model.head_dim, 0, q);
+    CHECK_EQ(tkv_attend(kv, seq, layer, q, n, out ? out : unused_out), TKV_OK);
 }
 
-static void whole(const tkv_cache *kv, const char *what) {
+static void check_cache_at(const tkv_cache *kv, const char *what) {
     char reason[160];
     tkv_status st = tkv_check(kv, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%s: %s", what, reason);
@@ -120,7 +122,7 @@ static void whole(const tkv_cache *kv, const char *what) {
 static int has_table(const tkv_cache *kv, int layer) { return kv->tables.current_version[layer] >= 0; }
 
 /* Relative root mean square difference. */
-static double difference(const float *x, const float *want, int n) {
+static double relative_difference(const float *x, const float *want, int n) {
     double d = 0.0, s = 0.0;
     int i;
     for (i = 0; i < n; i++) {
@@ -137,43 +139,43 @@ static double norm_of(const float *x, int n) {
     return sqrt(s);
 }
 
-static int all_finite(const float *x, int n) {
+static int is_all_finite(const float *x, int n) {
     int i;
     for (i = 0; i < n; i++)
         if (!tkv_test_is_finite((double)x[i])) return 0;
     return 1;
 }
 
-/* How far what is read is from what was appended, against the size of that, biases apart: K, V. */
-static void losses_of(tkv_cache *kv, int what, int seq, int layer, double *loss) {
+/* loss: out, the relative errors of K and V that tkv_read returns. For BIASED, the norm is that of K without bias. */
+static void measure_losses(tkv_cache *kv, int what, int seq, int layer, double *loss) {
     const tkv_config *cfg = &kv->tables.cfg;
     int n = tkv_get_length(kv, seq, layer), nk = n * cfg->model.n_kv_heads * cfg->model.head_dim,
         nv = n * cfg->model.n_kv_heads * cfg->model.v_head_dim;
     CHECK_EQ(tkv_read(kv, seq, layer, 0, n, k_out, v_out), TKV_OK);
-    CHECK(all_finite(k_out, nk) && all_finite(v_out, nv));
-    rows_of(what, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_want);
-    rows_of(what, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.v_head_dim, 1, v_want);
-    loss[TKV_V] = difference(v_out, v_want, nv);
-    loss[TKV_K] = difference(k_out, k_want, nk);
+    CHECK(is_all_finite(k_out, nk) && is_all_finite(v_out, nv));
+    fill_rows(what, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_want);
+    fill_rows(what, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.v_head_dim, 1, v_want);
+    loss[TKV_V] = relative_difference(v_out, v_want, nv);
+    loss[TKV_K] = relative_difference(k_out, k_want, nk);
     if (what != BIASED) return;
-    rows_of(USUAL, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_in);
+    fill_rows(USUAL, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_in);
     loss[TKV_K] *= norm_of(k_want, nk) / norm_of(k_in, nk);
 }
 
-/* >>what a table says */
-static int tile_bits(const tkvi_tile_counts *runs) {
+/* >>contents of a table */
+static int sum_tile_bits(const tkvi_tile_counts *runs) {
     int w, sum = 0;
     for (w = 1; w <= TKVI_MAX_WIDTH; w++) sum += w * runs->n[w];
     return sum;
 }
 
-static const tkvi_layout *coding_of(const tkv_cache *kv, int layer, tkv_tier tier) {
+static const tkvi_layout *layout_of(const tkv_cache *kv, int layer, tkv_tier tier) {
     return &kv->tables.layout[tkvi_layout_of(&kv->tables, layer, tier)];
 }
 
-/* Every channel once, the most important first; records stand behind each other and fill the block, no more; the
- * bits of the heads are the format's on average. */
-static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
+/* Checks the current table of a layer. Each channel occurs once, the most important first. Records are adjacent and fit
+ * the block. On average, heads have the bits of the format. */
+static void check_table(const tkv_cache *kv, int layer, const char *what) {
     const tkv_config *cfg = &kv->tables.cfg;
     int head, i, tier, pad = (cfg->model.head_dim + 15) / 16 * 16, wrong = 0;
     CHECK(has_table(kv, layer));
@@ -197,30 +199,30 @@ static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
     }
     CHECK_MSG(wrong == 0, "%s: %d things are wrong with the order of channels", what, wrong);
     for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT; tier++) {
-        const tkvi_layout *c = coding_of(kv, layer, (tkv_tier)tier);
+        const tkvi_layout *c = layout_of(kv, layer, (tkv_tier)tier);
         const tkvi_format *kf = &tkvi_formats[c->pair.k], *vf = &tkvi_formats[c->pair.v];
         size_t at = 0;
-        int k_bits = 0, v_half_bits = 0, k_budget, most = pad;
+        int k_bits = 0, v_half_bits = 0, k_budget, max_bits = pad;
         for (head = 0; head < cfg->model.n_kv_heads; head++) {
             const tkvi_record *r = &c->record[head];
             CHECK_EQ(r->at, at);
             CHECK_EQ(r->v_at, r->k.bytes);
             CHECK_EQ(r->at % 64, 0);
             at += r->k.bytes + r->v.bytes;
-            k_bits += tile_bits(&r->k.tiles);
+            k_bits += sum_tile_bits(&r->k.tiles);
             v_half_bits += r->v.half_bits;
             if (kf->shared) {
                 int tiles = 0;
                 for (i = 1; i <= TKVI_MAX_WIDTH; i++) tiles += r->k.tiles.n[i];
                 CHECK(tiles <= pad / 4 && r->k.tiles.n[8] == 0);
-                CHECK_LE(tile_bits(&r->k.tiles), most + 1);
+                CHECK_LE(sum_tile_bits(&r->k.tiles), max_bits + 1);
             }
             if (vf->shared) CHECK(r->v.half_bits >= 2 && r->v.half_bits <= 8);
         }
         CHECK_LE(at, c->bytes.total);
         if (kf->shared) {
             k_budget = cfg->model.n_kv_heads * tkvi_head_budget(kf->bits, cfg->model.head_dim, pad);
-            /* one may be left of an odd number, and what is no multiple of the unit */
+            /* rounding may leave less than a unit, and one bit of an odd budget */
             CHECK_MSG(k_bits <= k_budget && k_bits > k_budget - cfg->format.allocation_unit / 2 - 1,
                       "%s: %d tile bits of %d", what, k_bits, k_budget);
         }
@@ -228,8 +230,8 @@ static void table_is_sound(const tkv_cache *kv, int layer, const char *what) {
     }
 }
 
-/* >>blocks wait, and then nothing waits any more */
-static int same_tiers(const tkv_cache *a, const tkv_cache *b, int seq, int layer) {
+/* >>blocks that wait for a table */
+static int has_same_tiers(const tkv_cache *a, const tkv_cache *b, int seq, int layer) {
     tkv_layer_info x, y;
     CHECK_EQ(tkv_get_layer(a, seq, layer, &x), TKV_OK);
     CHECK_EQ(tkv_get_layer(b, seq, layer, &y), TKV_OK);
@@ -238,88 +240,89 @@ static int same_tiers(const tkv_cache *a, const tkv_cache *b, int seq, int layer
            x.offloaded == y.offloaded && x.evicted == y.evicted && x.discarded == y.discarded;
 }
 
-static int all_hot(const tkv_cache *kv, int seq, int layer) {
+static int is_all_hot(const tkv_cache *kv, int seq, int layer) {
     tkv_layer_info x;
     CHECK_EQ(tkv_get_layer(kv, seq, layer, &x), TKV_OK);
     return x.tokens[TKV_TIER_WARM] == 0 && x.tokens[TKV_TIER_ARCHIVE] == 0 && x.expired == 0;
 }
 
-TEST(nothing_is_coded_before_the_512th_token) {
+TEST(nothing_is_encoded_before_the_512th_token) {
     static const int chunks[] = {1, 37, 64, 128, 500, 512};
     int i, total;
     for (i = 0; i < COUNT(chunks); i++) {
-        tkv_config cfg = config(1, 1), twin = config_kivi(1, 1);
-        tkv_cache *kv = create_cache(&cfg), *other = create_cache(&twin);
+        tkv_config cfg = config(1, 1), kivi_cfg = config_kivi(1, 1);
+        tkv_cache *kv = create_cache(&cfg), *kivi = create_cache(&kivi_cfg);
         for (total = 0; total < 1100; total += chunks[i]) {
-            CHECK_EQ(n_calibrated_layers(kv), total - chunks[i] >= LEARN);
-            CHECK_EQ(feed(kv, 0, 0, chunks[i]), TKV_OK);
-            CHECK_EQ(feed(other, 0, 0, chunks[i]), TKV_OK);
-            CHECK_EQ(n_calibrated_layers(kv), total >= LEARN);
-            CHECK_EQ(n_calibrated_layers(other), 0);
-            if (total >= LEARN) CHECK(same_tiers(kv, other, 0, 0)); /* all that was due, at once */
-            else CHECK(all_hot(kv, 0, 0));
-            whole(kv, "waiting");
+            CHECK_EQ(n_calibrated_layers(kv), total - chunks[i] >= FIRST_TABLE);
+            CHECK_EQ(append_tokens(kv, 0, 0, chunks[i]), TKV_OK);
+            CHECK_EQ(append_tokens(kivi, 0, 0, chunks[i]), TKV_OK);
+            CHECK_EQ(n_calibrated_layers(kv), total >= FIRST_TABLE);
+            CHECK_EQ(n_calibrated_layers(kivi), 0);
+            if (total >= FIRST_TABLE)
+                CHECK(has_same_tiers(kv, kivi, 0, 0)); /* all due blocks are encoded at once */
+            else CHECK(is_all_hot(kv, 0, 0));
+            check_cache_at(kv, "waiting");
         }
-        table_is_sound(kv, 0, "one sequence");
+        check_table(kv, 0, "one sequence");
         tkv_destroy(kv);
-        tkv_destroy(other);
+        tkv_destroy(kivi);
     }
 }
 
 TEST(sequences_learn_together) {
     enum { SEQS = 5 };
-    tkv_config cfg = config(2, SEQS), twin = config_kivi(2, SEQS);
-    tkv_cache *kv = create_cache(&cfg), *other = create_cache(&twin);
+    tkv_config cfg = config(2, SEQS), kivi_cfg = config_kivi(2, SEQS);
+    tkv_cache *kv = create_cache(&cfg), *kivi = create_cache(&kivi_cfg);
     int total[2] = {0, 0}, step, seq, layer;
     for (step = 0; step < 120; step++) {
         int n = 1 + step % 23;
         seq = step * 7 % SEQS;
         for (layer = 0; layer < 2; layer++) {
-            int more = layer ? (n + 1) / 2 : n; /* layers learn for themselves */
-            CHECK_EQ(feed(kv, seq, layer, more), TKV_OK);
-            CHECK_EQ(feed(other, seq, layer, more), TKV_OK);
-            CHECK_EQ(has_table(kv, layer), total[layer] >= LEARN);
-            if (total[layer] >= LEARN)
-                CHECK(same_tiers(kv, other, seq, layer)); /* others age when they grow */
-            else CHECK(all_hot(kv, seq, layer));
-            total[layer] += more;
+            int n_more = layer ? (n + 1) / 2 : n; /* each layer learns from its own tokens */
+            CHECK_EQ(append_tokens(kv, seq, layer, n_more), TKV_OK);
+            CHECK_EQ(append_tokens(kivi, seq, layer, n_more), TKV_OK);
+            CHECK_EQ(has_table(kv, layer), total[layer] >= FIRST_TABLE);
+            if (total[layer] >= FIRST_TABLE)
+                CHECK(has_same_tiers(kv, kivi, seq, layer)); /* a sequence demotes at its next append */
+            else CHECK(is_all_hot(kv, seq, layer));
+            total[layer] += n_more;
         }
         CHECK_EQ(n_calibrated_layers(kv), has_table(kv, 0) + has_table(kv, 1));
-        whole(kv, "together");
+        check_cache_at(kv, "together");
     }
     CHECK_EQ(n_calibrated_layers(kv), 2);
-    for (layer = 0; layer < 2; layer++) table_is_sound(kv, layer, "several sequences");
+    for (layer = 0; layer < 2; layer++) check_table(kv, layer, "several sequences");
     tkv_destroy(kv);
-    tkv_destroy(other);
+    tkv_destroy(kivi);
 }
 
-/* A sequence that comes when there is a table does not wait, and one that is full before ages when it is used. */
+/* A sequence that starts after the table was made does not wait. An earlier one demotes its blocks when it is used. */
 TEST(later_sequences_do_not_wait) {
-    tkv_config cfg = config(1, 3), twin = config_kivi(1, 3);
-    tkv_cache *kv = create_cache(&cfg), *other = create_cache(&twin);
+    tkv_config cfg = config(1, 3), kivi_cfg = config_kivi(1, 3);
+    tkv_cache *kv = create_cache(&cfg), *kivi = create_cache(&kivi_cfg);
     int seq, n;
     for (seq = 0; seq < 2; seq++) {
-        CHECK_EQ(feed(kv, seq, 0, 256), TKV_OK);
-        CHECK_EQ(feed(other, seq, 0, 256), TKV_OK);
+        CHECK_EQ(append_tokens(kv, seq, 0, 256), TKV_OK);
+        CHECK_EQ(append_tokens(kivi, seq, 0, 256), TKV_OK);
     }
     for (n = 1; n < 400; n += 7) {
-        CHECK_EQ(feed(kv, 2, 0, 7), TKV_OK);
-        CHECK_EQ(feed(other, 2, 0, 7), TKV_OK);
-        CHECK(same_tiers(kv, other, 2, 0));
+        CHECK_EQ(append_tokens(kv, 2, 0, 7), TKV_OK);
+        CHECK_EQ(append_tokens(kivi, 2, 0, 7), TKV_OK);
+        CHECK(has_same_tiers(kv, kivi, 2, 0));
     }
     for (seq = 0; seq < 2; seq++) {
-        CHECK(all_hot(kv, seq, 0));
+        CHECK(is_all_hot(kv, seq, 0));
         CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_DUE), TKV_OK);
-        CHECK_EQ(tkv_seq_flush(other, seq, TKV_FLUSH_DUE), TKV_OK);
-        CHECK(same_tiers(kv, other, seq, 0));
+        CHECK_EQ(tkv_seq_flush(kivi, seq, TKV_FLUSH_DUE), TKV_OK);
+        CHECK(has_same_tiers(kv, kivi, seq, 0));
     }
-    whole(kv, "later");
+    check_cache_at(kv, "later");
     tkv_destroy(kv);
-    tkv_destroy(other);
+    tkv_destroy(kivi);
 }
 
 /* Blocks wait in the next better tier, if that one needs no table. */
-TEST(one_shared_tier) {
+TEST(only_one_tier_needs_a_table) {
     tkv_config cfg = config(2, 1);
     tkv_layer_config layers[2];
     tkv_cache *kv;
@@ -329,25 +332,25 @@ TEST(one_shared_tier) {
     layers[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.layers = layers;
     kv = create_cache(&cfg);
-    feed_all(kv, 0, 500, 25);
+    append_layers(kv, 0, 500, 25);
     CHECK_EQ(n_calibrated_layers(kv), 0);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] == 384 && info.tokens[TKV_TIER_ARCHIVE] == 0);
     CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] == 0 && info.tokens[TKV_TIER_ARCHIVE] == 256);
-    whole(kv, "one tier");
-    feed_all(kv, 0, 500, 25);
+    check_cache_at(kv, "one tier");
+    append_layers(kv, 0, 500, 25);
     CHECK_EQ(n_calibrated_layers(kv), 2);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] == 128 && info.tokens[TKV_TIER_ARCHIVE] == 768);
     CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] == 128 && info.tokens[TKV_TIER_ARCHIVE] == 768);
-    table_is_sound(kv, 0, "archive only");
-    table_is_sound(kv, 1, "warm only");
+    check_table(kv, 0, "archive only");
+    check_table(kv, 1, "warm only");
     tkv_destroy(kv);
 }
 
-/* Nobody learns for tiers that no block can come to: not by its age, not by a flush. */
+/* A cache learns nothing for a tier that no block can reach, neither by its age nor by a flush. */
 TEST(tiers_out_of_reach) {
     static const struct {
         int hot, warm, max_tokens, shared, learns; /* shared: bit 0 the warm tier, bit 1 the archive */
@@ -360,75 +363,76 @@ TEST(tiers_out_of_reach) {
     };
     int i, format;
     for (i = 0; i < 2 * COUNT(cases); i++) {
-        tkv_config cfg = config_kivi(1, 1), twin;
+        tkv_config cfg = config_kivi(1, 1), kivi_cfg;
         tkv_memory_info memory, estimate;
-        tkv_cache *kv, *other;
+        tkv_cache *kv, *kivi;
         int c = i / 2;
         cfg.tiers.hot_tokens = cases[c].hot;
         cfg.tiers.warm_tokens = cases[c].warm;
         cfg.limits.max_tokens = cases[c].max_tokens;
         cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
-        twin = cfg;
+        kivi_cfg = cfg;
         format = i % 2 ? TKV_KVQUANT3 : TKV_A30;
         if (cases[c].shared & 1) cfg.tiers.warm = pair_of((tkv_format)format, TKV_KIVI4);
         if (cases[c].shared & 2) cfg.tiers.archive = pair_of((tkv_format)format, TKV_KIVI2);
         kv = create_cache(&cfg);
-        other = create_cache(&twin);
+        kivi = create_cache(&kivi_cfg);
         CHECK_EQ(tkv_freeze_calibration(kv), cases[c].learns ? TKV_ERR_STATE : TKV_OK);
-        feed_all(kv, 0, 640, 40);
-        feed_all(other, 0, 640, 40);
+        append_layers(kv, 0, 640, 40);
+        append_layers(kivi, 0, 640, 40);
         CHECK_MSG(n_calibrated_layers(kv) == cases[c].learns, "case %d", i);
         CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
         CHECK_EQ(tkv_estimate_memory(&cfg, 640, 1, &estimate), TKV_OK);
         CHECK_EQ(memory.tables, estimate.tables);
-        CHECK(same_tiers(kv, other, 0, 0));
-        CHECK_EQ(tkv_seq_truncate(kv, 0, 639), tkv_seq_truncate(other, 0, 639));
+        CHECK(has_same_tiers(kv, kivi, 0, 0));
+        CHECK_EQ(tkv_seq_truncate(kv, 0, 639), tkv_seq_truncate(kivi, 0, 639));
         CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-        CHECK_EQ(tkv_seq_flush(other, 0, TKV_FLUSH_ALL), TKV_OK);
-        CHECK(same_tiers(kv, other, 0, 0));
+        CHECK_EQ(tkv_seq_flush(kivi, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK(has_same_tiers(kv, kivi, 0, 0));
         CHECK(cases[c].learns || !has_table(kv, 0));
         CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
-        feed_all(kv, 0, 50, 1);
-        feed_all(other, 0, 50, 1);
-        CHECK(same_tiers(kv, other, 0, 0));
+        append_layers(kv, 0, 50, 1);
+        append_layers(kivi, 0, 50, 1);
+        CHECK(has_same_tiers(kv, kivi, 0, 0));
         CHECK_EQ(tkv_read(kv, 0, 0, 0, 689, k_out, v_out), TKV_OK);
-        CHECK(all_finite(k_out, 689 * K_ROW));
-        whole(kv, "out of reach");
+        CHECK(is_all_finite(k_out, 689 * K_ROW));
+        check_cache_at(kv, "out of reach");
         tkv_destroy(kv);
-        tkv_destroy(other);
+        tkv_destroy(kivi);
     }
 }
 
-/* What attention learns ends with the second table, and begins only with a refresh. */
-TEST(nothing_is_collected_afterwards) {
-    WANTS_ATOMICS;
+/* Attention collects statistics until the second table. Only a refresh starts it again. */
+TEST(statistics_end_with_the_second_table) {
+    NEEDS_ATOMICS;
     tkv_config cfg = config(1, 1);
     tkv_cache *kv = create_cache(&cfg);
-    int i, head, any;
-    for (i = 0; i < WELL + 200; i += 20) {
-        CHECK_EQ(feed(kv, 0, 0, 20), TKV_OK);
-        ask(kv, 0, 0, 20, NULL);
-        for (any = 0, head = 0; head < KV_HEADS; head++)
-            any += kv->q_sq_sum &&
-                   (tkvi_q_sq_sum_of(kv, 0, head)[0] != 0 || *tkvi_far_attention_of(kv, 0, head) != 0);
-        CHECK_EQ(any, i < WELL ? KV_HEADS : 0);
-        CHECK_EQ(kv->tables.current_version[0], i < LEARN ? -1 : i >= WELL);
-        CHECK_EQ(tkvi_learning_bytes(kv), (size_t)((i >= LEARN) + (i >= WELL)) * kv->tables.version_bytes +
-                                              (i < WELL ? tkvi_stats_bytes(&kv->tables.cfg) : 0));
+    int i, head, n_collecting;
+    for (i = 0; i < SECOND_TABLE + 200; i += 20) {
+        CHECK_EQ(append_tokens(kv, 0, 0, 20), TKV_OK);
+        attend_newest(kv, 0, 0, 20, NULL);
+        for (n_collecting = 0, head = 0; head < KV_HEADS; head++)
+            n_collecting += kv->q_sq_sum && (tkvi_q_sq_sum_of(kv, 0, head)[0] != 0 ||
+                                             *tkvi_far_attention_of(kv, 0, head) != 0);
+        CHECK_EQ(n_collecting, i < SECOND_TABLE ? KV_HEADS : 0);
+        CHECK_EQ(kv->tables.current_version[0], i < FIRST_TABLE ? -1 : i >= SECOND_TABLE);
+        CHECK_EQ(tkvi_learning_bytes(kv),
+                 (size_t)((i >= FIRST_TABLE) + (i >= SECOND_TABLE)) * kv->tables.version_bytes +
+                     (i < SECOND_TABLE ? tkvi_stats_bytes(&kv->tables.cfg) : 0));
     }
-    whole(kv, "two tables");
+    check_cache_at(kv, "two tables");
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
-    ask(kv, 0, 0, 20, NULL);
+    attend_newest(kv, 0, 0, 20, NULL);
     CHECK(tkvi_q_sq_sum_of(kv, 0, 0)[0] != 0);
     tkv_destroy(kv);
 }
 
-/* >>tables of odd lives */
+/* >>tables from unusual contents, shapes and sequences */
 TEST(any_contents_make_a_table) {
     static const tkv_format archives[][2] = {{TKV_A30, TKV_R20}, {TKV_A15, TKV_R10}, {TKV_A175, TKV_R15}};
     int what, how, unit, a;
     for (what = 0; what < CONTENTS; what++)
-        for (how = 0; how < 3; how++) /* no attention, queries of zeros, usual ones */
+        for (how = 0; how < 3; how++) /* 0 no attention, 1 zero queries, 2 usual queries */
             for (unit = 4; unit <= 16; unit += 12)
                 for (a = 0; a < COUNT(archives); a++) {
                     tkv_config cfg = config(1, 1);
@@ -443,17 +447,17 @@ TEST(any_contents_make_a_table) {
                     kv = create_cache(&cfg);
                     memset(q, 0, sizeof q);
                     for (n = 0; n < 700; n += 20) {
-                        CHECK_EQ(feed_this(kv, what, 0, 0, 20), TKV_OK);
+                        CHECK_EQ(append_contents(kv, what, 0, 0, 20), TKV_OK);
                         if (how == 1) CHECK_EQ(tkv_attend(kv, 0, 0, q, 20, out), TKV_OK);
-                        if (how == 2) ask(kv, 0, 0, 20, NULL);
+                        if (how == 2) attend_newest(kv, 0, 0, 20, NULL);
                     }
-                    table_is_sound(kv, 0, "contents");
-                    whole(kv, "contents");
-                    losses_of(kv, what, 0, 0, loss);
+                    check_table(kv, 0, "contents");
+                    check_cache_at(kv, "contents");
+                    measure_losses(kv, what, 0, 0, loss);
                     CHECK_LE(loss[TKV_K], what == ZEROS ? 0.0 : 0.7);
                     CHECK_LE(loss[TKV_V], what == ZEROS ? 0.0 : 0.7);
-                    ask(kv, 0, 0, 20, out);
-                    CHECK(all_finite(out, 20 * OUT_ROW));
+                    attend_newest(kv, 0, 0, 20, out);
+                    CHECK(is_all_finite(out, 20 * OUT_ROW));
                     tkv_destroy(kv);
                 }
 }
@@ -496,10 +500,10 @@ TEST(any_shape_makes_a_table) {
             CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
             CHECK_EQ(tkv_append(kv, 0, 0, k, v, 30), TKV_OK);
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-            table_is_sound(kv, 0, "shape");
-            whole(kv, "shape");
+            check_table(kv, 0, "shape");
+            check_cache_at(kv, "shape");
             CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
-            CHECK(all_finite(out, cfg.model.n_heads * dv));
+            CHECK(is_all_finite(out, cfg.model.n_heads * dv));
             tkv_destroy(kv);
         }
 }
@@ -511,13 +515,13 @@ TEST(a_flush_makes_a_table) {
         tkv_cache *kv = create_cache(&cfg);
         tkv_layer_info info;
         double loss[2];
-        CHECK_EQ(feed(kv, 0, 0, n), TKV_OK);
-        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* nothing is asked for */
+        CHECK_EQ(append_tokens(kv, 0, 0, n), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* no block is due */
         CHECK_EQ(n_calibrated_layers(kv), 0);
-        CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_OK); /* nothing is there */
+        CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_OK); /* this sequence is empty */
         CHECK_EQ(n_calibrated_layers(kv), 0);
         CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
-        CHECK_EQ(n_calibrated_layers(kv), n > 4); /* sinks teach nothing */
+        CHECK_EQ(n_calibrated_layers(kv), n > 4); /* sinks alone make no table */
         CHECK_EQ(tkv_freeze_calibration(kv), n > 4 ? TKV_OK : TKV_ERR_STATE);
         if (n <= 4) {
             tkv_destroy(kv);
@@ -525,17 +529,17 @@ TEST(a_flush_makes_a_table) {
         }
         CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
         CHECK_EQ(info.tokens[TKV_TIER_HOT], 4);
-        table_is_sound(kv, 0, "flush");
-        whole(kv, "flush");
-        losses_of(kv, USUAL, 0, 0, loss);
+        check_table(kv, 0, "flush");
+        check_cache_at(kv, "flush");
+        measure_losses(kv, USUAL, 0, 0, loss);
         CHECK_LE(loss[TKV_K], 0.4);
         CHECK_LE(loss[TKV_V], 0.4);
         tkv_destroy(kv);
     }
 }
 
-/* Tokens that were seen and are gone: the table must not be made of nothing, since nothing corrects it later. */
-TEST(sequences_that_left_before) {
+/* The tokens that were counted may be gone when a table is due. No table may be made without tokens. */
+TEST(sequences_that_ended_before_the_table) {
     int how;
     for (how = 0; how < 4; how++) {
         tkv_config cfg = config(1, 2);
@@ -544,18 +548,18 @@ TEST(sequences_that_left_before) {
         int what = how % 2 ? BIASED : LARGE;
         if (how % 2) cfg.tiers.hot.k = TKV_F32;
         if (how < 2) {
-            CHECK_EQ(feed_this(kv, what, 0, 0, LEARN), TKV_OK);
+            CHECK_EQ(append_contents(kv, what, 0, 0, FIRST_TABLE), TKV_OK);
             CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         } else {
             CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-            CHECK_EQ(feed_this(kv, what, 0, 0, LEARN), TKV_OK);
+            CHECK_EQ(append_contents(kv, what, 0, 0, FIRST_TABLE), TKV_OK);
             CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
         }
-        whole(kv, "nothing left");
-        while (tkv_get_length(kv, 1, 0) < 1200) CHECK_EQ(feed_this(kv, what, 1, 0, 40), TKV_OK);
-        table_is_sound(kv, 0, "nothing left");
-        whole(kv, "nothing left");
-        losses_of(kv, what, 1, 0, loss);
+        check_cache_at(kv, "nothing left");
+        while (tkv_get_length(kv, 1, 0) < 1200) CHECK_EQ(append_contents(kv, what, 1, 0, 40), TKV_OK);
+        check_table(kv, 0, "nothing left");
+        check_cache_at(kv, "nothing left");
+        measure_losses(kv, what, 1, 0, loss);
         CHECK_LE(loss[TKV_K], 0.4);
         CHECK_LE(loss[TKV_V], 0.4);
         tkv_destroy(kv);
@@ -564,20 +568,20 @@ TEST(sequences_that_left_before) {
 
 /* >>steps and reservations with blocks that wait */
 TEST(no_table_inside_a_step) {
-    tkv_config cfg = config(2, 2), twin = config_kivi(2, 2);
-    tkv_cache *kv = create_cache(&cfg), *other = create_cache(&twin);
+    tkv_config cfg = config(2, 2), kivi_cfg = config_kivi(2, 2);
+    tkv_cache *kv = create_cache(&cfg), *kivi = create_cache(&kivi_cfg);
     int layer, i;
-    feed_all(kv, 0, 400, 100);
-    feed_all(other, 0, 400, 100);
-    for (i = 0; i < 2; i++) { /* aborted, then committed over the 512th token */
+    append_layers(kv, 0, 400, 100);
+    append_layers(kivi, 0, 400, 100);
+    for (i = 0; i < 2; i++) { /* aborted, then committed with the 512th token inside */
         CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
-        CHECK_EQ(tkv_seq_begin(other, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_begin(kivi, 0), TKV_OK);
         for (layer = 0; layer < 2; layer++) {
-            CHECK_EQ(feed(kv, 0, layer, 100), TKV_OK);
-            if (i) CHECK_EQ(feed(kv, 0, layer, 150), TKV_OK);
-            CHECK_EQ(feed(kv, 0, layer, 1), TKV_OK);
-            CHECK_EQ(feed(other, 0, layer, i ? 251 : 101), TKV_OK);
-            CHECK(all_hot(kv, 0, layer));
+            CHECK_EQ(append_tokens(kv, 0, layer, 100), TKV_OK);
+            if (i) CHECK_EQ(append_tokens(kv, 0, layer, 150), TKV_OK);
+            CHECK_EQ(append_tokens(kv, 0, layer, 1), TKV_OK);
+            CHECK_EQ(append_tokens(kivi, 0, layer, i ? 251 : 101), TKV_OK);
+            CHECK(is_all_hot(kv, 0, layer));
         }
         CHECK_EQ(n_calibrated_layers(kv), 0);
         CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
@@ -585,51 +589,52 @@ TEST(no_table_inside_a_step) {
         CHECK_EQ(tkv_load_calibration(kv, saved, sizeof saved), TKV_ERR_STATE);
         CHECK(tkv_get_last_error(kv)[0] != 0);
         CHECK_EQ(i ? tkv_seq_commit(kv, 0) : tkv_seq_abort(kv, 0), TKV_OK);
-        CHECK_EQ(i ? tkv_seq_commit(other, 0) : tkv_seq_abort(other, 0), TKV_OK);
+        CHECK_EQ(i ? tkv_seq_commit(kivi, 0) : tkv_seq_abort(kivi, 0), TKV_OK);
         CHECK_EQ(n_calibrated_layers(kv), 0);
         CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), i ? 651 : 400);
-        whole(kv, "step");
+        check_cache_at(kv, "step");
     }
-    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* does what is due */
-    CHECK_EQ(tkv_seq_begin(other, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* makes the table and demotes due blocks */
+    CHECK_EQ(tkv_seq_begin(kivi, 0), TKV_OK);
     CHECK_EQ(n_calibrated_layers(kv), 2);
-    for (layer = 0; layer < 2; layer++) CHECK(same_tiers(kv, other, 0, layer));
+    for (layer = 0; layer < 2; layer++) CHECK(has_same_tiers(kv, kivi, 0, layer));
     CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
-    whole(kv, "after the step");
+    check_cache_at(kv, "after the step");
     tkv_destroy(kv);
-    tkv_destroy(other);
+    tkv_destroy(kivi);
 }
 
-/* What was reserved while blocks wait is enough for the table's moment, however the tokens come. */
-TEST(reservations_over_the_table) {
+/* Tokens reserved while blocks wait can be appended in any chunks, also when the table is made. */
+TEST(reservations_include_the_table) {
     static const int chunks[] = {1, 13, 64, 100};
-    int had, i, n;
-    for (had = 0; had <= 700; had += 50)
+    int n_before, i, n;
+    for (n_before = 0; n_before <= 700; n_before += 50)
         for (i = 0; i < COUNT(chunks); i++)
             for (n = 40; n <= 512; n += n < 120 ? 88 : 192) {
                 tkv_config cfg = config(1, 2);
                 counting_allocator p;
                 tkv_cache *kv;
                 tkv_memory_info m;
-                int left;
-                if (tkv_test_quick() && (had / 50 + i + n) % 3) continue;
+                int n_left;
+                if (tkv_test_quick() && (n_before / 50 + i + n) % 3) continue;
                 if (n <= 128)
-                    cfg.limits.max_append = 128; /* no room for a large chunk that those who wait could use */
+                    cfg.limits.max_append =
+                        128; /* otherwise memory for a large chunk could serve waiting blocks */
                 cfg.host.allocator = counting_allocator_of(&p);
                 kv = create_cache(&cfg);
-                CHECK_EQ(feed(kv, 1, 0, 77), TKV_OK);
-                for (left = had; left > 0; left -= 100)
-                    CHECK_EQ(feed(kv, 0, 0, left < 100 ? left : 100), TKV_OK);
+                CHECK_EQ(append_tokens(kv, 1, 0, 77), TKV_OK);
+                for (n_left = n_before; n_left > 0; n_left -= 100)
+                    CHECK_EQ(append_tokens(kv, 0, 0, n_left < 100 ? n_left : 100), TKV_OK);
                 CHECK_EQ(tkv_seq_reserve(kv, 0, n), TKV_OK);
                 p.fail_at = 1;
-                for (left = n; left > 0; left -= chunks[i]) {
-                    tkv_status st = feed(kv, 0, 0, left < chunks[i] ? left : chunks[i]);
-                    CHECK_MSG(st == TKV_OK, "%d tokens, %d reserved, %d left: %s", had, n, left,
+                for (n_left = n; n_left > 0; n_left -= chunks[i]) {
+                    tkv_status st = append_tokens(kv, 0, 0, n_left < chunks[i] ? n_left : chunks[i]);
+                    CHECK_MSG(st == TKV_OK, "%d tokens, %d reserved, %d left: %s", n_before, n, n_left,
                               tkv_get_last_error(kv));
                 }
                 p.fail_at = 0;
-                CHECK_EQ(tkv_get_length(kv, 0, 0), had + n);
-                whole(kv, "reserved");
+                CHECK_EQ(tkv_get_length(kv, 0, 0), n_before + n);
+                check_cache_at(kv, "reserved");
                 CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
                 CHECK_EQ(m.total, p.held);
                 tkv_destroy(kv);
@@ -637,33 +642,33 @@ TEST(reservations_over_the_table) {
             }
 }
 
-/* The second table waits for memory: no call fails for want of it. */
+/* Without memory, the second table waits. No call fails because of it. */
 TEST(no_memory_for_the_second_table) {
     tkv_config cfg = config(1, 1);
     counting_allocator p;
     tkv_cache *kv;
     cfg.host.allocator = counting_allocator_of(&p);
     kv = create_cache(&cfg);
-    feed_all(kv, 0, WELL, 64);
+    append_layers(kv, 0, SECOND_TABLE, 64);
     CHECK_EQ(tkv_seq_reserve(kv, 0, 1), TKV_OK);
     p.fail_at = 1;
-    CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 0);
-    whole(kv, "no memory");
+    check_cache_at(kv, "no memory");
     p.fail_at = 0;
-    CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 1);
-    whole(kv, "memory again");
+    check_cache_at(kv, "memory again");
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
 }
 
-/* A call that fails makes no table: each of its allocations in turn is the one that is refused. */
+/* Refuses each allocation of a call in turn. A call that fails makes no table. */
 TEST(a_failure_makes_no_table) {
-    int kind, n, left;
+    int kind, n, n_granted;
     for (kind = 0; kind < 3; kind++) /* append, flush, begin */
         for (n = 0; n < 2; n++)      /* before the first and the second table */
-            for (left = 0; left < 8; left++) {
+            for (n_granted = 0; n_granted < 8; n_granted++) {
                 tkv_config cfg = config(2, 1);
                 counting_allocator p;
                 tkv_cache *kv;
@@ -671,80 +676,79 @@ TEST(a_failure_makes_no_table) {
                 int l;
                 cfg.host.allocator = counting_allocator_of(&p);
                 kv = create_cache(&cfg);
-                feed_all(kv, 0, n ? WELL : LEARN, 512);
-                p.fail_at = left + 1; /* the next `left` are granted */
-                st = kind == 0   ? feed(kv, 0, 0, 512)
+                append_layers(kv, 0, n ? SECOND_TABLE : FIRST_TABLE, 512);
+                p.fail_at = n_granted + 1; /* grants the next n_granted allocations */
+                st = kind == 0   ? append_tokens(kv, 0, 0, 512)
                      : kind == 1 ? tkv_seq_flush(kv, 0, TKV_FLUSH_FULL)
                                  : tkv_seq_begin(kv, 0);
                 for (l = 0; l < 2 && st; l++) CHECK_EQ(kv->tables.current_version[l], n ? 0 : -1);
                 if (st) CHECK_EQ(st, TKV_ERR_NOMEM);
                 p.fail_at = 0;
-                whole(kv, "failed");
+                check_cache_at(kv, "failed");
                 tkv_destroy(kv);
                 CHECK_EQ(p.held, 0);
             }
 }
 
-/* Both tables, and no third one while blocks have them. */
+/* A cache in place has memory for two tables. While blocks use both, no third one can be loaded. */
 TEST(tables_in_place) {
     tkv_config cfg = config(1, 1);
     tkv_cache *kv = NULL;
     size_t need, bytes;
     void *mem;
-    cfg.limits.max_tokens = WELL + 700;
+    cfg.limits.max_tokens = SECOND_TABLE + 700;
     CHECK_EQ(tkv_get_required_bytes(&cfg, &need, NULL), TKV_OK);
     mem = malloc(need);
     if (!mem) exit(2);
     REQUIRE(tkv_create_in_place(&cfg, mem, need, &kv) == TKV_OK);
     CHECK_EQ(tkvi_learning_bytes(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.cfg));
-    feed_all(kv, 0, WELL + 690, 10);
+    append_layers(kv, 0, SECOND_TABLE + 690, 10);
     CHECK_EQ(kv->tables.current_version[0], 1);
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
     CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_ERR_CAPACITY);
-    whole(kv, "in place");
+    check_cache_at(kv, "in place");
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK);
     tkv_destroy(kv);
     free(mem);
 }
 
-/* A table's moment without memory: the call fails, what can be read stays. */
+/* The table is due, but there is no memory. The append fails, and tkv_read returns the same values. */
 TEST(no_memory_for_the_recoding) {
     tkv_config cfg = config(1, 1);
     counting_allocator p;
     tkv_cache *kv;
     cfg.host.allocator = counting_allocator_of(&p);
     kv = create_cache(&cfg);
-    CHECK_EQ(feed(kv, 0, 0, LEARN), TKV_OK);
-    CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_want, v_want), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, FIRST_TABLE), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, FIRST_TABLE, k_want, v_want), TKV_OK);
     p.fail_at = 1;
-    CHECK_EQ(feed(kv, 0, 0, 512), TKV_ERR_NOMEM);
-    CHECK(all_hot(kv, 0, 0));
-    CHECK_EQ(tkv_read(kv, 0, 0, 0, LEARN, k_out, v_out), TKV_OK);
-    CHECK_MEM(k_out, k_want, LEARN * K_ROW * sizeof(float));
-    CHECK_MEM(v_out, v_want, LEARN * V_ROW * sizeof(float));
-    whole(kv, "no memory");
+    CHECK_EQ(append_tokens(kv, 0, 0, 512), TKV_ERR_NOMEM);
+    CHECK(is_all_hot(kv, 0, 0));
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, FIRST_TABLE, k_out, v_out), TKV_OK);
+    CHECK_MEM(k_out, k_want, FIRST_TABLE * K_ROW * sizeof(float));
+    CHECK_MEM(v_out, v_want, FIRST_TABLE * V_ROW * sizeof(float));
+    check_cache_at(kv, "no memory");
     p.fail_at = 0;
-    CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 512), TKV_OK);
     CHECK_EQ(n_calibrated_layers(kv), 1);
-    whole(kv, "memory again");
+    check_cache_at(kv, "memory again");
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
 }
 
-/* >>who gets the bits */
-/* Queries of one head look at a key `back` tokens back, those of the other at their own key. */
-static void far_and_near(tkv_cache *kv, int n, int swap, int back) {
+/* >>how heads share bits */
+/* Queries of KV head far_head match the key `back` tokens before. Those of the other head match their own key. */
+static void attend_far_and_near(tkv_cache *kv, int n, int far_head, int back) {
     static float q[Q_ROW], out[OUT_ROW];
     int t, h, c;
     for (t = 0; t < n; t++) {
-        rows_of(USUAL, 0, 0, t, 1, KV_HEADS, DK, 1,
-                k_in); /* all channels alike: a key is like itself alone */
-        rows_of(USUAL, 1, 0, t, 1, KV_HEADS, DV, 1, v_in);
+        fill_rows(USUAL, 0, 0, t, 1, KV_HEADS, DK, 1, k_in); /* equal variances: a key matches only itself */
+        fill_rows(USUAL, 1, 0, t, 1, KV_HEADS, DV, 1, v_in);
         CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 1), TKV_OK);
         if (t < 200) continue;
         for (h = 0; h < HEADS; h++) {
-            int kv_head = h / (HEADS / KV_HEADS), is_far = kv_head == swap;
+            int kv_head = h / (HEADS / KV_HEADS), is_far = kv_head == far_head;
             CHECK_EQ(tkv_read(kv, 0, 0, is_far ? t - back : t, 1, k_out, NULL), TKV_OK);
             for (c = 0; c < DK; c++) q[h * DK + c] = 3.0f * k_out[kv_head * DK + c];
         }
@@ -752,104 +756,106 @@ static void far_and_near(tkv_cache *kv, int n, int swap, int back) {
     }
 }
 
-TEST(heads_that_look_far_get_more) {
-    WANTS_ATOMICS;
-    int swap;
-    for (swap = 0; swap < 2; swap++) { /* what is near does not count */
+TEST(heads_with_far_attention_get_more_bits) {
+    NEEDS_ATOMICS;
+    int far_head;
+    for (far_head = 0; far_head < 2; far_head++) { /* 60 tokens back is not far */
         tkv_config cfg = config(1, 1);
         tkv_cache *kv = create_cache(&cfg);
-        far_and_near(kv, 400, swap, 60);
-        CHECK_LE((double)*tkvi_far_attention_of(kv, 0, swap), 2e10); /* of 10^9 a query and head */
+        attend_far_and_near(kv, 400, far_head, 60);
+        CHECK_LE((double)*tkvi_far_attention_of(kv, 0, far_head),
+                 2e10); /* each query of a head has 10^9 in all */
         tkv_destroy(kv);
     }
-    for (swap = 0; swap < 2; swap++) {
+    for (far_head = 0; far_head < 2; far_head++) {
         tkv_config cfg = config(1, 1);
         tkv_cache *kv = create_cache(&cfg);
         const tkvi_record *r;
-        far_and_near(kv, LEARN + 1, swap, 200);
-        table_is_sound(kv, 0, "far and near");
-        r = coding_of(kv, 0, TKV_TIER_ARCHIVE)->record;
-        CHECK_MSG(tile_bits(&r[swap].k.tiles) > tile_bits(&r[1 - swap].k.tiles), "K: far %d, near %d",
-                  tile_bits(&r[swap].k.tiles), tile_bits(&r[1 - swap].k.tiles));
-        CHECK_MSG(r[swap].v.half_bits > r[1 - swap].v.half_bits, "V: far %d, near %d", r[swap].v.half_bits,
-                  r[1 - swap].v.half_bits);
+        attend_far_and_near(kv, FIRST_TABLE + 1, far_head, 200);
+        check_table(kv, 0, "far and near");
+        r = layout_of(kv, 0, TKV_TIER_ARCHIVE)->record;
+        CHECK_MSG(sum_tile_bits(&r[far_head].k.tiles) > sum_tile_bits(&r[1 - far_head].k.tiles),
+                  "K: far %d, near %d", sum_tile_bits(&r[far_head].k.tiles),
+                  sum_tile_bits(&r[1 - far_head].k.tiles));
+        CHECK_MSG(r[far_head].v.half_bits > r[1 - far_head].v.half_bits, "V: far %d, near %d",
+                  r[far_head].v.half_bits, r[1 - far_head].v.half_bits);
         CHECK_EQ(r[0].v.half_bits + r[1].v.half_bits, 8);
         tkv_destroy(kv);
     }
 }
 
-/* Channels that queries look at and that vary come first: sd of channel c is 2^(...), the queries of some are 0. */
+/* Channels are ordered by the size of q times that of k. Some channels of q are small. */
 TEST(channels_are_in_order) {
-    WANTS_ATOMICS;
+    NEEDS_ATOMICS;
     tkv_config cfg = config(1, 1);
     tkv_cache *kv = create_cache(&cfg);
     static float q[20 * Q_ROW], out[20 * OUT_ROW];
     const tkvi_head *head;
     int n, c, i;
-    for (n = 0; n <= LEARN; n += 20) {
-        CHECK_EQ(feed(kv, 0, 0, 20), TKV_OK);
-        rows_of(USUAL, 7, 0, n, 20, HEADS, DK, 1, q);
+    for (n = 0; n <= FIRST_TABLE; n += 20) {
+        CHECK_EQ(append_tokens(kv, 0, 0, 20), TKV_OK);
+        fill_rows(USUAL, 7, 0, n, 20, HEADS, DK, 1, q);
         for (i = 0; i < 20 * HEADS; i++)
             for (c = 0; c < DK; c++)
                 if (c % 4 == 1) q[i * DK + c] *= 1e-3f;
         CHECK_EQ(tkv_attend(kv, 0, 0, q, 20, out), TKV_OK);
     }
-    CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
-    table_is_sound(kv, 0, "order");
+    CHECK_EQ(append_tokens(kv, 0, 0, 1), TKV_OK);
+    check_table(kv, 0, "order");
     for (i = 0; i < KV_HEADS; i++) {
-        double before = 1e30;
+        double last_size = 1e30;
         head = &tkvi_heads_of(&kv->tables, 0, kv->tables.current_version[0])[i];
         for (c = 0; c < DK; c++) {
             int channel = head->order[c];
             double size = ldexp(1.0, (channel * 7 + i * 3) % 5 - 2) * (channel % 4 == 1 ? 1e-3 : 1.0);
-            CHECK_LE(size, 1.5 * before);
-            before = size;
+            CHECK_LE(size, 1.5 * last_size);
+            last_size = size;
         }
     }
     tkv_destroy(kv);
 }
 
-/* A head whose keys are eight times as large, and no smaller queries, errs eight times as much: it needs more. */
-TEST(heads_with_large_keys_get_more) {
-    int log2, head;
-    for (log2 = -3; log2 <= 3; log2++) {
+/* A head with larger keys and the same queries has larger errors, so it gets more bits. */
+TEST(heads_with_large_keys_get_more_bits) {
+    int log2_size, head;
+    for (log2_size = -3; log2_size <= 3; log2_size++) {
         tkv_config cfg = config(1, 1);
         tkv_cache *kv = create_cache(&cfg);
         int n, t, c, bits[KV_HEADS];
-        for (n = 0; n <= LEARN; n += 64) {
-            rows_of(USUAL, 3, 0, n, 64, KV_HEADS, DK, 1, k_in); /* all channels alike */
-            rows_of(USUAL, 3, 1, n, 64, KV_HEADS, DV, 1, v_in);
+        for (n = 0; n <= FIRST_TABLE; n += 64) {
+            fill_rows(USUAL, 3, 0, n, 64, KV_HEADS, DK, 1, k_in); /* equal variances */
+            fill_rows(USUAL, 3, 1, n, 64, KV_HEADS, DV, 1, v_in);
             for (t = 0; t < 64; t++)
-                for (c = 0; c < DK; c++) k_in[t * K_ROW + DK + c] *= (float)ldexp(1.0, log2);
+                for (c = 0; c < DK; c++) k_in[t * K_ROW + DK + c] *= (float)ldexp(1.0, log2_size);
             CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 64), TKV_OK);
         }
-        table_is_sound(kv, 0, "large keys");
+        check_table(kv, 0, "large keys");
         for (head = 0; head < KV_HEADS; head++)
-            bits[head] = tile_bits(&coding_of(kv, 0, TKV_TIER_ARCHIVE)->record[head].k.tiles);
-        if (log2 < 0) CHECK_MSG(bits[0] > bits[1], "2^%d: %d and %d", log2, bits[0], bits[1]);
-        if (log2 > 0) CHECK_MSG(bits[0] < bits[1], "2^%d: %d and %d", log2, bits[0], bits[1]);
-        if (log2 == 0) CHECK_LE(abs(bits[0] - bits[1]), 4);
+            bits[head] = sum_tile_bits(&layout_of(kv, 0, TKV_TIER_ARCHIVE)->record[head].k.tiles);
+        if (log2_size < 0) CHECK_MSG(bits[0] > bits[1], "2^%d: %d and %d", log2_size, bits[0], bits[1]);
+        if (log2_size > 0) CHECK_MSG(bits[0] < bits[1], "2^%d: %d and %d", log2_size, bits[0], bits[1]);
+        if (log2_size == 0) CHECK_LE(abs(bits[0] - bits[1]), 4);
         tkv_destroy(kv);
     }
 }
 
-/* >>calibration: out and in again */
-/* A cache that has learned from 600 tokens, and its calibration in `saved`. */
-static tkv_cache *learned(const tkv_config *cfg, size_t *bytes) {
+/* >>calibration: save and load */
+/* Makes a cache that has learned from 600 tokens, and saves its calibration to saved. */
+static tkv_cache *make_learned_cache(const tkv_config *cfg, size_t *bytes) {
     tkv_cache *kv = create_cache(cfg);
     int layer, n;
     for (n = 0; n < 600; n += 20)
         for (layer = 0; layer < cfg->model.n_layers; layer++)
             if (kv->tables.plan[layer].stored_layer == layer) {
-                CHECK_EQ(feed(kv, 0, layer, 20), TKV_OK);
-                ask(kv, 0, layer, 20, NULL);
+                CHECK_EQ(append_tokens(kv, 0, layer, 20), TKV_OK);
+                attend_newest(kv, 0, layer, 20, NULL);
             }
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, bytes), TKV_OK);
     return kv;
 }
 
-/* All blocks of one sequence and layer have the same bytes. */
-static int same_blocks(const tkv_cache *a, const tkv_cache *b, int seq, int layer) {
+/* Returns 1 if all blocks of a sequence and layer have the same bytes. */
+static int has_same_blocks(const tkv_cache *a, const tkv_cache *b, int seq, int layer) {
     const tkvi_list *x = tkvi_list_of(a, seq, layer), *y = tkvi_list_of(b, seq, layer);
     int i, same = x->n == y->n;
     for (i = 0; i < x->n && same; i++) {
@@ -866,27 +872,27 @@ static int same_blocks(const tkv_cache *a, const tkv_cache *b, int seq, int laye
 TEST(saved_and_loaded) {
     tkv_config cfg = config(3, 2);
     tkv_layer_config layers[3];
-    size_t bytes = 0, again = 0, need = 0;
+    size_t bytes = 0, bytes_again = 0, need = 0;
     tkv_cache *a, *b;
-    static float out[20 * OUT_ROW], other[20 * OUT_ROW];
+    static float out[20 * OUT_ROW], b_out[20 * OUT_ROW];
     int n, layer;
     memset(layers, 0, sizeof layers);
-    layers[1].warm = layers[1].archive = pair_of(TKV_KIVI4, TKV_KIVI2); /* this one has nothing to learn */
+    layers[1].warm = layers[1].archive = pair_of(TKV_KIVI4, TKV_KIVI2); /* layer 1 has nothing to learn */
     cfg.layers = layers;
-    a = learned(&cfg, &bytes);
+    a = make_learned_cache(&cfg, &bytes);
     CHECK_EQ(n_calibrated_layers(a), 2);
     CHECK_EQ(tkv_save_calibration(a, NULL, 0, &need), TKV_OK);
     CHECK_EQ(need, bytes);
-    CHECK_EQ(bytes, 24 + 3 * 4 + 2 * KV_HEADS * (6 + 4 * DK) + 8); /* as drawn in learn/calibration.h */
+    CHECK_EQ(bytes, 24 + 3 * 4 + 2 * KV_HEADS * (6 + 4 * DK) + 8); /* as defined in learn/calibration.h */
     memset(saved_again, 0x5a, sizeof saved_again);
-    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes - 1, &again), TKV_ERR_CAPACITY);
-    CHECK_EQ(again, bytes);
+    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes - 1, &bytes_again), TKV_ERR_CAPACITY);
+    CHECK_EQ(bytes_again, bytes);
     for (n = 0; n < SAVED; n++)
         if (saved_again[n] != 0x5a) break;
     CHECK_EQ(n, SAVED);
     CHECK_EQ(tkv_save_calibration(a, NULL, bytes, NULL), TKV_ERR_ARG);
-    CHECK_EQ(tkv_save_calibration(NULL, saved_again, bytes, &again), TKV_ERR_ARG);
-    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes, &again), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(NULL, saved_again, bytes, &bytes_again), TKV_ERR_ARG);
+    CHECK_EQ(tkv_save_calibration(a, saved_again, bytes, &bytes_again), TKV_OK);
     CHECK_MEM(saved_again, saved, bytes);
     b = create_cache(&cfg);
     CHECK_EQ(tkv_load_calibration(b, NULL, bytes), TKV_ERR_ARG);
@@ -894,27 +900,27 @@ TEST(saved_and_loaded) {
     CHECK_EQ(tkv_load_calibration(b, saved, bytes), TKV_OK);
     CHECK_EQ(n_calibrated_layers(b), 2);
     memset(saved_again, 0, sizeof saved_again);
-    CHECK_EQ(tkv_save_calibration(b, saved_again, sizeof saved_again, &again), TKV_OK);
-    CHECK_EQ(again, bytes);
+    CHECK_EQ(tkv_save_calibration(b, saved_again, sizeof saved_again, &bytes_again), TKV_OK);
+    CHECK_EQ(bytes_again, bytes);
     CHECK_MEM(saved_again, saved, bytes);
-    for (n = 0; n < 500; n += 20) { /* compressed from the first block on, and to the same bytes */
-        feed_all(a, 1, 20, 20);
-        feed_all(b, 1, 20, 20);
+    for (n = 0; n < 500; n += 20) { /* b encodes from the first block on, to the same bytes */
+        append_layers(a, 1, 20, 20);
+        append_layers(b, 1, 20, 20);
         for (layer = 0; layer < 3; layer++) {
-            ask(a, 1, layer, 20, out);
-            ask(b, 1, layer, 20, other);
-            CHECK_MEM(out, other, sizeof out);
+            attend_newest(a, 1, layer, 20, out);
+            attend_newest(b, 1, layer, 20, b_out);
+            CHECK_MEM(out, b_out, sizeof out);
         }
     }
     for (layer = 0; layer < 3; layer++) {
         tkv_layer_info info;
-        CHECK(same_blocks(a, b, 1, layer));
+        CHECK(has_same_blocks(a, b, 1, layer));
         CHECK_EQ(tkv_get_layer(b, 1, layer, &info), TKV_OK);
         CHECK(info.tokens[TKV_TIER_ARCHIVE] == 256 && info.tokens[TKV_TIER_WARM] == 128);
-        CHECK(!b->q_sq_sum); /* who has a table does not listen */
+        CHECK(!b->q_sq_sum); /* a layer with a loaded table collects nothing */
     }
-    whole(a, "saved");
-    whole(b, "loaded");
+    check_cache_at(a, "saved");
+    check_cache_at(b, "loaded");
     tkv_destroy(a);
     tkv_destroy(b);
 }
@@ -924,7 +930,7 @@ TEST(loaded_into_another_plan) {
         {TKV_A15, TKV_R10}, {TKV_A20, TKV_R15}, {TKV_A275, TKV_R30}, {TKV_A40, TKV_KIVI2}};
     tkv_config cfg = config(2, 1);
     size_t bytes = 0, again = 0;
-    tkv_cache *kv = learned(&cfg, &bytes);
+    tkv_cache *kv = make_learned_cache(&cfg, &bytes);
     double loss[2];
     int i;
     tkv_destroy(kv);
@@ -938,16 +944,16 @@ TEST(loaded_into_another_plan) {
         CHECK_EQ(tkv_save_calibration(kv, saved_again, sizeof saved_again, &again), TKV_OK);
         CHECK_EQ(again, bytes);
         CHECK_MEM(saved_again, saved, bytes);
-        feed_all(kv, 0, 500, 50);
-        table_is_sound(kv, 0, "another plan");
-        table_is_sound(kv, 1, "another plan");
-        whole(kv, "another plan");
-        losses_of(kv, USUAL, 0, 1, loss);
+        append_layers(kv, 0, 500, 50);
+        check_table(kv, 0, "another plan");
+        check_table(kv, 1, "another plan");
+        check_cache_at(kv, "another plan");
+        measure_losses(kv, USUAL, 0, 1, loss);
         CHECK_LE(loss[TKV_K], 0.6);
         CHECK_LE(loss[TKV_V], 0.6);
         tkv_destroy(kv);
     }
-    cfg = config_kivi(2, 1); /* a plan that has no use for it */
+    cfg = config_kivi(2, 1); /* these formats need no calibration */
     kv = create_cache(&cfg);
     CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK);
     CHECK_EQ(n_calibrated_layers(kv), 0);
@@ -959,7 +965,7 @@ TEST(loaded_into_another_plan) {
     tkv_destroy(kv);
 }
 
-/* From keys alone the same bytes come out whatever the instruction set. */
+/* Tables made from keys alone have the same bytes on every instruction set. */
 TEST(tables_are_the_same_on_every_isa) {
     size_t bytes = 0, first = 0;
     int isa, what;
@@ -971,9 +977,9 @@ TEST(tables_are_the_same_on_every_isa) {
             cfg.host.isa = (tkv_isa)isa;
             if (!is_isa_available(cfg.host.isa)) continue;
             kv = create_cache(&cfg);
-            while (tkv_get_length(kv, 0, 0) < 1000) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
+            while (tkv_get_length(kv, 0, 0) < 1000) CHECK_EQ(append_contents(kv, what, 0, 0, 50), TKV_OK);
             CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK); /* once more, from warm blocks */
-            while (tkv_get_length(kv, 0, 0) < 1600) CHECK_EQ(feed_this(kv, what, 0, 0, 50), TKV_OK);
+            while (tkv_get_length(kv, 0, 0) < 1600) CHECK_EQ(append_contents(kv, what, 0, 0, 50), TKV_OK);
             CHECK_EQ(tkv_save_calibration(kv, first ? saved_again : saved, SAVED, &bytes), TKV_OK);
             if (first) {
                 CHECK_EQ(bytes, first);
@@ -985,8 +991,8 @@ TEST(tables_are_the_same_on_every_isa) {
     }
 }
 
-TEST(frozen) {
-    WANTS_ATOMICS;
+TEST(a_frozen_table_stays) {
+    NEEDS_ATOMICS;
     tkv_config cfg = config(4, 1);
     tkv_layer_config layers[4];
     tkv_cache *kv;
@@ -998,147 +1004,146 @@ TEST(frozen) {
     kv = create_cache(&cfg);
     CHECK_EQ(tkv_freeze_calibration(NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
-    CHECK_EQ(feed(kv, 0, 0, 100), TKV_OK);
-    ask(kv, 0, 1, 10, NULL); /* the layer that reads it teaches it */
+    CHECK_EQ(append_tokens(kv, 0, 0, 100), TKV_OK);
+    attend_newest(kv, 0, 1, 10, NULL); /* layer 1 reads the blocks of layer 0, so its queries count */
     CHECK(tkvi_q_sq_sum_of(kv, 0, 0)[0] != 0);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE); /* layer 3 has seen nothing */
     CHECK(tkv_get_last_error(kv)[0] != 0);
     CHECK_EQ(n_calibrated_layers(kv), 0);
-    CHECK_EQ(feed(kv, 0, 3, 100), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 3, 100), TKV_OK);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
     CHECK_EQ(n_calibrated_layers(kv), 2);
-    table_is_sound(kv, 0, "frozen");
-    table_is_sound(kv, 3, "frozen");
+    check_table(kv, 0, "frozen");
+    check_table(kv, 3, "frozen");
     for (n = 0; n < 700; n += 50) {
-        CHECK_EQ(feed(kv, 0, 0, 50), TKV_OK);
-        ask(kv, 0, 1, 10, NULL);
+        CHECK_EQ(append_tokens(kv, 0, 0, 50), TKV_OK);
+        attend_newest(kv, 0, 1, 10, NULL);
         CHECK_EQ(kv->tables.current_version[0], 0);
         CHECK(!kv->q_sq_sum);
     }
-    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* again: nothing to do */
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* the second time does nothing */
     CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
-    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* takes the refresh back */
-    CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
-    CHECK_EQ(feed(kv, 0, 0, 512), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* cancels the refresh */
+    CHECK_EQ(append_tokens(kv, 0, 0, 512), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 512), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(NULL), TKV_ERR_ARG);
     CHECK_EQ(n_calibrated_layers(NULL), 0);
     tkv_destroy(kv);
-    cfg = config(1, 1); /* what was seen is gone: as good as nothing */
+    cfg = config(1, 1); /* tokens of a reset sequence do not count */
     kv = create_cache(&cfg);
-    CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 300), TKV_OK);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_ERR_STATE);
-    CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 300), TKV_OK);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
     tkv_destroy(kv);
 }
 
-/* A flush asks for the first table only: one that is being learned is not made of a few tokens. */
+/* A flush makes the first table at once. It does not make the table of a refresh, which would be of few tokens. */
 TEST(a_flush_does_not_hurry_a_refresh) {
     tkv_config cfg = config(1, 1);
     size_t bytes = 0;
-    tkv_cache *kv = learned(&cfg, &bytes);
+    tkv_cache *kv = make_learned_cache(&cfg, &bytes);
     int n;
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
-    CHECK_EQ(feed(kv, 0, 0, 7), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 7), TKV_OK);
     CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 0);
-    for (n = 7; n < WELL; n += 157) {
+    for (n = 7; n < SECOND_TABLE; n += 157) {
         CHECK_EQ(kv->tables.current_version[0], 0);
-        CHECK_EQ(feed(kv, 0, 0, 157), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 0, 157), TKV_OK);
     }
-    CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 1);
-    whole(kv, "not hurried");
+    check_cache_at(kv, "not hurried");
     tkv_destroy(kv);
 }
 
-/* What a call that must change nothing may have changed: tables, what can be read. */
-static void nothing_changed(tkv_cache *kv, int version) {
+/* Checks that a refused call has not changed the table in use. */
+static void check_table_unchanged(tkv_cache *kv, int version) {
     size_t bytes = 0;
     CHECK_EQ(kv->tables.current_version[0], version);
     CHECK_EQ(tkv_save_calibration(kv, saved_again, sizeof saved_again, &bytes), TKV_OK);
     CHECK_MEM(saved_again, saved, bytes);
-    whole(kv, "nothing changed");
+    check_cache_at(kv, "nothing changed");
 }
 
-TEST(learned_anew) {
+TEST(a_refresh_learns_a_new_table) {
     tkv_config cfg = config(1, 3);
     tkv_cache *kv;
     size_t bytes = 0;
     int n = 0, version;
     uint8_t *first;
     cfg.tiers.hot.k = TKV_F32;
-    kv = learned(&cfg, &bytes);
+    kv = make_learned_cache(&cfg, &bytes);
     first = (uint8_t *)malloc(bytes);
     if (!first) exit(2);
     memcpy(first, saved, bytes);
     CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
-    CHECK_EQ(n_calibrated_layers(kv), 1); /* the old table is used on */
+    CHECK_EQ(n_calibrated_layers(kv), 1); /* the old table stays in use */
     CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_want, v_want), TKV_OK);
-    while (tkv_get_length(kv, 1, 0) < WELL) {
-        CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
+    while (tkv_get_length(kv, 1, 0) < SECOND_TABLE) {
+        CHECK_EQ(append_contents(kv, BIASED, 1, 0, 32), TKV_OK);
         CHECK_EQ(kv->tables.current_version[0], 0);
     }
-    CHECK_EQ(feed_this(kv, BIASED, 1, 0, 32), TKV_OK);
+    CHECK_EQ(append_contents(kv, BIASED, 1, 0, 32), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 1);
-    table_is_sound(kv, 0, "anew");
+    check_table(kv, 0, "anew");
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
     CHECK(memcmp(first, saved, bytes) != 0);
-    CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_out, v_out), TKV_OK); /* what has the old table keeps it */
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_out, v_out), TKV_OK); /* blocks of the old table keep it */
     CHECK_MEM(k_out, k_want, 384 * K_ROW * sizeof(float));
     CHECK_MEM(v_out, v_want, 384 * V_ROW * sizeof(float));
-    while (tkv_get_length(kv, 2, 0) < 400) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 40), TKV_OK);
+    while (tkv_get_length(kv, 2, 0) < 400) CHECK_EQ(append_contents(kv, BIASED, 2, 0, 40), TKV_OK);
     {
         double loss[2];
-        losses_of(kv, BIASED, 2, 0, loss);
+        measure_losses(kv, BIASED, 2, 0, loss);
         CHECK_LE(loss[TKV_K], 0.4);
         CHECK_LE(loss[TKV_V], 0.5);
     }
-    ask(kv, 0, 0, 20, NULL);
-    whole(kv, "two versions");
+    attend_newest(kv, 0, 0, 20, NULL);
+    check_cache_at(kv, "two versions");
     /* Blocks use every version: the next table waits, a loaded one is refused. */
     for (version = 2; version < TKVI_VERSIONS; version++) {
         CHECK_EQ(tkv_load_calibration(kv, version % 2 ? saved : first, bytes), TKV_OK);
-        for (n = 0; n < 128; n += 64) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 64), TKV_OK);
+        for (n = 0; n < 128; n += 64) CHECK_EQ(append_contents(kv, BIASED, 2, 0, 64), TKV_OK);
         CHECK_EQ(kv->tables.current_version[0], version);
     }
     CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_ERR_CAPACITY);
     CHECK(tkv_get_last_error(kv)[0] != 0);
-    nothing_changed(kv, TKVI_VERSIONS - 1);
+    check_table_unchanged(kv, TKVI_VERSIONS - 1);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
-    for (n = 0; n < 2 * WELL; n += 64) CHECK_EQ(feed_this(kv, BIASED, 2, 0, 64), TKV_OK);
-    nothing_changed(kv, TKVI_VERSIONS - 1);
-    CHECK_EQ(tkv_seq_reset(kv, 0),
-             TKV_OK); /* it held blocks of the oldest one: but sequence 1 has some as well */
+    for (n = 0; n < 2 * SECOND_TABLE; n += 64) CHECK_EQ(append_contents(kv, BIASED, 2, 0, 64), TKV_OK);
+    check_table_unchanged(kv, TKVI_VERSIONS - 1);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* sequence 1 has blocks of the oldest version, too */
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
-    CHECK_EQ(feed_this(kv, BIASED, 2, 0, 1), TKV_OK);
+    CHECK_EQ(append_contents(kv, BIASED, 2, 0, 1), TKV_OK);
     CHECK_EQ(kv->tables.current_version[0], 0);
-    whole(kv, "the next one");
+    check_cache_at(kv, "the next one");
     for (version = 0; version < 2;
-         version++) { /* no blocks at all: a table can be loaded any number of times */
+         version++) { /* without blocks, a table can be loaded any number of times */
         for (n = 0; n < 3; n++) CHECK_EQ(tkv_seq_reset(kv, n), TKV_OK);
         CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_OK);
         CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_OK);
         CHECK_EQ(tkv_load_calibration(kv, first, bytes), TKV_OK);
-        CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
-        CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
-        whole(kv, "loaded often");
+        CHECK_EQ(append_tokens(kv, 0, 0, 300), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 0, 1), TKV_OK);
+        check_cache_at(kv, "loaded often");
     }
     free(first);
     tkv_destroy(kv);
 }
 
-/* >>calibration: bytes that are wrong */
+/* >>calibration: wrong bytes */
 static void store64(uint8_t *p, uint64_t x) {
     int i;
     for (i = 0; i < 8; i++) p[i] = (uint8_t)(x >> 8 * i & 0xffu);
 }
 
-/* Loads a copy that ends where its memory ends. */
+/* Loads from an allocation of n bytes, so that a sanitizer finds reads beyond it. */
 static tkv_status load_copy(tkv_cache *kv, const uint8_t *src, size_t n) {
     uint8_t *copy = (uint8_t *)malloc(n ? n : 1);
     tkv_status st;
@@ -1152,7 +1157,7 @@ static tkv_status load_copy(tkv_cache *kv, const uint8_t *src, size_t n) {
 TEST(damaged_calibrations_are_refused) {
     tkv_config cfg = config(2, 1);
     size_t bytes = 0, i;
-    tkv_cache *from = learned(&cfg, &bytes), *kv;
+    tkv_cache *from = make_learned_cache(&cfg, &bytes), *kv;
     static const uint8_t changes[] = {0x01, 0x80, 0xff};
     int c, layer;
     uint8_t *copy = (uint8_t *)malloc(bytes + 1);
@@ -1170,15 +1175,15 @@ TEST(damaged_calibrations_are_refused) {
     memcpy(copy, saved, bytes);
     copy[bytes] = 0;
     CHECK_EQ(tkv_load_calibration(kv, copy, bytes + 1), TKV_ERR_DATA);
-    for (i = 0; i < bytes; i += 1 + i / 40) { /* cut, and made to look whole */
+    for (i = 0; i < bytes; i += 1 + i / 40) { /* truncated, with a correct checksum */
         memcpy(copy, saved, bytes);
         if (i < 8) continue;
         store64(copy + i - 8, hash_of(HASH_START, copy, i - 8));
         CHECK_EQ(load_copy(kv, copy, i), TKV_ERR_DATA);
     }
     for (layer = 0; layer < 2; layer++) CHECK(!has_table(kv, layer));
-    whole(kv, "damaged");
-    CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK); /* it was not the cache's fault */
+    check_cache_at(kv, "damaged");
+    CHECK_EQ(tkv_load_calibration(kv, saved, bytes), TKV_OK); /* the cache still accepts the correct bytes */
     free(copy);
     tkv_destroy(kv);
 }
@@ -1187,14 +1192,14 @@ TEST(other_models_are_refused) {
     int i;
     tkv_config cfg = config(2, 1);
     size_t bytes = 0;
-    tkv_cache *kv = learned(&cfg, &bytes);
+    tkv_cache *kv = make_learned_cache(&cfg, &bytes);
     tkv_destroy(kv);
     for (i = 0; i < 5; i++) {
         cfg = config(i == 0 ? 3 : 2, 1);
         if (i == 1) cfg.model.n_kv_heads = 4;
         if (i == 2) cfg.model.head_dim = 31;
         if (i == 3) cfg.model.v_head_dim = 64;
-        if (i == 4) cfg.model.n_heads = 8; /* the queries are nobody's business */
+        if (i == 4) cfg.model.n_heads = 8; /* n_heads does not matter */
         kv = create_cache(&cfg);
         CHECK_EQ(tkv_load_calibration(kv, saved, bytes), i == 4 ? TKV_OK : TKV_ERR_DATA);
         CHECK_EQ(n_calibrated_layers(kv), i == 4 ? 2 : 0);
@@ -1202,11 +1207,11 @@ TEST(other_models_are_refused) {
     }
 }
 
-/* With a right checksum, and one thing that no table can say. */
-TEST(senseless_calibrations_are_refused) {
+/* The checksum is correct, but one field has an impossible value. */
+TEST(impossible_calibrations_are_refused) {
     tkv_config cfg = config(2, 1);
     size_t bytes = 0;
-    tkv_cache *kv = learned(&cfg, &bytes);
+    tkv_cache *kv = make_learned_cache(&cfg, &bytes);
     const size_t at = 24 + 4 + 6 + 4 * DK; /* second head of the first layer */
     int i;
     tkv_destroy(kv);
@@ -1229,35 +1234,35 @@ TEST(senseless_calibrations_are_refused) {
         if (i == 11) saved_again[0] = 't';
         if (i == 12) saved_again[4] = 2;     /* version */
         if (i == 13) saved_again[24] = 2;    /* has a table: 0 or 1 */
-        if (i == 14) saved_again[24] = 0;    /* too long then */
+        if (i == 14) saved_again[24] = 0;    /* then there are too many bytes */
         if (i == 15) n = 31;                 /* less than a head and a checksum */
         if (i == 16) saved_again[11] = 0xff; /* layers */
         store64(saved_again + n - 8, hash_of(HASH_START, saved_again, n - 8));
-        CHECK_MSG(load_copy(kv, saved_again, n) == TKV_ERR_DATA, "thing %d", i);
+        CHECK_MSG(load_copy(kv, saved_again, n) == TKV_ERR_DATA, "case %d", i);
         CHECK_EQ(n_calibrated_layers(kv), 0);
     }
     CHECK_EQ(load_copy(kv, saved, bytes), TKV_OK);
     tkv_destroy(kv);
 }
 
-/* The records of every coding stay within their blocks, whatever a table claims. */
-static void records_fit(const tkv_cache *kv, const char *what, long number) {
+/* Checks that the records of every layout fit their blocks. */
+static void check_records_fit(const tkv_cache *kv, const char *what, long number) {
     int c, head;
     for (c = 0; c < kv->tables.n_layouts; c++) {
-        const tkvi_layout *coding = &kv->tables.layout[c];
+        const tkvi_layout *layout = &kv->tables.layout[c];
         size_t sum = 0;
-        if (!coding->record) continue; /* of a version that nobody needed yet */
+        if (!layout->record) continue; /* of a version that was not used yet */
         for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-            sum += coding->record[head].k.bytes + coding->record[head].v.bytes;
-        CHECK_MSG(sum <= coding->bytes.total, "%s %ld: records of %lu bytes in a block of %lu", what, number,
-                  (unsigned long)sum, (unsigned long)coding->bytes.total);
+            sum += layout->record[head].k.bytes + layout->record[head].v.bytes;
+        CHECK_MSG(sum <= layout->bytes.total, "%s %ld: records of %lu bytes in a block of %lu", what, number,
+                  (unsigned long)sum, (unsigned long)layout->bytes.total);
     }
 }
 
-/* Bytes with a right checksum that nobody saved: refused, or used without harm. */
+/* Random bytes with a correct checksum are refused or used without harm. */
 TEST(forged_calibrations_are_harmless) {
     static const int dims[][3] = {{3, 32, 48}, {1, 17, 5}, {8, 64, 64}};
-    int d, round, rounds = tkv_test_quick() ? 300 : 3000, used = 0, refused = 0;
+    int d, round, rounds = tkv_test_quick() ? 300 : 3000, n_used = 0, n_refused = 0;
     for (d = 0; d < COUNT(dims); d++) {
         tkv_config cfg = config(1, 1);
         size_t bytes = 0, i;
@@ -1268,8 +1273,8 @@ TEST(forged_calibrations_are_harmless) {
         cfg.model.v_head_dim = dims[d][2];
         cfg.tiers.archive = pair_of(TKV_A20, TKV_R15);
         kv = create_cache(&cfg);
-        rows_of(USUAL, 0, 0, 0, 400, cfg.model.n_kv_heads, cfg.model.head_dim, 0, k_in);
-        rows_of(USUAL, 0, 0, 0, 400, cfg.model.n_kv_heads, cfg.model.v_head_dim, 1, v_in);
+        fill_rows(USUAL, 0, 0, 0, 400, cfg.model.n_kv_heads, cfg.model.head_dim, 0, k_in);
+        fill_rows(USUAL, 0, 0, 0, 400, cfg.model.n_kv_heads, cfg.model.v_head_dim, 1, v_in);
         CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 100), TKV_OK);
         CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
         CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
@@ -1281,7 +1286,7 @@ TEST(forged_calibrations_are_harmless) {
                 i = 24 + (size_t)tkv_rng_below(&rng, (int)bytes - 32);
                 saved_again[i] = (uint8_t)tkv_rng_below(&rng, 256);
             }
-            if (round % 2) /* all weights anywhere, the importance of all channels high or low */
+            if (round % 2) /* random weights, and the importance of all channels high or low */
                 for (head = 0; head < cfg.model.n_kv_heads; head++) {
                     uint8_t *h = saved_again + 28 + head * (6 + 4 * cfg.model.head_dim);
                     for (j = 0; j < 2; j++) {
@@ -1297,49 +1302,50 @@ TEST(forged_calibrations_are_harmless) {
             CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
             st = tkv_load_calibration(kv, saved_again, bytes);
             CHECK(st == TKV_OK || st == TKV_ERR_DATA);
-            used += st == TKV_OK;
-            refused += st != TKV_OK;
+            n_used += st == TKV_OK;
+            n_refused += st != TKV_OK;
             if (st) continue;
-            records_fit(kv, "forged", round);
-            if (tkv_test_.n_bad) break; /* and do not write beyond them */
+            check_records_fit(kv, "forged", round);
+            if (tkv_test_.n_bad) break; /* the next calls would write beyond the blocks */
             if (round % 8 >= 2) continue;
             CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 400), TKV_OK);
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
             CHECK_EQ(tkv_read(kv, 0, 0, 0, 400, k_out, v_out), TKV_OK);
-            CHECK(all_finite(k_out, 400 * cfg.model.n_kv_heads * cfg.model.head_dim));
-            CHECK(all_finite(v_out, 400 * cfg.model.n_kv_heads * cfg.model.v_head_dim));
-            ask(kv, 0, 0, 1, NULL);
-            whole(kv, "forged");
+            CHECK(is_all_finite(k_out, 400 * cfg.model.n_kv_heads * cfg.model.head_dim));
+            CHECK(is_all_finite(v_out, 400 * cfg.model.n_kv_heads * cfg.model.v_head_dim));
+            attend_newest(kv, 0, 0, 1, NULL);
+            check_cache_at(kv, "forged");
         }
         tkv_destroy(kv);
     }
-    CHECK(used > 100 && refused > 100);
+    CHECK(n_used > 100 && n_refused > 100);
 }
 
-/* >>what must not spoil a table */
-/* A NaN or an infinity in a query is no refusal, and teaches nothing. */
-TEST(queries_that_are_no_numbers) {
-    static const uint32_t bad[] = {0x7fc00000u, 0x7f800000u, 0xff800000u, 0x7f7fffffu};
+/* >>inputs that must not spoil a table */
+/* A query with a NaN or an infinity is accepted, but a table does not learn from it. */
+TEST(non_finite_queries_teach_nothing) {
+    static const uint32_t n_bad[] = {0x7fc00000u, 0x7f800000u, 0xff800000u, 0x7f7fffffu};
     double loss[2][2];
     size_t n[2];
-    int with, i;
-    WANTS_ATOMICS;
-    for (with = 0; with < 2; with++) {
+    int has_bad_queries, i;
+    NEEDS_ATOMICS;
+    for (has_bad_queries = 0; has_bad_queries < 2; has_bad_queries++) {
         tkv_config cfg = config(1, 1);
         tkv_cache *kv = create_cache(&cfg);
         float q[Q_ROW], out[OUT_ROW];
         for (i = 0; i < 700; i++) {
-            CHECK_EQ(feed(kv, 0, 0, 1), TKV_OK);
-            ask(kv, 0, 0, 1, NULL);
-            if (!with || i % 100 != 99) continue;
-            rows_of(USUAL, 50, 0, i, 1, HEADS, DK, 0, q);
-            q[i % Q_ROW] = tkv_test_float(bad[i / 100 % 3]);
+            CHECK_EQ(append_tokens(kv, 0, 0, 1), TKV_OK);
+            attend_newest(kv, 0, 0, 1, NULL);
+            if (!has_bad_queries || i % 100 != 99) continue;
+            fill_rows(USUAL, 50, 0, i, 1, HEADS, DK, 0, q);
+            q[i % Q_ROW] = tkv_test_float(n_bad[i / 100 % 3]);
             CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
         }
         CHECK(has_table(kv, 0));
-        CHECK_EQ(tkv_save_calibration(kv, with ? saved_again : saved, SAVED, &n[with]), TKV_OK);
-        losses_of(kv, USUAL, 0, 0, loss[with]);
-        whole(kv, "queries");
+        CHECK_EQ(tkv_save_calibration(kv, has_bad_queries ? saved_again : saved, SAVED, &n[has_bad_queries]),
+                 TKV_OK);
+        measure_losses(kv, USUAL, 0, 0, loss[has_bad_queries]);
+        check_cache_at(kv, "queries");
         tkv_destroy(kv);
     }
     CHECK_EQ(n[0], n[1]);
@@ -1347,8 +1353,8 @@ TEST(queries_that_are_no_numbers) {
     CHECK_NEAR(loss[0][1], loss[1][1], .05 * loss[0][1]);
 }
 
-/* Aborted tokens come off the count, however many there were. */
-TEST(aborts_and_freeze) {
+/* Aborted tokens are subtracted from the tokens that a table counts. */
+TEST(aborted_tokens_do_not_count) {
     tkv_config cfg = config(1, 8);
     tkv_cache *kv;
     int seq, round;
@@ -1356,60 +1362,60 @@ TEST(aborts_and_freeze) {
     kv = create_cache(&cfg);
     for (seq = 0; seq < 8; seq++) {
         CHECK_EQ(tkv_seq_begin(kv, seq), TKV_OK);
-        CHECK_EQ(feed(kv, seq, 0, 512), TKV_OK);
+        CHECK_EQ(append_tokens(kv, seq, 0, 512), TKV_OK);
     }
     for (seq = 0; seq < 8; seq++)
         CHECK_EQ(seq % 2 ? tkv_seq_abort(kv, seq) : tkv_seq_commit(kv, seq), TKV_OK);
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
     CHECK_EQ(n_calibrated_layers(kv), 1);
-    CHECK_EQ(feed(kv, 0, 0, 300), TKV_OK);
-    whole(kv, "frozen");
+    CHECK_EQ(append_tokens(kv, 0, 0, 300), TKV_OK);
+    check_cache_at(kv, "frozen");
     tkv_destroy(kv);
     kv = create_cache(&cfg);
     for (round = 0; round < 8; round++) {
-        CHECK_EQ(feed(kv, 0, 0, 200), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 0, 200), TKV_OK);
         CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK);
-        CHECK_EQ(feed(kv, 1, 0, 2000), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 1, 0, 2000), TKV_OK);
         CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
-        whole(kv, "aborted");
+        check_cache_at(kv, "aborted");
         CHECK_EQ(has_table(kv, 0), round > 2);
     }
     tkv_destroy(kv);
 }
 
-/* Warming up with zeros leaves scales that real tokens fit. */
-TEST(zeros_come_first) {
+/* A table learned from zeros has scales that fit later tokens. */
+TEST(tables_from_zeros) {
     tkv_config cfg = config(1, 1);
     tkv_cache *kv = create_cache(&cfg);
     double after[2], fresh[2];
-    CHECK_EQ(feed_this(kv, ZEROS, 0, 0, 512), TKV_OK);
-    CHECK_EQ(feed_this(kv, ZEROS, 0, 0, 512), TKV_OK);
+    CHECK_EQ(append_contents(kv, ZEROS, 0, 0, 512), TKV_OK);
+    CHECK_EQ(append_contents(kv, ZEROS, 0, 0, 512), TKV_OK);
     CHECK(has_table(kv, 0));
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-    feed_all(kv, 0, 900, 1);
-    losses_of(kv, USUAL, 0, 0, after);
+    append_layers(kv, 0, 900, 1);
+    measure_losses(kv, USUAL, 0, 0, after);
     tkv_destroy(kv);
     kv = create_cache(&cfg);
-    feed_all(kv, 0, 900, 1);
-    losses_of(kv, USUAL, 0, 0, fresh);
+    append_layers(kv, 0, 900, 1);
+    measure_losses(kv, USUAL, 0, 0, fresh);
     tkv_destroy(kv);
-    CHECK_LE(after[0], 3 * fresh[0]); /* equal shares: nothing is known of channels */
+    CHECK_LE(after[0], 3 * fresh[0]); /* channels have equal shares */
     CHECK_LE(after[1], 1.2 * fresh[1]);
 }
 
-/* A table of a few tokens is near the uniform one: no channel starves. */
-TEST(few_tokens) {
+/* A table from few tokens is nearly uniform, so no channel has a large error. */
+TEST(tables_from_few_tokens) {
     static const int few[] = {1, 4, 8, 12, 40};
     int i, t, c;
     for (i = 0; i < COUNT(few); i++) {
         tkv_config cfg = config(1, 1);
         tkv_cache *kv = create_cache(&cfg);
         double worst = 0;
-        CHECK_EQ(feed(kv, 0, 0, 4 + few[i]), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 0, 4 + few[i]), TKV_OK);
         CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
-        feed_all(kv, 0, 700, 1);
+        append_layers(kv, 0, 700, 1);
         CHECK_EQ(tkv_read(kv, 0, 0, 64, 256, k_out, v_out), TKV_OK);
-        rows_of(USUAL, 0, 0, 64, 256, KV_HEADS, DK, 0, k_want);
+        fill_rows(USUAL, 0, 0, 64, 256, KV_HEADS, DK, 0, k_want);
         for (c = 0; c < K_ROW; c++) {
             double d = 0, s = 0;
             for (t = 0; t < 256; t++) {
@@ -1423,17 +1429,18 @@ TEST(few_tokens) {
     }
 }
 
-/* Tables are of all sequences that grow together, not of those with the lowest numbers. */
-TEST(tables_of_all_sequences) {
+/* A table learns from all sequences that grow, not only from those with low numbers. */
+TEST(tables_from_all_sequences) {
     double loss[2][2];
     int order, seq, at;
-    for (order = 0; order < 2; order++) { /* large ones last; in turns */
+    for (order = 0; order < 2; order++) { /* large values: 0 in the last 4 sequences, 1 in every second one */
         tkv_config cfg = config(1, 8);
         tkv_cache *kv = create_cache(&cfg);
         for (at = 0; at < 1024; at += 64)
             for (seq = 0; seq < 8; seq++)
-                CHECK_EQ(feed_this(kv, (order ? seq % 2 : seq >= 4) ? LARGE : USUAL, seq, 0, 64), TKV_OK);
-        losses_of(kv, LARGE, 7, 0, loss[order]);
+                CHECK_EQ(append_contents(kv, (order ? seq % 2 : seq >= 4) ? LARGE : USUAL, seq, 0, 64),
+                         TKV_OK);
+        measure_losses(kv, LARGE, 7, 0, loss[order]);
         tkv_destroy(kv);
     }
     CHECK_NEAR(loss[0][0], loss[1][0], .2 * loss[1][0]);
@@ -1441,8 +1448,8 @@ TEST(tables_of_all_sequences) {
     CHECK_LE(loss[0][0], .5);
 }
 
-/* >>SQuat: queries make the factors */
-TEST(squat_learns) {
+/* >>SQuat: factors are learned from queries */
+TEST(squat_learns_from_queries) {
     model_sequence *s = start_model_sequence(4, 2, 24, 24, 60);
     tkv_config cfg = config_of(s, TKV_SQUAT4, TKV_Q8);
     static int64_t sum[2][24 * 25 / 2];
@@ -1458,7 +1465,7 @@ TEST(squat_learns) {
         generate_tokens(s, 1);
         for (i = 0; i < 2; i++) CHECK_EQ(tkv_append(kv, 0, i, s->k, s->v, 1), TKV_OK);
         generate_queries(s, 1);
-        CHECK_EQ(tkv_attend(kv, 0, 1, s->q, 1, s->out), TKV_OK); /* layer 0 is never asked */
+        CHECK_EQ(tkv_attend(kv, 0, 1, s->q, 1, s->out), TKV_OK); /* layer 0 has no queries */
         for (h = 0; h < 4 && at % 4 == 0 && at < 512; h++) {
             int x[24];
             for (i = 0; i < 24; i++)
@@ -1467,7 +1474,7 @@ TEST(squat_learns) {
             for (j = 0; j < 24; j++)
                 for (i = 0; i <= j; i++) sum[h / 2][tkvi_packed(i, j)] += (int64_t)x[i] * x[j];
         }
-        if (at == 0) { /* now the scale is known */
+        if (at == 0) { /* set the scale, and count the first query */
             cfg.model.scale = (float)(1 / sqrt(24.0));
             for (h = 0; h < 4; h++) {
                 int x[24];
@@ -1496,7 +1503,7 @@ TEST(squat_learns) {
     }
 #endif
     for (i = 0, t = 0; i < 16 * 8; i++) t |= tkvi_squat_factors_of(kv, 0, 1)[i];
-    CHECK_EQ(t, 0); /* KIVI */
+    CHECK_EQ(t, 0); /* without factors it is KIVI */
     CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(kv->query_stats[1].tokens, 0);
@@ -1504,10 +1511,10 @@ TEST(squat_learns) {
     tkv_destroy(kv);
 }
 
-/* When factors are made, however the tokens come. */
-TEST(squat_makes_factors) {
+/* Checks after which tokens factors are made, for several chunks. */
+TEST(squat_makes_factors_in_time) {
     static const struct {
-        int chunk, tokens, used[6]; /* after each append; the last one is what stays */
+        int chunk, tokens, used[6]; /* used: query_stats.used after each append */
     } cases[] = {{50, 300, {0, 0, 100, 100, 200, 200}},
                  {324, 1944, {0, 324, 512, 512, 512, 512}},
                  {64, 384, {0, 64, 128, 128, 256, 256}}};
@@ -1531,41 +1538,41 @@ TEST(squat_makes_factors) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(nothing_is_coded_before_the_512th_token);
+    RUN(nothing_is_encoded_before_the_512th_token);
     RUN(sequences_learn_together);
     RUN(later_sequences_do_not_wait);
-    RUN(one_shared_tier);
+    RUN(only_one_tier_needs_a_table);
     RUN(tiers_out_of_reach);
-    RUN(nothing_is_collected_afterwards);
+    RUN(statistics_end_with_the_second_table);
     RUN(any_contents_make_a_table);
     RUN(any_shape_makes_a_table);
     RUN(a_flush_makes_a_table);
-    RUN(sequences_that_left_before);
+    RUN(sequences_that_ended_before_the_table);
     RUN(no_table_inside_a_step);
-    RUN(reservations_over_the_table);
+    RUN(reservations_include_the_table);
     RUN(no_memory_for_the_recoding);
     RUN(no_memory_for_the_second_table);
     RUN(a_failure_makes_no_table);
     RUN(tables_in_place);
-    RUN(heads_that_look_far_get_more);
+    RUN(heads_with_far_attention_get_more_bits);
     RUN(channels_are_in_order);
-    RUN(heads_with_large_keys_get_more);
+    RUN(heads_with_large_keys_get_more_bits);
     RUN(saved_and_loaded);
     RUN(loaded_into_another_plan);
     RUN(tables_are_the_same_on_every_isa);
-    RUN(frozen);
+    RUN(a_frozen_table_stays);
     RUN(a_flush_does_not_hurry_a_refresh);
-    RUN(learned_anew);
+    RUN(a_refresh_learns_a_new_table);
     RUN(damaged_calibrations_are_refused);
     RUN(other_models_are_refused);
-    RUN(senseless_calibrations_are_refused);
+    RUN(impossible_calibrations_are_refused);
     RUN(forged_calibrations_are_harmless);
-    RUN(queries_that_are_no_numbers);
-    RUN(aborts_and_freeze);
-    RUN(zeros_come_first);
-    RUN(few_tokens);
-    RUN(tables_of_all_sequences);
-    RUN(squat_learns);
-    RUN(squat_makes_factors);
+    RUN(non_finite_queries_teach_nothing);
+    RUN(aborted_tokens_do_not_count);
+    RUN(tables_from_zeros);
+    RUN(tables_from_few_tokens);
+    RUN(tables_from_all_sequences);
+    RUN(squat_learns_from_queries);
+    RUN(squat_makes_factors_in_time);
     return tkv_test_end();
 }

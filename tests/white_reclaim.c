@@ -1,6 +1,6 @@
 /*
- * white_reclaim.c - white-box test of src/reclaim: the order of blocks under a budget, tokens that an eviction must
- * leave, records of the store that are older than the counter of writes, memory for attention scores.
+ * white_reclaim.c - white-box test of src/reclaim: block sizes by age under a budget, pins of evicted tokens, stale
+ * records of the store, memory for attention scores.
  *
  * It reads and changes the fields of a cache (white.h).
  */
@@ -27,22 +27,22 @@ static tkv_status append(tkv_cache *kv, int seq, int layer, int n) {
     return tkv_append(kv, seq, layer, k_in, v_in, n);
 }
 
-static tkv_status append_all(tkv_cache *kv, int seq, int n) {
+static tkv_status append_layers(tkv_cache *kv, int seq, int n) {
     tkv_status st = TKV_OK;
     int layer;
     for (layer = 0; layer < LAYERS && !st; layer++) st = append(kv, seq, layer, n);
     return st;
 }
 
-/* The oldest blocks are coded first: blocks get larger towards the newest. */
-TEST(the_oldest_block_is_the_smallest) {
+/* The oldest blocks are recoded first, so no block is larger than a newer one. */
+TEST(no_block_is_larger_than_a_newer_one) {
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     tkv_cache *kv;
     int t, l, i;
     cfg.budget.bytes = 800 * 1000;
     kv = create_cache(&cfg);
     for (t = 0; t < 3200; t++) {
-        CHECK_EQ(append_all(kv, 0, 1), TKV_OK);
+        CHECK_EQ(append_layers(kv, 0, 1), TKV_OK);
         for (l = 0; l < LAYERS && t % 50 == 0; l++) {
             const tkvi_list *list = tkvi_list_of(kv, 0, l);
             const uint32_t *ids = tkvi_ids(kv, 0, l);
@@ -56,41 +56,44 @@ TEST(the_oldest_block_is_the_smallest) {
     tkv_destroy(kv);
 }
 
-TEST(pins_of_what_is_gone_hold_nothing) {
+TEST(pins_of_evicted_tokens_keep_nothing) {
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
-    uint64_t victims[8], alive[8];
+    uint64_t victim_mask[8], live_mask[8];
     tkvi_spared spared;
     tkv_cache *kv;
-    int i, before, left = 0;
+    int i, n_before, n_live = 0;
     cfg.evict.policy = TKV_EVICT_SLIDING;
     cfg.budget.bytes = 500000;
     kv = create_cache(&cfg);
-    CHECK_EQ(append_all(kv, 0, 250), TKV_OK);
-    CHECK_EQ(append_all(kv, 0, 250), TKV_OK);
-    memset(victims, 0, sizeof victims);
+    CHECK_EQ(append_layers(kv, 0, 250), TKV_OK);
+    CHECK_EQ(append_layers(kv, 0, 250), TKV_OK);
+    memset(victim_mask, 0, sizeof victim_mask);
     for (i = 0; i < 500; i++)
-        if (tkv_rng_below(&rng, 100) < 50) add_to_mask(victims, i);
-    CHECK_EQ(evict_tokens(kv, 0, 1, victims, 500), TKV_OK);
-    CHECK_EQ(live_mask_of(kv, 0, 1, 0, 500, alive), TKV_OK);
+        if (tkv_rng_below(&rng, 100) < 50) add_to_mask(victim_mask, i);
+    CHECK_EQ(evict_tokens(kv, 0, 1, victim_mask, 500), TKV_OK);
+    CHECK_EQ(live_mask_of(kv, 0, 1, 0, 500, live_mask), TKV_OK);
     for (i = 0; i < 500; i++) {
-        left += is_in_mask(alive, i);
-        if (is_in_mask(victims, i)) CHECK(!is_in_mask(alive, i));
+        n_live += is_in_mask(live_mask, i);
+        if (is_in_mask(victim_mask, i)) CHECK(!is_in_mask(live_mask, i));
     }
     check_cache(kv);
     memset(&spared, 0, sizeof spared);
-    before = tkvi_n_staying(kv, 0, 1, &spared);
+    n_before = tkvi_n_staying(kv, 0, 1, &spared);
     CHECK_EQ(tkv_seq_pin(kv, 0, 0, 500, TKV_UNLIMITED), TKV_OK);
-    CHECK_EQ(tkvi_n_staying(kv, 0, 1, &spared), before + left);
+    CHECK_EQ(tkvi_n_staying(kv, 0, 1, &spared), n_before + n_live);
     tkv_destroy(kv);
 }
 
-static void fill_layer(tkv_cache *kv, test_store *d, int lazy) {
+static void fill_layer(tkv_cache *kv, test_store *d, int discards_writes) {
     int n;
-    d->discards_writes = lazy;
+    d->discards_writes = discards_writes;
     for (n = 0; n < 7; n++) CHECK_EQ(append(kv, 0, 0, 96), TKV_OK);
 }
 
-TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and the store has lost them all */
+TEST(stale_records_are_refused) {
+    /* The mark of a stored block is a counter of writes. The block keeps it in two fields. The stale record has a mark
+     * that is 65,536 lower, so that the lower field is equal. The lazy store keeps nothing, so it returns the stale
+     * records. */
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     test_store d;
     tkv_cache *kv;
@@ -102,10 +105,10 @@ TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and t
     fill_layer(kv, &d, 0);
     CHECK_EQ(tkv_offload(kv, 0, 0, 4000, &n), TKV_OK);
     CHECK(n > 3);
-    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the same numbers come again */
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the next blocks have the same keys in the store */
     kv->pool.marks = 1 << 16;
     fill_layer(kv, &d, 1);
-    CHECK_EQ(tkv_promote(kv, 0, 0, 70), TKV_ERR_DATA); /* a copy */
+    CHECK_EQ(tkv_promote(kv, 0, 0, 70), TKV_ERR_DATA); /* reads a stale exact copy */
     CHECK_EQ(tkv_offload(kv, 0, 0, 4000, &n), TKV_OK);
     tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out), TKV_ERR_DATA);
@@ -113,29 +116,29 @@ TEST(stale_records_of_long_ago) { /* 65,536 blocks have been stored since, and t
     destroy_test_store(&d);
 }
 
-/* Metadata of tokens is there with a policy; memory to combine query heads, where scores are combined by it. */
-TEST(memory_of_scores) {
+/* A policy needs token metadata. Combining query heads by their maximum needs a buffer of scores. */
+TEST(scores_allocate_what_they_need) {
     tkv_config cfg = make_sized_config(LAYERS, HEADS, 1, DIM, SEQS, CHUNK);
     tkv_cache *kv;
-    int kind, how;
+    int policy, by_max;
 #if !defined(__GNUC__) && !defined(__clang__)
     SKIP("no atomics, nothing is gathered");
 #endif
-    for (kind = 0; kind < TKV_EVICT_USER; kind++) {
-        cfg.evict.policy = (tkv_evict_policy)kind;
+    for (policy = 0; policy < TKV_EVICT_USER; policy++) {
+        cfg.evict.policy = (tkv_evict_policy)policy;
         kv = create_cache(&cfg);
         CHECK_EQ(append(kv, 0, 1, 64), TKV_OK);
-        CHECK_EQ(kv->pool.token_meta != NULL, kind != TKV_EVICT_NONE);
+        CHECK_EQ(kv->pool.token_meta != NULL, policy != TKV_EVICT_NONE);
         tkv_destroy(kv);
     }
     cfg.evict.policy = TKV_EVICT_NONE;
     cfg.importance.sample_every = 1;
     cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
-    for (how = 0; how < 2; how++) {
-        cfg.importance.heads = how ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
+    for (by_max = 0; by_max < 2; by_max++) {
+        cfg.importance.heads = by_max ? TKV_IMPORTANCE_MAX : TKV_IMPORTANCE_SUM;
         kv = create_cache(&cfg);
         CHECK_EQ(append(kv, 0, 1, 200), TKV_OK);
-        CHECK_EQ(kv->token_scores.heads != NULL, how);
+        CHECK_EQ(kv->token_scores.heads != NULL, by_max);
         tkv_destroy(kv);
     }
 }
@@ -143,9 +146,9 @@ TEST(memory_of_scores) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(11);
-    RUN(the_oldest_block_is_the_smallest);
-    RUN(pins_of_what_is_gone_hold_nothing);
-    RUN(stale_records_of_long_ago);
-    RUN(memory_of_scores);
+    RUN(no_block_is_larger_than_a_newer_one);
+    RUN(pins_of_evicted_tokens_keep_nothing);
+    RUN(stale_records_are_refused);
+    RUN(scores_allocate_what_they_need);
     return tkv_test_end();
 }

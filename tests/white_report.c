@@ -1,6 +1,6 @@
 /*
- * white_report.c - white-box test of src/report: floats as text, the tables of fields and of figures, and tables made
- * here, with kinds of fields that the library has none of.
+ * white_report.c - white-box test of src/report: floats as text, the tables of config fields and of metrics, and
+ * fields of a config that this test defines.
  *
  * It calls internal functions (white.h).
  */
@@ -10,39 +10,39 @@
 enum { REASON = 200 };
 
 /* >>floats */
-/* By bits: -Ofast flushes the smallest floats to zero where it calculates with them. */
-static int reads(const char *s, float want) {
+/* Compares bits: with -Ofast, arithmetic flushes the smallest floats to zero. */
+static int reads_as(const char *s, float want) {
     float x = -1;
     return tkvi_float_read(s, strlen(s), &x) && memcmp(&x, &want, sizeof x) == 0;
 }
 
 TEST(floats_read) {
-    static const char *const none[] = {"",     "-",     "+",   ".",   "e5",    "1e",   "1e+",
-                                       "1e5x", "1.2.3", "--1", "0x1", "nan",   "inf",  "1,5",
-                                       "4e38", "1 ",    " 1",  "1_0", "1e999", "-4e38"};
+    static const char *const bad[] = {"",     "-",     "+",   ".",   "e5",    "1e",   "1e+",
+                                      "1e5x", "1.2.3", "--1", "0x1", "nan",   "inf",  "1,5",
+                                      "4e38", "1 ",    " 1",  "1_0", "1e999", "-4e38"};
     float x = 7;
     size_t i;
-    CHECK(reads("0", 0));
-    CHECK(reads("-1.5", -1.5f));
-    CHECK(reads("+.5", .5f));
-    CHECK(reads("5.", 5));
-    CHECK(reads("10000", 10000));
-    CHECK(reads("1e4", 10000));
-    CHECK(reads("1000000000000000000000000000e-25", 100));
-    CHECK(reads("0.00000000000000000000000000001E29", 1));
-    CHECK(reads("0.1", .1f));
-    CHECK(reads("3.4028235e38", tkv_test_float(0x7f7fffffu)));
-    CHECK(reads("1.4e-45", tkv_test_float(1)));
-    CHECK(reads("0.7e-45", 0)); /* less than half of the smallest */
-    CHECK(reads("0.8e-45", tkv_test_float(1)));
-    CHECK(reads("1e-9999", 0));
-    CHECK(reads("0e9999", 0));
-    CHECK(reads("16777217", 16777216)); /* a tie: to the even one */
-    CHECK(reads("16777219", 16777220));
-    CHECK(reads("16777217.0000001", 16777218));
-    CHECK(reads("16777218.9999999", 16777218));
-    for (i = 0; i < sizeof none / sizeof *none; i++)
-        CHECK_MSG(!tkvi_float_read(none[i], strlen(none[i]), &x), "%s", none[i]);
+    CHECK(reads_as("0", 0));
+    CHECK(reads_as("-1.5", -1.5f));
+    CHECK(reads_as("+.5", .5f));
+    CHECK(reads_as("5.", 5));
+    CHECK(reads_as("10000", 10000));
+    CHECK(reads_as("1e4", 10000));
+    CHECK(reads_as("1000000000000000000000000000e-25", 100));
+    CHECK(reads_as("0.00000000000000000000000000001E29", 1));
+    CHECK(reads_as("0.1", .1f));
+    CHECK(reads_as("3.4028235e38", tkv_test_float(0x7f7fffffu)));
+    CHECK(reads_as("1.4e-45", tkv_test_float(1)));
+    CHECK(reads_as("0.7e-45", 0)); /* less than half of the smallest */
+    CHECK(reads_as("0.8e-45", tkv_test_float(1)));
+    CHECK(reads_as("1e-9999", 0));
+    CHECK(reads_as("0e9999", 0));
+    CHECK(reads_as("16777217", 16777216)); /* a tie goes to the even float */
+    CHECK(reads_as("16777219", 16777220));
+    CHECK(reads_as("16777217.0000001", 16777218));
+    CHECK(reads_as("16777218.9999999", 16777218));
+    for (i = 0; i < sizeof bad / sizeof *bad; i++)
+        CHECK_MSG(!tkvi_float_read(bad[i], strlen(bad[i]), &x), "%s", bad[i]);
     CHECK_EQ((int)x, 7);
 }
 
@@ -83,17 +83,18 @@ TEST(floats_round_trip) {
     }
 }
 
-/* >>the table */
-/* Every byte of a struct belongs to a row, to what is no text, or is padding before something larger. */
+/* >>the tables of fields */
+/* Every byte of a struct must belong to a row, to a field without a text form, or to padding before a larger field.
+ * covered: 1 for bytes of fields without a text form. */
 static void check_covered(const char *name, uint8_t *covered, size_t size, const tkvi_row *row, int n) {
-    size_t i, from;
+    size_t i, start;
     int k;
     for (k = 0; k < n; k++)
         for (i = 0; i < row[k].size; i++) CHECK_EQ(covered[row[k].offset + i]++, 0);
     for (i = 0; i < size;) {
-        for (from = i; i < size && !covered[i];) i++;
-        CHECK_MSG(i == from || (i - from < sizeof(void *) && i % sizeof(void *) == 0),
-                  "%s has bytes without a row at %lu", name, (unsigned long)from);
+        for (start = i; i < size && !covered[i];) i++;
+        CHECK_MSG(i == start || (i - start < sizeof(void *) && i % sizeof(void *) == 0),
+                  "%s has bytes without a row at %lu", name, (unsigned long)start);
         while (i < size && covered[i]) i++;
     }
 }
@@ -126,11 +127,12 @@ TEST(every_field_has_a_row) {
     check_covered("tkv_pressure_config", covered, sizeof(tkv_pressure_config), tkvi_pressure_rows,
                   COUNT(tkvi_pressure_rows));
     memset(covered, 0, sizeof covered);
-    memset(covered + offsetof(tkv_evict_config, scorer), 1, 2 * sizeof(void *)); /* and its user */
+    memset(covered + offsetof(tkv_evict_config, scorer), 1,
+           2 * sizeof(void *)); /* the scorer and its user pointer */
     check_covered("tkv_evict_config", covered, sizeof(tkv_evict_config), tkvi_evict_config_rows,
                   COUNT(tkvi_evict_config_rows));
     memset(covered, 0, sizeof covered);
-    memset(covered, 1, offsetof(tkv_offload_config, keep_exact)); /* functions, and their user */
+    memset(covered, 1, offsetof(tkv_offload_config, keep_exact)); /* callbacks and their user pointer */
     check_covered("tkv_offload_config", covered, sizeof(tkv_offload_config), tkvi_offload_rows,
                   COUNT(tkvi_offload_rows));
     memset(covered, 0, sizeof covered);
@@ -138,7 +140,7 @@ TEST(every_field_has_a_row) {
                   COUNT(tkvi_importance_rows));
 }
 
-TEST(words_are_the_names) {
+TEST(word_tables_match_public_names) {
     int i;
     for (i = 0; i < TKV_ISA_COUNT; i++) {
         CHECK_STR(tkvi_words_isa[i].name, tkv_get_name(TKV_NAME_ISA, i));
@@ -158,48 +160,48 @@ TEST(words_are_the_names) {
     CHECK(tkvi_words_profile[i].name == NULL);
 }
 
-/* Kinds and lists that no field has yet. */
-typedef struct made_level {
+/* A small config of this test: sizes, lists of floats, names, format pairs, lengths and a list of structs. */
+typedef struct small_level {
     char name[8];
     tkv_format_pair warm;
     int hot_tokens;
-} made_level;
+} small_level;
 
-typedef struct made_up {
+typedef struct small_config {
     size_t bytes;
     float list[3];
-    made_level level[4];
+    small_level level[4];
     tkv_pressure_config pressure;
-} made_up;
+} small_config;
 
-static const tkvi_row made_rows[] = {TKVI_ROW(made_up, bytes, TKVI_SIZE, NULL),
-                                     TKVI_ROW(made_up, list, TKVI_FLOATS, NULL)};
-static const tkvi_row made_level_rows[] = {TKVI_ROW(made_level, name, TKVI_NAME, NULL),
-                                           TKVI_ROW(made_level, warm, TKVI_PAIR, NULL),
-                                           TKVI_ROW(made_level, hot_tokens, TKVI_INT, tkvi_words_length)};
-static const tkvi_fields made_fields[] = {
-    {NULL, 0, 0, 0, TKVI_ROWS_OF(made_rows)},
-    {"level", 4, offsetof(made_up, level), sizeof(made_level), TKVI_ROWS_OF(made_level_rows)},
-    {"budget.pressure", 0, offsetof(made_up, pressure), 0, TKVI_ROWS_OF(tkvi_pressure_rows)}};
+static const tkvi_row small_rows[] = {TKVI_ROW(small_config, bytes, TKVI_SIZE, NULL),
+                                      TKVI_ROW(small_config, list, TKVI_FLOATS, NULL)};
+static const tkvi_row small_level_rows[] = {TKVI_ROW(small_level, name, TKVI_NAME, NULL),
+                                            TKVI_ROW(small_level, warm, TKVI_PAIR, NULL),
+                                            TKVI_ROW(small_level, hot_tokens, TKVI_INT, tkvi_words_length)};
+static const tkvi_fields small_fields[] = {
+    {NULL, 0, 0, 0, TKVI_ROWS_OF(small_rows)},
+    {"level", 4, offsetof(small_config, level), sizeof(small_level), TKVI_ROWS_OF(small_level_rows)},
+    {"budget.pressure", 0, offsetof(small_config, pressure), 0, TKVI_ROWS_OF(tkvi_pressure_rows)}};
 
-static tkv_status made_parse(made_up *m, const char *text, char *reason) {
+static tkv_status parse_small_config(small_config *m, const char *text, char *reason) {
     tkvi_parser p;
     int pass;
     tkv_status st = TKV_OK;
-    tkvi_parse_begin(&p, made_fields, 3, m, text, strlen(text), reason, REASON);
+    tkvi_parse_begin(&p, small_fields, 3, m, text, strlen(text), reason, REASON);
     for (pass = TKVI_CHECK; pass <= TKVI_TAKE && !st; pass++) st = tkvi_parse_all(&p, pass);
     return st;
 }
 
-static void made_write(tkvi_out *o, const void *what) {
-    const made_up *m = (const made_up *)what;
+static void write_small_config(tkvi_out *o, const void *what) {
+    const small_config *m = (const small_config *)what;
     int i;
-    tkvi_write_fields(o, &made_fields[0], 0, m);
-    for (i = 0; i < 4; i++) tkvi_write_fields(o, &made_fields[1], i, m->level);
-    tkvi_write_fields(o, &made_fields[2], 0, &m->pressure);
+    tkvi_write_fields(o, &small_fields[0], 0, m);
+    for (i = 0; i < 4; i++) tkvi_write_fields(o, &small_fields[1], i, m->level);
+    tkvi_write_fields(o, &small_fields[2], 0, &m->pressure);
 }
 
-TEST(new_kinds_of_fields) {
+TEST(fields_of_a_small_config) {
     static const struct {
         const char *text;
         uint64_t bytes;
@@ -209,23 +211,23 @@ TEST(new_kinds_of_fields) {
     static const char *const bad[] = {"-1",  "K",   "1KB",   "1k",  "1.5",       "1.55555K",
                                       "1iB", "1GG", "1..5G", ".5G", "99999999T", "99999999999999999999",
                                       "1.xG"};
-    made_up m, back;
+    small_config m, back;
     char reason[REASON], text[600], line[64];
     size_t i;
     for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         memset(&m, 0, sizeof m);
         snprintf(line, sizeof line, "bytes = %s", sizes[i].text);
-        CHECK_MSG(made_parse(&m, line, reason) == TKV_OK, "%s", reason);
+        CHECK_MSG(parse_small_config(&m, line, reason) == TKV_OK, "%s", reason);
         CHECK_EQ(m.bytes, sizes[i].bytes);
     }
     for (i = 0; i < sizeof bad / sizeof *bad; i++) {
         snprintf(line, sizeof line, "bytes = %s", bad[i]);
-        CHECK_MSG(made_parse(&m, line, reason) == TKV_ERR_CONFIG &&
+        CHECK_MSG(parse_small_config(&m, line, reason) == TKV_ERR_CONFIG &&
                       strstr(reason, "it must be bytes, such as"),
                   "%s: %s", bad[i], reason);
     }
     memset(&m, 0, sizeof m);
-    CHECK_MSG(made_parse(
+    CHECK_MSG(parse_small_config(
                   &m,
                   "bytes = 2G\nlist = 0, .5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = unlimited\n"
                   "level[1-3].warm = a40/r40\nlevel[3].name = q_2.5-x\nbudget.pressure.profile = aggressive\n"
@@ -240,7 +242,7 @@ TEST(new_kinds_of_fields) {
     CHECK_NEAR(m.pressure.threshold[2], .9f, 0);
     CHECK_EQ(m.pressure.profile, TKV_PROFILE_AGGRESSIVE);
     CHECK_NEAR(m.pressure.alpha, 0, 0); /* the profile sets no other field */
-    CHECK_EQ(tkvi_write_text(made_write, &m, text, sizeof text, NULL), TKV_OK);
+    CHECK_EQ(tkvi_write_text(write_small_config, &m, text, sizeof text, NULL), TKV_OK);
     CHECK_STR(
         text,
         "bytes = 2147483648\nlist = 0, 0.5, -2\nlevel[0].name = f16\nlevel[0].hot_tokens = unlimited\n"
@@ -248,31 +250,31 @@ TEST(new_kinds_of_fields) {
         "budget.pressure.profile = aggressive\nbudget.pressure.threshold = 0.6, 0.7, 0.9\n"
         "budget.pressure.max_level = 3\n");
     memset(&back, 0, sizeof back);
-    CHECK_EQ(made_parse(&back, text, reason), TKV_OK);
+    CHECK_EQ(parse_small_config(&back, text, reason), TKV_OK);
     CHECK_MEM(&m, &back, sizeof m);
-    CHECK_EQ(made_parse(&back, "level[4].name = x", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(made_parse(&back, "level[0].name = longname", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(made_parse(&back, "level[0].name = a\"b", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(made_parse(&back, "list = 1, 2, 3, 4", reason), TKV_ERR_CONFIG);
-    CHECK_EQ(made_parse(&back, "list = 1,, 2", reason), TKV_ERR_CONFIG);
-    memset(m.level[0].name, 'x', sizeof m.level[0].name); /* without its zero */
-    CHECK_EQ(tkvi_write_text(made_write, &m, text, sizeof text, NULL), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_small_config(&back, "level[4].name = x", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_small_config(&back, "level[0].name = longname", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_small_config(&back, "level[0].name = a\"b", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_small_config(&back, "list = 1, 2, 3, 4", reason), TKV_ERR_CONFIG);
+    CHECK_EQ(parse_small_config(&back, "list = 1,, 2", reason), TKV_ERR_CONFIG);
+    memset(m.level[0].name, 'x', sizeof m.level[0].name); /* the final zero is missing */
+    CHECK_EQ(tkvi_write_text(write_small_config, &m, text, sizeof text, NULL), TKV_ERR_CONFIG);
 }
 
-/* >>figures */
-/* Rows of a metric stand together, under one help; those of a section as well. */
-TEST(figures_are_in_order) {
+/* >>metrics */
+/* Rows of one metric are adjacent, and only the first has a help text. Names are unique in a section. */
+TEST(metric_rows_are_in_order) {
     int i, k;
     for (i = 0; i < TKVI_FIGURES; i++) {
         const tkvi_figure *f = &tkvi_figure_rows[i];
-        const int again = i > 0 && f->metric && tkvi_figure_rows[i - 1].metric &&
-                          strcmp(f->metric, tkvi_figure_rows[i - 1].metric) == 0;
-        CHECK(f->metric == NULL || again == !f->help);
+        const int same_metric = i > 0 && f->metric && tkvi_figure_rows[i - 1].metric &&
+                                strcmp(f->metric, tkvi_figure_rows[i - 1].metric) == 0;
+        CHECK(f->metric == NULL || same_metric == !f->help);
         CHECK(f->section >= 0 && f->section < TKVI_SECTIONS);
         for (k = 0; k < i; k++) {
             const tkvi_figure *g = &tkvi_figure_rows[k];
             CHECK(f->section != g->section || strcmp(f->name, g->name) != 0);
-            CHECK(again || !f->metric || !g->metric || strcmp(f->metric, g->metric) != 0);
+            CHECK(same_metric || !f->metric || !g->metric || strcmp(f->metric, g->metric) != 0);
         }
     }
 }
@@ -282,8 +284,8 @@ int main(int argc, char **argv) {
     RUN(floats_read);
     RUN(floats_round_trip);
     RUN(every_field_has_a_row);
-    RUN(words_are_the_names);
-    RUN(new_kinds_of_fields);
-    RUN(figures_are_in_order);
+    RUN(word_tables_match_public_names);
+    RUN(fields_of_a_small_config);
+    RUN(metric_rows_are_in_order);
     return tkv_test_end();
 }
