@@ -1871,10 +1871,8 @@ typedef struct tkv_evict_params { /* zero means default */
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
 /* Pins the live tokens start to start + n - 1 in all layers, so that eviction keeps them. Positions without a live
  * token are skipped: tokens that are appended later are not pinned.
- *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: they end when the layer has that
- *   many
- *           tokens. Such pins in one block of 64 tokens all last as long as the longest, also after blocks are
- *           merged.
+ *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: pins end when the layer has that
+ *           many tokens. Such pins in one block of 64 tokens last as long as the longest, also after a merge.
  * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until);
 

@@ -10,7 +10,7 @@ static float k_in[MAX_TOKENS * WIDEST], v_in[MAX_TOKENS * WIDEST], k_out[MAX_TOK
     v_out[MAX_TOKENS * WIDEST];
 
 /* >>the allocator: guards on both sides, poison before use and after release, a list of live allocations */
-enum { GUARD = 64, SIZES = 4096 };
+enum { GUARD = 64 };
 
 typedef struct allocation {
     struct allocation *next;
@@ -26,8 +26,6 @@ typedef struct tracking_allocator {
     size_t refused;       /* size of the last allocation that failed */
     long n_failures;      /* number of consecutive failures */
     int poison, n_errors; /* fill byte; number of damaged guards and invalid calls */
-    size_t sizes[SIZES];
-    int n_sizes; /* allocations since n_sizes was set to 0 */
 } tracking_allocator;
 
 static tracking_allocator tracker;
@@ -44,7 +42,6 @@ static void *tracking_alloc(void *user, size_t size, size_t align) {
     tracking_allocator *l = (tracking_allocator *)user;
     allocation *p;
     l->count++;
-    if (l->n_sizes < SIZES) l->sizes[l->n_sizes++] = size;
     if (align != 64 || size == 0) l->n_errors++;
     if (l->fail_from && l->count >= l->fail_from && l->count < l->fail_from + l->n_failures) {
         l->refused = size;

@@ -55,7 +55,7 @@ static void free_memory_store(memory_store *c) {
 /* >>one run */
 typedef struct run_options {
     /* evict_first: reclaim_by_hand evicts before the other stages, and again after them */
-    int offloads, discards, chunk, steps, evict_first;
+    int offloads, discards, chunk, evict_first;
     int anchors; /* with anchors an append may be refused early */
     tkv_evict_policy policy;
     size_t extra_bytes; /* bytes above the smallest budget that tkv_create accepts */

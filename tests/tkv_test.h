@@ -179,11 +179,6 @@ static inline int is_isa_available(tkv_isa isa) {
     return tkv_get_build(NULL, &build) == TKV_OK && (build.isa_mask >> (int)isa & 1u) != 0;
 }
 
-static inline tkv_isa isa_of(const tkv_cache *kv) {
-    tkv_build_info build;
-    return tkv_get_build(kv, &build) == TKV_OK ? build.isa : TKV_ISA_AUTO;
-}
-
 static inline int n_calibrated_layers(const tkv_cache *kv) {
     tkv_calibration_info info;
     return tkv_get_calibration(kv, &info) == TKV_OK ? info.n_calibrated : 0;

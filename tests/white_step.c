@@ -268,7 +268,7 @@ static void compare_with_model(int seq, int layer) {
     CHECK_CALL(tkv_get_layer(kv, seq, layer, &info) == TKV_OK, "%d", layer);
     CHECK_CALL(memcmp(info.tokens, tokens, sizeof tokens) == 0 &&
                    memcmp(info.blocks, blocks, sizeof blocks) == 0 && info.expired == from,
-               "tiers of sequence %d layer %d: %d %d %d tokens in %d %d %d blocks, %d dropped; not %d %d %d "
+               "tiers of sequence %d layer %d: %d %d %d tokens in %d %d %d blocks, %d expired; not %d %d %d "
                "in %d %d "
                "%d, %d",
                seq, layer, info.tokens[0], info.tokens[1], info.tokens[2], info.blocks[0], info.blocks[1],
