@@ -3622,8 +3622,7 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
     int j;
     *field = "model.rope.dim";
     *value = (double)r->dim;
-    if (r->dim < 0 || r->dim > head_dim || r->dim % 2)
-        return "it must be even and at most head_dim, or 0 for none";
+    if (r->dim < 0 || r->dim > head_dim || r->dim % 2) return "it must be even, 2 to head_dim, or 0 for none";
     *field = "model.rope.interleaved";
     *value = (double)r->interleaved;
     if (r->interleaved & ~1) return "it must be 0 or 1";
@@ -13689,10 +13688,12 @@ static tkv_status tkvi_compute_importance(const tkv_importance_config *cfg,
 TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
                                          const int *positions, const float *scores, int n, int now,
                                          float *out) {
+    tkv_importance_config full;
     tkv_status st = TKV_OK;
     int i;
     if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     if (n < 0 || now < 0 || (n > 0 && !scores && !out)) return TKV_ERR_ARG;
+    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
     for (i = 0; i < n; i++) { /* before any token changes */
         const int at = positions ? positions[i] : i;
         if (at < 0 || at > now) return TKV_ERR_ARG;
@@ -14259,19 +14260,18 @@ static const char *tkvi_evict_fault(const tkv_evict_config *cfg, const char **fi
     *field = "evict.sink_tokens";
     *value = cfg->sink_tokens;
     if (cfg->sink_tokens < TKV_OFF || cfg->sink_tokens >= 1 << 30)
-        return "it must be a length, 0 (default) or TKV_OFF";
+        return "it must be 1 to 2^30 - 1, 0 (default) or TKV_OFF";
     *field = "evict.recent_tokens";
     *value = cfg->recent_tokens;
     if (cfg->recent_tokens < TKV_OFF || cfg->recent_tokens >= 1 << 30)
-        return "it must be a length, 0 (default) or TKV_OFF";
+        return "it must be 1 to 2^30 - 1, 0 (default) or TKV_OFF";
     *field = "evict.pool";
     *value = cfg->pool;
     if (cfg->pool && (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0))
         return "it must be odd, 1 to 63, or 0 for 5";
     *field = "evict.trigger";
     *value = (double)cfg->trigger;
-    if (!tkvi_within(tkvi_or(cfg->trigger, 1.0f), 1e-6f, 1.0f))
-        return "it must be above 0 and at most 1, or 0 for 1";
+    if (!tkvi_within(tkvi_or(cfg->trigger, 1.0f), 1e-6f, 1.0f)) return "it must be 1e-6 to 1, or 0 for 1";
     *field = "evict.scorer";
     *value = 0;
     return cfg->policy == TKV_EVICT_USER && !cfg->scorer ? "it must be set for the policy \"user\"" : NULL;
@@ -14282,9 +14282,10 @@ static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_e
     const tkvi_evict_row *row;
     const char *field;
     double value;
+    memset(cfg, 0, sizeof *cfg);
+    if (from) *cfg = *from;
     if (!from || tkvi_evict_fault(from, &field, &value)) return NULL;
     row = tkvi_evict_row_of(from->policy);
-    *cfg = *from;
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
     cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
     cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;
@@ -24736,7 +24737,6 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
 
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     const tkv_evict_config *cfg;
-    tkv_evict_config full;
     const char *wrong, *field;
     tkvi_choice c;
     tkv_status st;
@@ -24755,7 +24755,6 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
     wrong = tkvi_evict_fault(cfg, &field, &value);
     if (wrong) return tkvi_bad(kv->error, sizeof kv->error, field, value, wrong);
-    (void)tkvi_evict_fill(cfg, &full);
     if (!p->scores && !tkvi_collects_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,
@@ -24770,7 +24769,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                 continue;
             }
             st = tkvi_choose_victims(kv, p->seq, layer, cfg, p,
-                                     tkvi_n_kept_in_layer(kv, p->seq, layer, &full, keep), NULL, &c);
+                                     tkvi_n_kept_in_layer(kv, p->seq, layer, cfg, keep), NULL, &c);
             if (!st) tkvi_mark_victims(kv, p->seq, layer, &c);
             if (st == TKV_ERR_BUDGET)
                 return tkvi_fail(kv, st, "the policy is \"none\", but tokens must be evicted in layer", layer,

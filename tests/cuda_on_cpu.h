@@ -20,6 +20,7 @@
 
 #define TKVCU_ON_CPU 1
 
+#undef _FORTIFY_SOURCE /* its longjmp() refuses to change stacks */
 #include <math.h>
 #include <setjmp.h>
 #include <stdint.h>
@@ -54,11 +55,11 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 /* A cpu_place is where a fiber continues. cpu_switch() saves the place of its caller, and continues at another place.
  * On x86-64 Linux it saves the registers that a call preserves, and swaps stacks. This is faster than setjmp(). */
-#if defined(__x86_64__) && defined(__linux__) && !defined(__CET__)
+#if defined(__x86_64__) && defined(__LP64__) && defined(__linux__) && !defined(__CET__)
 typedef void *cpu_place; /* stack pointer */
 
 extern "C" void cpu_switch(cpu_place *from, cpu_place *to);
-__asm__(".text\n"
+__asm__(".pushsection .text\n"
         ".type cpu_switch, @function\n"
         "cpu_switch:\n"
         "    pushq %rbp\n    pushq %rbx\n    pushq %r12\n    pushq %r13\n    pushq %r14\n    pushq %r15\n"
@@ -66,7 +67,8 @@ __asm__(".text\n"
         "    movq (%rsi), %rsp\n"
         "    popq %r15\n    popq %r14\n    popq %r13\n    popq %r12\n    popq %rbx\n    popq %rbp\n"
         "    ret\n"
-        ".size cpu_switch, . - cpu_switch\n");
+        ".size cpu_switch, . - cpu_switch\n"
+        ".popsection\n");
 
 static void cpu_begin_at(cpu_place *at, char *stack, void (*enter)(void)) {
     void **top = (void **)(void *)(stack + CPU_STACK) - 1; /* in the place of a return address */

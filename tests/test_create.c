@@ -365,7 +365,7 @@ TEST(errors_name_their_field) {
         {"evict.policy = snapkv\nevict.pool = 4", "line 2: evict.pool is 4; it must be odd"},
         {"evict.policy = h2o\nevict.batch = -1", "line 2: evict.batch is -1; it must be 1"},
         {"evict.policy = user", "evict.scorer is 0; it must be set"},
-        {"evict.trigger = 1.5", "line 1: evict.trigger is 1.5; it must be above 0"},
+        {"evict.trigger = 1.5", "line 1: evict.trigger is 1.5; it must be 1e-6 to 1"},
         {"model.scale = -0.25", "line 1: model.scale is -0.25; it must be a positive number"},
         {"model.rope.dim = 32\nmodel.rope.base = 1.5", "line 2: model.rope.base is 1.5; it must be 2 to 1e9"},
         {"evict.keep_tokens = 2147483647", "line 1: evict.keep_tokens is 2147483647; it must be 1"},

@@ -519,6 +519,24 @@ TEST(pyramidkv_splits_the_budget) {
     }
     CHECK_EQ(sum, 600);
     destroy_pair(&pair);
+    { /* TKV_OFF protects no recent tokens in the split as well; it is not the default of 8 */
+        tkv_evict_budget split;
+        int want[LAYERS];
+        cfg.evict.recent_tokens = TKV_OFF;
+        pair = make_pair(&cfg);
+        CHECK_EQ(append_tokens(&pair, 0, 256), TKV_OK);
+        p.keep = 20;
+        CHECK_EQ(tkv_evict(pair.kv, &p), TKV_OK);
+        memset(&split, 0, sizeof split);
+        split.shape = TKV_EVICT_PYRAMID;
+        split.n_layers = LAYERS;
+        split.total = 20 * LAYERS;
+        split.n_tokens = 256;
+        split.window = TKV_OFF;
+        CHECK_EQ(tkv_split_evict_budget(&split, want), TKV_OK);
+        for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(n_live(pair.kv, 0, layer), want[layer]);
+        destroy_pair(&pair);
+    }
 }
 
 /* >>reads and attention after eviction */

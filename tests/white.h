@@ -5,8 +5,8 @@
  *
  *     cc -O2 tests/white_x.c examples/tieredkv.c -o white_x -lm && ./white_x
  *
- * gcc drops the body of an external inline function that is not optimised, and all that only this body calls. So a
- * white-box test compiles in two seconds in the place of ten. With other compilers it contains the whole library,
+ * gcc never emits the body of a gnu_inline function, and O0 keeps it from being inlined. So gcc drops the body and all
+ * that only it calls, and a white-box test compiles in two seconds in the place of ten. With other compilers it contains the whole library,
  * and what is linked is not used.
  */
 #ifndef WHITE_H

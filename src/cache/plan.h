@@ -11,6 +11,7 @@
 #ifndef TKVI_CACHE_PLAN_H
 #define TKVI_CACHE_PLAN_H
 
+#include "core/decimal.h"
 #include "kernels/dispatch.h"
 #include "rules/evict.h"
 

@@ -66,8 +66,7 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
     int j;
     *field = "model.rope.dim";
     *value = (double)r->dim;
-    if (r->dim < 0 || r->dim > head_dim || r->dim % 2)
-        return "it must be even and at most head_dim, or 0 for none";
+    if (r->dim < 0 || r->dim > head_dim || r->dim % 2) return "it must be even, 2 to head_dim, or 0 for none";
     *field = "model.rope.interleaved";
     *value = (double)r->interleaved;
     if (r->interleaved & ~1) return "it must be 0 or 1";

@@ -74,19 +74,18 @@ static const char *tkvi_evict_fault(const tkv_evict_config *cfg, const char **fi
     *field = "evict.sink_tokens";
     *value = cfg->sink_tokens;
     if (cfg->sink_tokens < TKV_OFF || cfg->sink_tokens >= 1 << 30)
-        return "it must be a length, 0 (default) or TKV_OFF";
+        return "it must be 1 to 2^30 - 1, 0 (default) or TKV_OFF";
     *field = "evict.recent_tokens";
     *value = cfg->recent_tokens;
     if (cfg->recent_tokens < TKV_OFF || cfg->recent_tokens >= 1 << 30)
-        return "it must be a length, 0 (default) or TKV_OFF";
+        return "it must be 1 to 2^30 - 1, 0 (default) or TKV_OFF";
     *field = "evict.pool";
     *value = cfg->pool;
     if (cfg->pool && (cfg->pool < 1 || cfg->pool > 63 || cfg->pool % 2 == 0))
         return "it must be odd, 1 to 63, or 0 for 5";
     *field = "evict.trigger";
     *value = (double)cfg->trigger;
-    if (!tkvi_within(tkvi_or(cfg->trigger, 1.0f), 1e-6f, 1.0f))
-        return "it must be above 0 and at most 1, or 0 for 1";
+    if (!tkvi_within(tkvi_or(cfg->trigger, 1.0f), 1e-6f, 1.0f)) return "it must be 1e-6 to 1, or 0 for 1";
     *field = "evict.scorer";
     *value = 0;
     return cfg->policy == TKV_EVICT_USER && !cfg->scorer ? "it must be set for the policy \"user\"" : NULL;
@@ -97,9 +96,10 @@ static const tkvi_evict_row *tkvi_evict_fill(const tkv_evict_config *from, tkv_e
     const tkvi_evict_row *row;
     const char *field;
     double value;
+    memset(cfg, 0, sizeof *cfg);
+    if (from) *cfg = *from;
     if (!from || tkvi_evict_fault(from, &field, &value)) return NULL;
     row = tkvi_evict_row_of(from->policy);
-    *cfg = *from;
     cfg->sink_tokens = tkvi_evict_length(cfg->sink_tokens, row->sinks);
     cfg->recent_tokens = tkvi_evict_length(cfg->recent_tokens, row->recent);
     cfg->pool = cfg->pool == 0 ? 5 : cfg->pool;

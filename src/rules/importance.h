@@ -136,10 +136,12 @@ static tkv_status tkvi_compute_importance(const tkv_importance_config *cfg,
 TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
                                          const int *positions, const float *scores, int n, int now,
                                          float *out) {
+    tkv_importance_config full;
     tkv_status st = TKV_OK;
     int i;
     if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
     if (n < 0 || now < 0 || (n > 0 && !scores && !out)) return TKV_ERR_ARG;
+    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
     for (i = 0; i < n; i++) { /* before any token changes */
         const int at = positions ? positions[i] : i;
         if (at < 0 || at > now) return TKV_ERR_ARG;

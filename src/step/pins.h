@@ -40,7 +40,6 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
 
 TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     const tkv_evict_config *cfg;
-    tkv_evict_config full;
     const char *wrong, *field;
     tkvi_choice c;
     tkv_status st;
@@ -59,7 +58,6 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
     wrong = tkvi_evict_fault(cfg, &field, &value);
     if (wrong) return tkvi_bad(kv->error, sizeof kv->error, field, value, wrong);
-    (void)tkvi_evict_fill(cfg, &full);
     if (!p->scores && !tkvi_collects_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,
@@ -74,7 +72,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                 continue;
             }
             st = tkvi_choose_victims(kv, p->seq, layer, cfg, p,
-                                     tkvi_n_kept_in_layer(kv, p->seq, layer, &full, keep), NULL, &c);
+                                     tkvi_n_kept_in_layer(kv, p->seq, layer, cfg, keep), NULL, &c);
             if (!st) tkvi_mark_victims(kv, p->seq, layer, &c);
             if (st == TKV_ERR_BUDGET)
                 return tkvi_fail(kv, st, "the policy is \"none\", but tokens must be evicted in layer", layer,
