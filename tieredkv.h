@@ -2789,7 +2789,7 @@ extern "C" {
 #define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
 #define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */
-#define TKVI_HAS_NO_SLOT (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
+#define TKVI_HAS_BLOCKS_OUTSIDE_RAM (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
 
 /* A function for a row of a table; NULL if `has` is 0. */
 #define TKVI_IF(has, function) ((has) ? (function) : NULL)
@@ -14940,7 +14940,6 @@ static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || (TKVI_H
 
 #define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
 
-/* Everything derived from a config without memory: format pairs, block sizes, size classes, page size. */
 #define TKVI_MAX_LAYERS 4096
 #define TKVI_MAX_LAYOUTS 128
 
@@ -15422,8 +15421,8 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     return fits;
 }
 
-/* Fills in the plan of one layer and its tiers at each level. p->now is that of policy.min_level. */
-static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *rule) {
+/* Fills in the plan of one layer and its tiers at each level. p->now is that of cfg.budget.pressure.min_level. */
+static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *tier_specs) {
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
@@ -15435,8 +15434,9 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
             int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
             p->kept_window = window && window < p->kept_window ? p->kept_window : window;
         }
-    for (level = 0; level < h->n_levels; level++) fits &= tkvi_tier_spec_of(h, layer, level, p, &rule[level]);
-    p->now = rule[h->cfg.budget.pressure.min_level];
+    for (level = 0; level < h->n_levels; level++)
+        fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
+    p->now = tier_specs[h->cfg.budget.pressure.min_level];
     p->sink_layout = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
                              : p->now.layout[TKV_TIER_HOT];
     fits &= p->sink_layout >= 0;
@@ -15446,20 +15446,20 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
-/* Gives a layer with tables its own codings: TKVI_VERSIONS for each key. *next is the first free number. */
-static void tkvi_own_layouts(tkvi_tier_spec *rule, int n_levels, int *next) {
+/* Gives a layer with tables its own layouts: TKVI_VERSIONS for each key. *next is the first free number. */
+static void tkvi_own_layouts(tkvi_tier_spec *tier_specs, int n_levels, int *next) {
     int at, before;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
-        tkvi_tier_spec *r = &rule[at / TKV_TIER_COUNT];
+        tkvi_tier_spec *r = &tier_specs[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
         if (tier == TKV_TIER_HOT || !r->needs_table[tier]) continue;
         for (before = 0; before < at; before++) {
-            const tkvi_tier_spec *b = &rule[before / TKV_TIER_COUNT];
+            const tkvi_tier_spec *b = &tier_specs[before / TKV_TIER_COUNT];
             if (b->needs_table[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier])
                 break;
         }
         if (before < at) {
-            r->layout[tier] = rule[before / TKV_TIER_COUNT].layout[before % TKV_TIER_COUNT];
+            r->layout[tier] = tier_specs[before / TKV_TIER_COUNT].layout[before % TKV_TIER_COUNT];
             continue;
         }
         r->layout[tier] = *next;
@@ -15470,15 +15470,15 @@ static void tkvi_own_layouts(tkvi_tier_spec *rule, int n_levels, int *next) {
 /* Pages that recoding needs at most. At a level, it opens one page for each size class that it writes, before
  * another page becomes free. */
 static int tkvi_recode_pages_of(tkvi_derived_config *h) {
-    tkvi_tier_spec rule[TKV_MAX_LEVELS];
+    tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_LAYOUTS] = {{0}};
     int level, most = 1, i, c, tier;
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
-        (void)tkvi_plan_of(h, i, &p, rule);
+        (void)tkvi_plan_of(h, i, &p, tier_specs);
         for (level = 0; level < h->n_levels && p.stored_layer == i; level++)
-            for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
-                opens[level][h->class_of[rule[level].key[tier]]] = 1;
+            for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && tier_specs[level].hot != TKVI_FOREVER; tier++)
+                opens[level][h->class_of[tier_specs[level].key[tier]]] = 1;
     }
     for (level = 0; level < h->n_levels; level++) {
         int n = 0;
@@ -15492,7 +15492,7 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
     int i, c, level, hot[TKVI_MAX_LAYOUTS] = {0};
-    tkvi_tier_spec rule[TKV_MAX_LEVELS];
+    tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
@@ -15500,10 +15500,10 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     tkvi_ladder_of(cfg, h);
     (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
     for (i = 0; i < h->cfg.model.n_layers; i++) {
-        if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
+        if (tkvi_plan_of(h, i, &p, tier_specs)) return TKV_ERR_CONFIG;
         if (p.stored_layer != i) continue;
-        tkvi_own_layouts(rule, h->n_levels, &h->n_layouts);
-        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
+        tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
+        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
@@ -15703,20 +15703,20 @@ TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size
 
 /* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
-    size_t plan, rule, layout, size_class, record, split, current, rope;
+    size_t plan, tier_specs, layout, size_class, record, split, current, rope;
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
     size_t layers = (size_t)h->cfg.model.n_layers, heads = (size_t)h->cfg.model.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
-    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
+    s->tier_specs = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
     s->layout = tkvi_align_up((size_t)h->n_layouts * sizeof(tkvi_layout));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
     s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
-    return s->plan + s->rule + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
+    return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
 static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
@@ -15724,7 +15724,7 @@ static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
     return tkvi_table_sizes_of(h, &s);
 }
 
-/* The same for one version of the learned tables. own: codings of single layers in one version. */
+/* The same for one version of the learned tables. own: layouts of single layers in one version. */
 typedef struct tkvi_version_sizes {
     size_t record, head, channel, mean, kvquant, range;
 } tkvi_version_sizes;
@@ -15880,7 +15880,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
-    t->layout = (tkvi_layout *)(void *)(mem += s.rule);
+    t->layout = (tkvi_layout *)(void *)(mem += s.tier_specs);
     t->size_class = (tkvi_class *)(void *)(mem += s.layout);
     record = (tkvi_record *)(void *)(mem += s.size_class);
     mem += s.record;
@@ -15897,14 +15897,15 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        tkvi_tier_spec *rule = tkvi_tier_specs_of(t, i);
-        (void)tkvi_plan_of(h, i, p, rule); /* h has all keys, so none is added */
+        tkvi_tier_spec *tier_specs = tkvi_tier_specs_of(t, i);
+        (void)tkvi_plan_of(h, i, p, tier_specs); /* h has all keys, so none is added */
         if (p->stored_layer != i) continue;
-        tkvi_own_layouts(rule, h->n_levels, &next);
+        tkvi_own_layouts(tier_specs, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
-            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].needs_table[n % TKV_TIER_COUNT]; v++)
-                tkvi_init_layout(&t->layout[rule[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
-                                 rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
+            for (v = 0; v < TKVI_VERSIONS && tier_specs[n / TKV_TIER_COUNT].needs_table[n % TKV_TIER_COUNT];
+                 v++)
+                tkvi_init_layout(&t->layout[tier_specs[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
+                                 tier_specs[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)
@@ -16361,7 +16362,7 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int layout, tkvi_rew
 typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
 static int tkvi_is_offloaded(const tkvi_block *b) {
-    return TKVI_HAS_NO_SLOT && (b->page & TKVI_OFFLOADED) != 0;
+    return TKVI_HAS_BLOCKS_OUTSIDE_RAM && (b->page & TKVI_OFFLOADED) != 0;
 }
 
 /* Discarded: the store has no bytes of it either, and the caller's model must recompute them. */
@@ -21098,8 +21099,8 @@ static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
  * The forecast is arithmetic. A dry run (tkvi_peak) counts the slots that an operation takes. The number of blocks
  * of each size gives the pages in use exactly (cache/pool.h). Only eviction is not known exactly: how many blocks it
  * frees depends on the tokens that the policy chooses. tkvi_bound_eviction computes a lower bound. If the bound does
- * not suffice, tkvi_dry_run_floor plays the eviction: the policy chooses all victims that it may have. The remaining
- * tokens are merged into as few blocks as possible. The real eviction then does the same.
+ * not suffice, tkvi_dry_run_floor is a dry run of the eviction: the policy chooses all victims that it may have. The
+ * remaining tokens are merged into as few blocks as possible. The real eviction then does the same.
  *
  * Recoding needs a free page for each block size that it writes. These pages (pool.recode_pages) are held from the
  * first append on, and only recoding uses them. A list stores how many of its blocks the level has recoded
@@ -21377,7 +21378,7 @@ static int tkvi_find_stale(tkv_cache *kv, tkvi_where where, int learns, tkvi_sta
     return found;
 }
 
-/* Writes the error of an operation that fits after no reclaim stages. bytes: the fewest bytes that it would take. */
+/* Writes the error of an operation that does not fit even after all reclaim stages. bytes: the fewest bytes found. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the last level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");
@@ -24266,8 +24267,12 @@ static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows 
     for (i = 0; i < n_rows; i++) {
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
         if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_has_budget(kv)) continue;
-        if (failed) list->chunk_start = list->previous_chunk_start;
-        else list->previous_chunk_start = list->chunk_start, list->chunk_start = list->len;
+        if (failed) {
+            list->chunk_start = list->previous_chunk_start;
+        } else {
+            list->previous_chunk_start = list->chunk_start;
+            list->chunk_start = list->len;
+        }
     }
 }
 
@@ -24604,7 +24609,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         if (p->stored_layer != layer || list->len <= n_tokens) continue;
         if (n_recoded) fewest = tkvi_block_end(kv, list, ids, list->sinks + n_recoded - 1);
         if (list->expired && list->expired + p->kept_window > fewest) fewest = list->expired + p->kept_window;
-        for (i = list->n; TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 &&
+        for (i = list->n; TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded && i-- > 0 &&
                           tkvi_block_end(kv, list, ids, i) > fewest;)
             if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) fewest = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < fewest)
@@ -25569,7 +25574,7 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     tkv_status st;
     int done = 0;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!TKVI_HAS_NO_SLOT) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_BLOCKS_OUTSIDE_RAM) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
@@ -25736,10 +25741,10 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 /* >>bytes */
 /* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
-                           int spilled) {
-    tkv_tier_bytes *at = spilled ? &m->offloaded : &m->tier[tier];
+                           int is_offloaded) {
+    tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
-    if (spilled) m->offloaded.tokens += tokens;
+    if (is_offloaded) m->offloaded.tokens += tokens;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
@@ -25863,7 +25868,7 @@ typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens, app
 } tkvi_layer_sum;
 
 /* The number of blocks behind the sinks, of `whole` full ones, that end at or before position `end`. */
-static int64_t tkvi_ended(int64_t whole, int64_t end) {
+static int64_t tkvi_n_ended_blocks(int64_t whole, int64_t end) {
     int64_t n = end < 0 ? 0 : end / TKVI_BLOCK;
     return n < whole ? n : whole;
 }
@@ -25877,9 +25882,9 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     int64_t gone, archived, coded, margin = (int64_t)p->kept_window + tkvi_expiry_margin(p);
     int tier;
     memset(&s, 0, sizeof s);
-    gone = p->kept_window ? tkvi_ended(whole, due - margin) : 0;
-    archived = tkvi_ended(whole, due - p->now.hot - p->now.warm);
-    coded = tkvi_ended(whole, due - p->now.hot);
+    gone = p->kept_window ? tkvi_n_ended_blocks(whole, due - margin) : 0;
+    archived = tkvi_n_ended_blocks(whole, due - p->now.hot - p->now.warm);
+    coded = tkvi_n_ended_blocks(whole, due - p->now.hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
     if (waiting && p->now.needs_table[TKV_TIER_ARCHIVE]) archived = gone;
@@ -25897,7 +25902,7 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
 /* Upper bound of the blocks of one list that are not in RAM, within what reclaim/offload.h and discard.h allow. */
 typedef struct tkvi_not_in_ram {
     int64_t blocks;
-    int missing; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
+    int discarded; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
 } tkvi_not_in_ram;
 
 /* Moves the oldest blocks of a list out of RAM, in `s` and `m`. Blocks of the hot tail and the last two blocks
@@ -25911,7 +25916,7 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
     const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.tiers.hot_tokens, go, i;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
-    go = tkvi_ended(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
+    go = tkvi_n_ended_blocks(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
     if (go > away->blocks) go = away->blocks;
     for (i = 0; i < TKV_TIER_COUNT && go > 0; i++) {
         const tkv_tier t = order[i];
@@ -25919,7 +25924,7 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
         const tkvi_bytes *bytes = &h->bytes[p->now.key[t]];
         go -= k;
         s->blocks[t] -= k;
-        if (away->missing) {
+        if (away->discarded) {
             s->tokens[t] -= k * TKVI_BLOCK;
             continue;
         }
@@ -25964,26 +25969,28 @@ static size_t tkvi_cap_before(int64_t want) {
 }
 
 /* Blocks that leave RAM where the last level of the ladder is not enough. */
-typedef struct tkvi_stretch {
-    int64_t outside, missing; /* offloaded blocks per list; discarded ones per list, except in one sequence */
-} tkvi_stretch;
+typedef struct tkvi_blocks_not_in_ram {
+    int64_t offloaded_blocks; /* per list */
+    int64_t discarded;        /* blocks per list, except in one sequence */
+} tkvi_blocks_not_in_ram;
 
-/* Estimates the bytes of n_seqs sequences of n_tokens each at one level. stretch: the blocks not in RAM. */
-static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi_stretch *stretch,
-                                   int n_tokens, int n_seqs, tkv_memory_info *out) {
+/* Estimates the bytes of n_seqs sequences of n_tokens each at one level. not_in_ram: the blocks not in RAM. */
+static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
+                                   const tkvi_blocks_not_in_ram *not_in_ram, int n_tokens, int n_seqs,
+                                   tkv_memory_info *out) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_LAYOUTS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
-    tkvi_not_in_ram outside, missing;
+    tkvi_not_in_ram offloaded_blocks, discarded;
     int i, c;
-    const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
+    const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
-    outside.blocks = stretch->outside;
-    missing.blocks = stretch->missing;
-    outside.missing = 0;
-    missing.missing = 1;
+    offloaded_blocks.blocks = not_in_ram->offloaded_blocks;
+    discarded.blocks = not_in_ram->discarded;
+    offloaded_blocks.discarded = 0;
+    discarded.discarded = 1;
     if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
@@ -25998,11 +26005,11 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
             waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
-        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &offloaded_blocks, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
-        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &missing, live);
-        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
+        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &discarded, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &offloaded_blocks, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }
@@ -26040,30 +26047,30 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
 static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
     const size_t budget = h->cfg.budget.bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
-    tkvi_stretch stretch;
+    tkvi_blocks_not_in_ram not_in_ram;
     int64_t low = 0, high;
     tkv_status st;
     int level;
-    memset(&stretch, 0, sizeof stretch);
+    memset(&not_in_ram, 0, sizeof not_in_ram);
     for (level = h->cfg.budget.pressure.min_level;; level++) {
-        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
     }
     if (TKVI_HAS_OFFLOAD && h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
         for (high = most; low < high;) {
-            stretch.outside = low + (high - low) / 2;
-            st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
-            if (!st && m->peak <= budget) high = stretch.outside;
-            else low = stretch.outside + 1;
+            not_in_ram.offloaded_blocks = low + (high - low) / 2;
+            st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
+            if (!st && m->peak <= budget) high = not_in_ram.offloaded_blocks;
+            else low = not_in_ram.offloaded_blocks + 1;
         }
-        stretch.outside = high;
-        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        not_in_ram.offloaded_blocks = high;
+        st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || m->peak <= budget) return st;
     }
     if (!TKVI_HAS_DISCARD || !h->cfg.budget.discard) return TKV_ERR_BUDGET;
-    stretch.missing = most;
-    st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+    not_in_ram.discarded = most;
+    st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
 }
 
@@ -26169,9 +26176,9 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
-static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
+static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !absent;
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !is_discarded;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
@@ -26301,7 +26308,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         return tkvi_report_broken(k, "free pages are miscounted", n_free);
     for (c = 0; c < pool->tables->n_classes; c++) {
         const tkvi_class *size_class = &pool->tables->size_class[c];
-        int64_t pages = 0, full = 0, in_class = 0, promised = 0;
+        int64_t pages = 0, full = 0, in_class = 0, reserved = 0;
         for (i = 0; i < pool->n_pages; i++) {
             if (pool->page[i].size_class != c) continue;
             pages++;
@@ -26315,8 +26322,8 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         if (chained != pages - full || used != in_class - full * size_class->slots)
             return tkvi_report_broken(k, "a partial page is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.limits.max_seqs; seq++)
-            promised += k->kv->reserved_slots[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
-        if (promised != pool->reserved_slots[c])
+            reserved += k->kv->reserved_slots[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
+        if (reserved != pool->reserved_slots[c])
             return tkvi_report_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }

@@ -76,7 +76,6 @@ static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || (TKVI_H
 
 #define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
 
-/* Everything derived from a config without memory: format pairs, block sizes, size classes, page size. */
 #define TKVI_MAX_LAYERS 4096
 #define TKVI_MAX_LAYOUTS 128
 
@@ -558,8 +557,8 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     return fits;
 }
 
-/* Fills in the plan of one layer and its tiers at each level. p->now is that of policy.min_level. */
-static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *rule) {
+/* Fills in the plan of one layer and its tiers at each level. p->now is that of cfg.budget.pressure.min_level. */
+static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *tier_specs) {
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
@@ -571,8 +570,9 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
             int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
             p->kept_window = window && window < p->kept_window ? p->kept_window : window;
         }
-    for (level = 0; level < h->n_levels; level++) fits &= tkvi_tier_spec_of(h, layer, level, p, &rule[level]);
-    p->now = rule[h->cfg.budget.pressure.min_level];
+    for (level = 0; level < h->n_levels; level++)
+        fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
+    p->now = tier_specs[h->cfg.budget.pressure.min_level];
     p->sink_layout = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
                              : p->now.layout[TKV_TIER_HOT];
     fits &= p->sink_layout >= 0;
@@ -582,20 +582,20 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
-/* Gives a layer with tables its own codings: TKVI_VERSIONS for each key. *next is the first free number. */
-static void tkvi_own_layouts(tkvi_tier_spec *rule, int n_levels, int *next) {
+/* Gives a layer with tables its own layouts: TKVI_VERSIONS for each key. *next is the first free number. */
+static void tkvi_own_layouts(tkvi_tier_spec *tier_specs, int n_levels, int *next) {
     int at, before;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
-        tkvi_tier_spec *r = &rule[at / TKV_TIER_COUNT];
+        tkvi_tier_spec *r = &tier_specs[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
         if (tier == TKV_TIER_HOT || !r->needs_table[tier]) continue;
         for (before = 0; before < at; before++) {
-            const tkvi_tier_spec *b = &rule[before / TKV_TIER_COUNT];
+            const tkvi_tier_spec *b = &tier_specs[before / TKV_TIER_COUNT];
             if (b->needs_table[before % TKV_TIER_COUNT] && b->key[before % TKV_TIER_COUNT] == r->key[tier])
                 break;
         }
         if (before < at) {
-            r->layout[tier] = rule[before / TKV_TIER_COUNT].layout[before % TKV_TIER_COUNT];
+            r->layout[tier] = tier_specs[before / TKV_TIER_COUNT].layout[before % TKV_TIER_COUNT];
             continue;
         }
         r->layout[tier] = *next;
@@ -606,15 +606,15 @@ static void tkvi_own_layouts(tkvi_tier_spec *rule, int n_levels, int *next) {
 /* Pages that recoding needs at most. At a level, it opens one page for each size class that it writes, before
  * another page becomes free. */
 static int tkvi_recode_pages_of(tkvi_derived_config *h) {
-    tkvi_tier_spec rule[TKV_MAX_LEVELS];
+    tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     uint8_t opens[TKV_MAX_LEVELS][TKVI_MAX_LAYOUTS] = {{0}};
     int level, most = 1, i, c, tier;
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan p;
-        (void)tkvi_plan_of(h, i, &p, rule);
+        (void)tkvi_plan_of(h, i, &p, tier_specs);
         for (level = 0; level < h->n_levels && p.stored_layer == i; level++)
-            for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && rule[level].hot != TKVI_FOREVER; tier++)
-                opens[level][h->class_of[rule[level].key[tier]]] = 1;
+            for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && tier_specs[level].hot != TKVI_FOREVER; tier++)
+                opens[level][h->class_of[tier_specs[level].key[tier]]] = 1;
     }
     for (level = 0; level < h->n_levels; level++) {
         int n = 0;
@@ -628,7 +628,7 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
     int i, c, level, hot[TKVI_MAX_LAYOUTS] = {0};
-    tkvi_tier_spec rule[TKV_MAX_LEVELS];
+    tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
     h->cfg = *cfg;
@@ -636,10 +636,10 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     tkvi_ladder_of(cfg, h);
     (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
     for (i = 0; i < h->cfg.model.n_layers; i++) {
-        if (tkvi_plan_of(h, i, &p, rule)) return TKV_ERR_CONFIG;
+        if (tkvi_plan_of(h, i, &p, tier_specs)) return TKV_ERR_CONFIG;
         if (p.stored_layer != i) continue;
-        tkvi_own_layouts(rule, h->n_levels, &h->n_layouts);
-        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &rule[level], of_key);
+        tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
+        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
@@ -839,20 +839,20 @@ TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size
 
 /* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
-    size_t plan, rule, layout, size_class, record, split, current, rope;
+    size_t plan, tier_specs, layout, size_class, record, split, current, rope;
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
     size_t layers = (size_t)h->cfg.model.n_layers, heads = (size_t)h->cfg.model.n_kv_heads;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
-    s->rule = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
+    s->tier_specs = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
     s->layout = tkvi_align_up((size_t)h->n_layouts * sizeof(tkvi_layout));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
     s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
-    return s->plan + s->rule + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
+    return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
 static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
@@ -860,7 +860,7 @@ static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
     return tkvi_table_sizes_of(h, &s);
 }
 
-/* The same for one version of the learned tables. own: codings of single layers in one version. */
+/* The same for one version of the learned tables. own: layouts of single layers in one version. */
 typedef struct tkvi_version_sizes {
     size_t record, head, channel, mean, kvquant, range;
 } tkvi_version_sizes;
@@ -1016,7 +1016,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
-    t->layout = (tkvi_layout *)(void *)(mem += s.rule);
+    t->layout = (tkvi_layout *)(void *)(mem += s.tier_specs);
     t->size_class = (tkvi_class *)(void *)(mem += s.layout);
     record = (tkvi_record *)(void *)(mem += s.size_class);
     mem += s.record;
@@ -1033,14 +1033,15 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
-        tkvi_tier_spec *rule = tkvi_tier_specs_of(t, i);
-        (void)tkvi_plan_of(h, i, p, rule); /* h has all keys, so none is added */
+        tkvi_tier_spec *tier_specs = tkvi_tier_specs_of(t, i);
+        (void)tkvi_plan_of(h, i, p, tier_specs); /* h has all keys, so none is added */
         if (p->stored_layer != i) continue;
-        tkvi_own_layouts(rule, h->n_levels, &next);
+        tkvi_own_layouts(tier_specs, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
-            for (v = 0; v < TKVI_VERSIONS && rule[n / TKV_TIER_COUNT].needs_table[n % TKV_TIER_COUNT]; v++)
-                tkvi_init_layout(&t->layout[rule[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
-                                 rule[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
+            for (v = 0; v < TKVI_VERSIONS && tier_specs[n / TKV_TIER_COUNT].needs_table[n % TKV_TIER_COUNT];
+                 v++)
+                tkvi_init_layout(&t->layout[tier_specs[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
+                                 tier_specs[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)

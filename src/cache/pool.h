@@ -358,7 +358,7 @@ static void tkvi_recode_block(tkvi_pool *pool, uint32_t id, int layout, tkvi_rew
 typedef enum tkvi_stored_as { TKVI_ITSELF = 0, TKVI_COPY = 1 } tkvi_stored_as;
 
 static int tkvi_is_offloaded(const tkvi_block *b) {
-    return TKVI_HAS_NO_SLOT && (b->page & TKVI_OFFLOADED) != 0;
+    return TKVI_HAS_BLOCKS_OUTSIDE_RAM && (b->page & TKVI_OFFLOADED) != 0;
 }
 
 /* Discarded: the store has no bytes of it either, and the caller's model must recompute them. */

@@ -63,7 +63,7 @@
 #define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
 #define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */
-#define TKVI_HAS_NO_SLOT (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
+#define TKVI_HAS_BLOCKS_OUTSIDE_RAM (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
 
 /* A function for a row of a table; NULL if `has` is 0. */
 #define TKVI_IF(has, function) ((has) ? (function) : NULL)

@@ -14,8 +14,8 @@
  * The forecast is arithmetic. A dry run (tkvi_peak) counts the slots that an operation takes. The number of blocks
  * of each size gives the pages in use exactly (cache/pool.h). Only eviction is not known exactly: how many blocks it
  * frees depends on the tokens that the policy chooses. tkvi_bound_eviction computes a lower bound. If the bound does
- * not suffice, tkvi_dry_run_floor plays the eviction: the policy chooses all victims that it may have. The remaining
- * tokens are merged into as few blocks as possible. The real eviction then does the same.
+ * not suffice, tkvi_dry_run_floor is a dry run of the eviction: the policy chooses all victims that it may have. The
+ * remaining tokens are merged into as few blocks as possible. The real eviction then does the same.
  *
  * Recoding needs a free page for each block size that it writes. These pages (pool.recode_pages) are held from the
  * first append on, and only recoding uses them. A list stores how many of its blocks the level has recoded
@@ -296,7 +296,7 @@ static int tkvi_find_stale(tkv_cache *kv, tkvi_where where, int learns, tkvi_sta
     return found;
 }
 
-/* Writes the error of an operation that fits after no reclaim stages. bytes: the fewest bytes that it would take. */
+/* Writes the error of an operation that does not fit even after all reclaim stages. bytes: the fewest bytes found. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the last level would need", (int64_t)bytes,
                               " bytes, more than the budget; reset a sequence or raise it");

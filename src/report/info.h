@@ -140,10 +140,10 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 /* >>bytes */
 /* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
-                           int spilled) {
-    tkv_tier_bytes *at = spilled ? &m->offloaded : &m->tier[tier];
+                           int is_offloaded) {
+    tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
-    if (spilled) m->offloaded.tokens += tokens;
+    if (is_offloaded) m->offloaded.tokens += tokens;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
@@ -267,7 +267,7 @@ typedef struct tkvi_layer_sum { /* one layer of one sequence after n tokens, app
 } tkvi_layer_sum;
 
 /* The number of blocks behind the sinks, of `whole` full ones, that end at or before position `end`. */
-static int64_t tkvi_ended(int64_t whole, int64_t end) {
+static int64_t tkvi_n_ended_blocks(int64_t whole, int64_t end) {
     int64_t n = end < 0 ? 0 : end / TKVI_BLOCK;
     return n < whole ? n : whole;
 }
@@ -281,9 +281,9 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
     int64_t gone, archived, coded, margin = (int64_t)p->kept_window + tkvi_expiry_margin(p);
     int tier;
     memset(&s, 0, sizeof s);
-    gone = p->kept_window ? tkvi_ended(whole, due - margin) : 0;
-    archived = tkvi_ended(whole, due - p->now.hot - p->now.warm);
-    coded = tkvi_ended(whole, due - p->now.hot);
+    gone = p->kept_window ? tkvi_n_ended_blocks(whole, due - margin) : 0;
+    archived = tkvi_n_ended_blocks(whole, due - p->now.hot - p->now.warm);
+    coded = tkvi_n_ended_blocks(whole, due - p->now.hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
     if (waiting && p->now.needs_table[TKV_TIER_ARCHIVE]) archived = gone;
@@ -301,7 +301,7 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
 /* Upper bound of the blocks of one list that are not in RAM, within what reclaim/offload.h and discard.h allow. */
 typedef struct tkvi_not_in_ram {
     int64_t blocks;
-    int missing; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
+    int discarded; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
 } tkvi_not_in_ram;
 
 /* Moves the oldest blocks of a list out of RAM, in `s` and `m`. Blocks of the hot tail and the last two blocks
@@ -315,7 +315,7 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
     const int64_t blocks = (tkvi_max(0, n_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int64_t hot = p->now.hot != TKVI_FOREVER ? p->now.hot : h->cfg.tiers.hot_tokens, go, i;
     if (hot == TKVI_FOREVER) hot = TKVI_BLOCK;
-    go = tkvi_ended(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
+    go = tkvi_n_ended_blocks(blocks - 3, (blocks - 1) * TKVI_BLOCK - hot) - (blocks - here);
     if (go > away->blocks) go = away->blocks;
     for (i = 0; i < TKV_TIER_COUNT && go > 0; i++) {
         const tkv_tier t = order[i];
@@ -323,7 +323,7 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
         const tkvi_bytes *bytes = &h->bytes[p->now.key[t]];
         go -= k;
         s->blocks[t] -= k;
-        if (away->missing) {
+        if (away->discarded) {
             s->tokens[t] -= k * TKVI_BLOCK;
             continue;
         }
@@ -368,26 +368,28 @@ static size_t tkvi_cap_before(int64_t want) {
 }
 
 /* Blocks that leave RAM where the last level of the ladder is not enough. */
-typedef struct tkvi_stretch {
-    int64_t outside, missing; /* offloaded blocks per list; discarded ones per list, except in one sequence */
-} tkvi_stretch;
+typedef struct tkvi_blocks_not_in_ram {
+    int64_t offloaded_blocks; /* per list */
+    int64_t discarded;        /* blocks per list, except in one sequence */
+} tkvi_blocks_not_in_ram;
 
-/* Estimates the bytes of n_seqs sequences of n_tokens each at one level. stretch: the blocks not in RAM. */
-static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi_stretch *stretch,
-                                   int n_tokens, int n_seqs, tkv_memory_info *out) {
+/* Estimates the bytes of n_seqs sequences of n_tokens each at one level. not_in_ram: the blocks not in RAM. */
+static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
+                                   const tkvi_blocks_not_in_ram *not_in_ram, int n_tokens, int n_seqs,
+                                   tkv_memory_info *out) {
     tkvi_tier_spec rule[TKV_MAX_LEVELS];
     tkvi_sizes fixed;
     int64_t live[TKVI_MAX_LAYOUTS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
-    tkvi_not_in_ram outside, missing;
+    tkvi_not_in_ram offloaded_blocks, discarded;
     int i, c;
-    const int idle = stretch->missing && n_seqs > 1 ? n_seqs - 1 : 0;
+    const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
-    outside.blocks = stretch->outside;
-    missing.blocks = stretch->missing;
-    outside.missing = 0;
-    missing.missing = 1;
+    offloaded_blocks.blocks = not_in_ram->offloaded_blocks;
+    discarded.blocks = not_in_ram->discarded;
+    offloaded_blocks.discarded = 0;
+    discarded.discarded = 1;
     if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
@@ -402,11 +404,11 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
             waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
         }
-        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &offloaded_blocks, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
-        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &missing, live);
-        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
+        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &discarded, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &offloaded_blocks, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }
@@ -444,30 +446,30 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level, const tkvi
 static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
     const size_t budget = h->cfg.budget.bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
-    tkvi_stretch stretch;
+    tkvi_blocks_not_in_ram not_in_ram;
     int64_t low = 0, high;
     tkv_status st;
     int level;
-    memset(&stretch, 0, sizeof stretch);
+    memset(&not_in_ram, 0, sizeof not_in_ram);
     for (level = h->cfg.budget.pressure.min_level;; level++) {
-        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
     }
     if (TKVI_HAS_OFFLOAD && h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
         for (high = most; low < high;) {
-            stretch.outside = low + (high - low) / 2;
-            st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
-            if (!st && m->peak <= budget) high = stretch.outside;
-            else low = stretch.outside + 1;
+            not_in_ram.offloaded_blocks = low + (high - low) / 2;
+            st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
+            if (!st && m->peak <= budget) high = not_in_ram.offloaded_blocks;
+            else low = not_in_ram.offloaded_blocks + 1;
         }
-        stretch.outside = high;
-        st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+        not_in_ram.offloaded_blocks = high;
+        st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || m->peak <= budget) return st;
     }
     if (!TKVI_HAS_DISCARD || !h->cfg.budget.discard) return TKV_ERR_BUDGET;
-    stretch.missing = most;
-    st = tkvi_estimate_at(h, level, &stretch, n_tokens, n_seqs, m);
+    not_in_ram.discarded = most;
+    st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
 }
 
@@ -573,9 +575,9 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
-static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int absent, tkv_tier tier, int key) {
+static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !absent;
+    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !is_discarded;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
@@ -705,7 +707,7 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         return tkvi_report_broken(k, "free pages are miscounted", n_free);
     for (c = 0; c < pool->tables->n_classes; c++) {
         const tkvi_class *size_class = &pool->tables->size_class[c];
-        int64_t pages = 0, full = 0, in_class = 0, promised = 0;
+        int64_t pages = 0, full = 0, in_class = 0, reserved = 0;
         for (i = 0; i < pool->n_pages; i++) {
             if (pool->page[i].size_class != c) continue;
             pages++;
@@ -719,8 +721,8 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         if (chained != pages - full || used != in_class - full * size_class->slots)
             return tkvi_report_broken(k, "a partial page is not in its list, class", c);
         for (seq = 0; seq < k->kv->tables.cfg.limits.max_seqs; seq++)
-            promised += k->kv->reserved_slots[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
-        if (promised != pool->reserved_slots[c])
+            reserved += k->kv->reserved_slots[(size_t)seq * (size_t)pool->tables->n_classes + (size_t)c];
+        if (reserved != pool->reserved_slots[c])
             return tkvi_report_broken(k, "reservations are miscounted, class", c);
         live += in_class;
     }

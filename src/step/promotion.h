@@ -75,7 +75,7 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     tkv_status st;
     int done = 0;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!TKVI_HAS_NO_SLOT) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_BLOCKS_OUTSIDE_RAM) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!p || p->by.used < 0 || !p->compute != !p->remat)

@@ -350,8 +350,12 @@ static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows 
     for (i = 0; i < n_rows; i++) {
         tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
         if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_has_budget(kv)) continue;
-        if (failed) list->chunk_start = list->previous_chunk_start;
-        else list->previous_chunk_start = list->chunk_start, list->chunk_start = list->len;
+        if (failed) {
+            list->chunk_start = list->previous_chunk_start;
+        } else {
+            list->previous_chunk_start = list->chunk_start;
+            list->chunk_start = list->len;
+        }
     }
 }
 
@@ -688,7 +692,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         if (p->stored_layer != layer || list->len <= n_tokens) continue;
         if (n_recoded) fewest = tkvi_block_end(kv, list, ids, list->sinks + n_recoded - 1);
         if (list->expired && list->expired + p->kept_window > fewest) fewest = list->expired + p->kept_window;
-        for (i = list->n; TKVI_HAS_NO_SLOT && kv->pool.n_offloaded && i-- > 0 &&
+        for (i = list->n; TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded && i-- > 0 &&
                           tkvi_block_end(kv, list, ids, i) > fewest;)
             if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) fewest = tkvi_block_end(kv, list, ids, i);
         if (n_tokens < fewest)
