@@ -395,7 +395,7 @@ TEST(scores_pins_priorities) {
     for (i = 200; i < 207; i++) CHECK_EQ(is_live(pair.kv, 1, 0, i), i != 203);
     for (i = 0; i < 4; i++) CHECK(is_live(pair.kv, 1, 0, i));
     for (i = 500 - 28; i < 500; i++) CHECK(is_live(pair.kv, 1, 0, i)); /* recent_tokens: half of 60 - 4 */
-    { /* the last 60 - 4 - 28 - 10 - 10 - 6 = 2 tokens have the highest scores of the unprotected ones */
+    { /* the remaining 60 - 4 - 28 - 10 - 10 - 6 = 2 tokens have the highest scores of the unprotected ones */
         int best[2] = {-1, -1};
         for (i = 4; i < 472; i++) {
             if ((i >= 50 && i < 60) || (i >= 100 && i < 110) || (i >= 200 && i < 207 && i != 203)) continue;

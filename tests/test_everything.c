@@ -13,7 +13,7 @@
  *   - a refused call has changed nothing.
  * Attention must match a double-precision computation from the values that tkv_read gives.
  *
- *     TKV_RANDOM_SEED=7 TKV_RANDOM_RUNS=1 TKV_RANDOM_OPS=90 ./test_everything     first seed, seeds, calls
+ *     TKV_RANDOM_SEED=7 TKV_RANDOM_RUNS=1 TKV_RANDOM_OPS=90 ./test_everything     first seed, number of seeds, calls
  *     TKV_RANDOM_LOG=1      prints each call; without it the last ones before a failure
  *
  * A seed determines the config and the calls. They are the same on every machine where formats encode alike.
@@ -552,9 +552,9 @@ static tkv_status call_calibration(int seq, int layer) {
 }
 
 /* >>attention, compared with double precision */
-/* Attention over the live tokens, from the given K and V. */
 static double weights[LONGEST];
 
+/* Attention over the live tokens, from the given K and V. */
 static void attend_in_double(int seq, int layer, int n, const float *q, const float *k, const float *v,
                              double *out) {
     const model_sequence *s = &model[seq][layer];
@@ -631,7 +631,7 @@ static tkv_status call_attend(int seq, int layer) {
         CHECK(tkv_test_is_finite((double)out[skip * v_dim + i]));
     }
     bound = 2e-3 * sqrt(sum_sq) +
-            (cfg.host.precise ? 0.0 : 0.25 * sqrt(format_err_sq)); /* 0.1 was the most in many calls */
+            (cfg.host.precise ? 0.0 : 0.25 * sqrt(format_err_sq)); /* the largest factor measured was 0.1 */
     if (bound > 0.0 && sqrt(err_sq) / bound > worst_attend) worst_attend = sqrt(err_sq) / bound;
     CHECK_MSG(sqrt(err_sq) <= bound, "attention is off by %.3g, bound %.3g; its formats by %.3g of %.3g",
               sqrt(err_sq), bound, sqrt(format_err_sq), sqrt(sum_sq));
@@ -981,10 +981,7 @@ static void step(int number) {
             model[at / LAYERS][at % LAYERS].exact_from = model[at / LAYERS][at % LAYERS].len;
     memory.fail_at = store.fail_write = store.fail_read = store.corrupt_read = 0;
     sprintf(last_calls[number % COUNT(last_calls)], "%d: %s%s: %d", number, call.text,
-            memory.fail_at ? ""
-            : failed       ? ", with failures"
-                           : "",
-            (int)st);
+            failed ? ", with failures" : "", (int)st);
     if (int_from_env("TKV_RANDOM_LOG", 0)) printf("\n    %s", last_calls[number % COUNT(last_calls)]);
     n_done[which]++;
     n_refused[which] += st != TKV_OK;

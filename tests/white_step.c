@@ -34,7 +34,8 @@ typedef struct model_block {
 } model_block;
 
 typedef struct model_layer {
-    int own, sink, hot, warm, keep, margin, window, source; /* the plan, in tokens */
+    int own, source; /* own: the layer stores K and V; source: the layer that it reads */
+    int sink, hot, warm, keep, margin, window; /* the plan, in tokens */
     tkv_format_pair pair[TKV_TIER_COUNT];
     int needs_table[TKV_TIER_COUNT], learns; /* learns: a tier needs a table */
     int n_seen, n_tables;                    /* tokens seen, or -1: the layer collects nothing; tables made */
@@ -123,13 +124,13 @@ static void recode(const model_layer *p, model_list *m, int tier, int start, int
     }
 }
 
-static int same_pair(tkv_format_pair a, tkv_format_pair b) { return a.k == b.k && a.v == b.v; }
+static int is_same_pair(tkv_format_pair a, tkv_format_pair b) { return a.k == b.k && a.v == b.v; }
 
-/* Makes a table if the layer has seen enough tokens, or a few if forced. Callers must not call it for a sequence with
+/* Makes a table if the layer has seen enough tokens, or one if forced. Callers must not call it for a sequence with
  * an open step. */
 static void make_table_if_due(int layer, int forced) {
     model_layer *p = &plan[layer];
-    int s, i, n_held = 0; /* tokens that were seen may be gone */
+    int s, i, n_held = 0; /* tokens that were seen may be evicted or expired */
     for (s = 0; s < SEQS; s++)
         for (i = list[s][layer].first; i < list[s][layer].n; i++) {
             const model_block *b = &list[s][layer].block[i];
@@ -162,7 +163,7 @@ static void demote_due(int seq, int layer, int hot, int partial) {
         due = age < hot ? TKV_TIER_HOT : age - hot < p->warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
         while (p->needs_table[due] && !p->n_tables) due--;
         if (due <= b->tier) continue;
-        if (!same_pair(p->pair[b->tier], p->pair[due])) recode(p, m, due, b->start, end - b->start);
+        if (!is_same_pair(p->pair[b->tier], p->pair[due])) recode(p, m, due, b->start, end - b->start);
         b->tier = due;
     }
 }
@@ -336,7 +337,7 @@ static int random_own_layer(void) {
     return plan[layer].own ? layer : 0;
 }
 
-static int free_step_tokens(int seq, int layer) {
+static int n_free_step_tokens(int seq, int layer) {
     return max_append - (in_step[seq] ? list[seq][layer].len - list[seq][layer].step_len : 0);
 }
 
@@ -359,9 +360,9 @@ static tkv_status call_append(int seq, int layer, int n) {
     tkv_status st;
     if (m->len + n > LONGEST) n = LONGEST - m->len;
     fill_random_rows(n);
-    if (n > 0 && n <= free_step_tokens(seq, layer) && !in_step[seq]) make_table_if_due(layer, 0);
+    if (n > 0 && n <= n_free_step_tokens(seq, layer) && !in_step[seq]) make_table_if_due(layer, 0);
     st = tkv_append(kv, seq, layer, k_in, v_in, n);
-    if (n > free_step_tokens(seq, layer)) CHECK_CALL(st == TKV_ERR_CAPACITY, "%s", tkv_get_status_text(st));
+    if (n > n_free_step_tokens(seq, layer)) CHECK_CALL(st == TKV_ERR_CAPACITY, "%s", tkv_get_status_text(st));
     else CHECK_CALL(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
     if (!st) append_to_model(seq, layer, k_in, v_in, n);
     if (!st) count_seen(layer, n);
@@ -388,7 +389,7 @@ static tkv_status call_batch(void) {
         rows[i].seq = (first + i) % SEQS;
         rows[i].n = rand_below(4) ? random_n_tokens() : 0;
         if (list[rows[i].seq][p.layer].len + rows[i].n > LONGEST) rows[i].n = 0;
-        over_capacity |= rows[i].n > free_step_tokens(rows[i].seq, p.layer);
+        over_capacity |= rows[i].n > n_free_step_tokens(rows[i].seq, p.layer);
         any_open |= in_step[rows[i].seq];
         at += rows[i].n;
     }
