@@ -1,6 +1,6 @@
 /*
- * white_report.c - white-box test of src/report: floats as text, the tables of config fields and of metrics, and
- * fields of a config that this test defines.
+ * white_report.c - white-box test of src/report: the tables of config fields and of metrics, and fields of a config
+ * that this test defines.
  *
  * It calls internal functions (white.h).
  */
@@ -8,80 +8,6 @@
 #include "kit.h"
 
 enum { REASON = 200 };
-
-/* >>floats */
-/* Compares bits: with -Ofast, arithmetic flushes the smallest floats to zero. */
-static int reads_as(const char *s, float want) {
-    float x = -1;
-    return tkvi_float_read(s, strlen(s), &x) && memcmp(&x, &want, sizeof x) == 0;
-}
-
-TEST(floats_read) {
-    static const char *const bad[] = {"",     "-",     "+",   ".",   "e5",    "1e",   "1e+",
-                                      "1e5x", "1.2.3", "--1", "0x1", "nan",   "inf",  "1,5",
-                                      "4e38", "1 ",    " 1",  "1_0", "1e999", "-4e38"};
-    float x = 7;
-    size_t i;
-    CHECK(reads_as("0", 0));
-    CHECK(reads_as("-1.5", -1.5f));
-    CHECK(reads_as("+.5", .5f));
-    CHECK(reads_as("5.", 5));
-    CHECK(reads_as("10000", 10000));
-    CHECK(reads_as("1e4", 10000));
-    CHECK(reads_as("1000000000000000000000000000e-25", 100));
-    CHECK(reads_as("0.00000000000000000000000000001E29", 1));
-    CHECK(reads_as("0.1", .1f));
-    CHECK(reads_as("3.4028235e38", tkv_test_float(0x7f7fffffu)));
-    CHECK(reads_as("1.4e-45", tkv_test_float(1)));
-    CHECK(reads_as("0.7e-45", 0)); /* less than half of the smallest */
-    CHECK(reads_as("0.8e-45", tkv_test_float(1)));
-    CHECK(reads_as("1e-9999", 0));
-    CHECK(reads_as("0e9999", 0));
-    CHECK(reads_as("16777217", 16777216)); /* a tie goes to the even float */
-    CHECK(reads_as("16777219", 16777220));
-    CHECK(reads_as("16777217.0000001", 16777218));
-    CHECK(reads_as("16777218.9999999", 16777218));
-    for (i = 0; i < sizeof bad / sizeof *bad; i++)
-        CHECK_MSG(!tkvi_float_read(bad[i], strlen(bad[i]), &x), "%s", bad[i]);
-    CHECK_EQ((int)x, 7);
-}
-
-TEST(floats_round_trip) {
-    static const struct {
-        uint32_t bits;
-        const char *text;
-    } known[] = {{0, "0"},
-                 {0x80000000u, "-0"},
-                 {0x3f800000u, "1"},
-                 {0xbf800000u, "-1"},
-                 {0x3d4ccccdu, "0.05"},
-                 {0x3dcccccdu, "0.1"},
-                 {0x461c4000u, "10000"},
-                 {0x48f42400u, "500000"},
-                 {0x7f7fffffu, "3.4028235e38"},
-                 {1, "1e-45"},
-                 {0x00800000u, "1.1754944e-38"},
-                 {0x4e6e6b28u, "1e9"},
-                 {0x4b800000u, "16777216"},
-                 {0x4d800000u, "268435460"},
-                 {0x3a83126fu, "0.001"},
-                 {0x38d1b717u, "0.0001"},
-                 {0x3727c5acu, "1e-5"}};
-    char text[TKVI_FLOAT_TEXT];
-    tkv_rng r = tkv_rng_seed(1);
-    int i;
-    for (i = 0; i < COUNT(known); i++) {
-        tkvi_float_write(tkv_test_float(known[i].bits), text);
-        CHECK_STR(text, known[i].text);
-    }
-    for (i = 0; i < (tkv_test_quick() ? 500 : 5000); i++) {
-        const float x = tkv_test_float((uint32_t)tkv_rng_u64(&r));
-        float y = 0;
-        if (!tkv_test_is_finite((double)x)) continue;
-        tkvi_float_write(x, text);
-        CHECK_MSG(tkvi_float_read(text, strlen(text), &y) && memcmp(&x, &y, sizeof x) == 0, "%s", text);
-    }
-}
 
 /* >>the tables of fields */
 /* Every byte of a struct must belong to a row, to a field without a text form, or to padding before a larger field.
@@ -281,8 +207,6 @@ TEST(metric_rows_are_in_order) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(floats_read);
-    RUN(floats_round_trip);
     RUN(every_field_has_a_row);
     RUN(word_tables_match_public_names);
     RUN(fields_of_a_small_config);
