@@ -165,13 +165,9 @@ TEST(formats) {
         for (dim = 64; dim <= 128; dim += 64) {
             if (tkv_test_quick() && (i + (size_t)dim / 64) % 2) continue;
             tkv_config cfg = config_of(dim, 8, 2);
-            char name[64], k[16];
-            const char *v = strchr(pairs[i], '/');
+            char name[64];
             rig r;
-            snprintf(k, sizeof k, "%s", pairs[i]);
-            if (v) *strchr(k, '/') = 0;
-            cfg.tiers.archive.k = find_format(k);
-            cfg.tiers.archive.v = find_format(v ? v + 1 : k);
+            cfg.tiers.archive = find_formats(pairs[i]);
             cfg.tiers.warm.k = TKV_KIVI4;
             cfg.tiers.warm.v = TKV_R40;
             if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
@@ -272,12 +268,7 @@ TEST(options_of_a_call) {
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 1000);
         append_random(&r, 1, has_layer_window ? 100 : 600);
-        /* only the device has the window: the host would free blocks */
-        if (has_layer_window) {
-            device_close(&r);
-            cfg.model.window = r.cfg.model.window = 950;
-            if (!device_open(&r, &cfg)) return;
-        }
+        if (has_layer_window && !set_device_window(&r, 950)) return;
         import_all(&r);
         for (i = 0; i < sizeof row / sizeof *row; i++) {
             if (tkv_test_quick() && (i + (size_t)has_layer_window) % 2) continue;
@@ -319,18 +310,7 @@ TEST(rows_by_map) {
         for (i = x.row; i < 2 * x.row; i++) CHECK_EQ(x.out[i], 0.0f); /* empty sequence: zeros */
         for (i = 0; i < 6; i++) CHECK(x.lse[6 + i] == -INFINITY);
     }
-    {
-        std::vector<float> q(5 * 2 * 6 * 64, 1.0f), out(q.size(), UNWRITTEN), lse(5 * 2 * 6, UNWRITTEN);
-        CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, 2, NULL, out.data(), lse.data(), map, NULL),
-                 TKV_OK);
-        for (i = 0; i < out.size(); i++) {
-            const int skipped = map[i / 768] < 0 || map[i / 768] > 4;
-            CHECK_MSG((out[i] == UNWRITTEN) == skipped, "element %zu of out is %g", i, (double)out[i]);
-            CHECK_EQ(lse[i / 64] == UNWRITTEN, skipped);
-        }
-        CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 0, NULL), TKV_OK);
-        CHECK_EQ(flags, TKVCU_FLAG_SEQUENCE);
-    }
+    check_skipped_rows(&r, map, 2);
     rig_close(&r);
 }
 
@@ -356,41 +336,14 @@ TEST(table_versions) {
     }
 }
 
-/* A device gives the same bits in any order of threads. Another number of multiprocessors divides the work
- * differently: results then agree within 2e-3. */
 TEST(same_bits_in_any_order) {
     static const int processors[] = {1, 3, 17, 132};
-    const int usual = cpu_processors;
     tkv_config cfg = config_of(128, 8, 2);
-    std::vector<float> first;
-    size_t i;
     rig r;
     if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     append_random(&r, 0, 900);
     append_random(&r, 1, 600);
-    for (i = 0; i < sizeof processors / sizeof *processors; i++) {
-        result a, b, c;
-        char name[64];
-        device_close(&r);
-        cpu_processors = processors[i];
-        if (!device_open(&r, &cfg)) break;
-        import_all(&r);
-        snprintf(name, sizeof name, "%d multiprocessors", processors[i]);
-        check_attend(&r, &plain, name);
-        r.no_reference = 1;
-        a = attend_both(&r, &plain, 7);
-        b = attend_both(&r, &plain, 7);
-        setenv("TKVCU_ORDER", "1", 1);
-        c = attend_both(&r, &plain, 7);
-        unsetenv("TKVCU_ORDER");
-        r.no_reference = 0;
-        CHECK(memcmp(a.out.data(), b.out.data(), a.out.size() * sizeof(float)) == 0 && a.lse == b.lse);
-        CHECK(memcmp(a.out.data(), c.out.data(), a.out.size() * sizeof(float)) == 0 && a.lse == c.lse);
-        if (i == 0) first = a.out;
-        CHECK_MSG(relative_error(first, a.out, 128) <= 2e-3, "%s: %g", name,
-                  relative_error(first, a.out, 128));
-    }
-    cpu_processors = usual;
+    check_same_bits(&r, &plain, processors, sizeof processors / sizeof *processors, 1, 7);
     rig_close(&r);
 }
 
@@ -403,12 +356,9 @@ TEST(large_and_tiny_values) {
         for (k = 0; k < sizeof sizes / sizeof *sizes; k++) {
             tkv_config cfg = config_of(i % 2 ? 128 : 64, 4, 2);
             options o = plain;
-            char name[64], format[16];
+            char name[64];
             rig r;
-            snprintf(format, sizeof format, "%s", pairs[i]);
-            *strchr(format, '/') = 0;
-            cfg.tiers.warm.k = cfg.tiers.archive.k = find_format(format);
-            cfg.tiers.warm.v = cfg.tiers.archive.v = find_format(strchr(pairs[i], '/') + 1);
+            cfg.tiers.warm = cfg.tiers.archive = find_formats(pairs[i]);
             if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
             r.k_size = sizes[k][0];
             r.v_size = sizes[k][1];

@@ -357,23 +357,29 @@ TEST(types_of_input) {
     }
 }
 
+/* Appends 64 given tokens, K equal to V, to both layers of sequence 0, on the host and on the device. */
+static void append_given(rig *r, const std::vector<float> &x) {
+    int layer;
+    copy_to_device(&r->k, x.data(), x.size() * sizeof(float));
+    for (layer = 0; layer < 2; layer++) {
+        CHECK_EQ(tkv_append(r->kv, 0, layer, x.data(), x.data(), 64), TKV_OK);
+        CHECK_EQ(tkvcu_append(r->cu, layer, r->k.mem, r->k.mem, TKV_TYPE_F32, 64, map_of(r), NULL), TKV_OK);
+    }
+}
+
 /* BF16 has larger values than any code: encoders clamp them. */
 TEST(huge_values) {
     tkv_config cfg = config_of("balanced", 128);
     const int32_t map[2] = {0, -1};
     std::vector<float> x((size_t)(64 * 2 * 128));
     rig r;
-    int step, i;
+    int step;
     cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_BF16;
     if (rig_open_same_tables(&r, &cfg)) {
         copy_to_device(&r.map, map, sizeof map);
         for (step = 0; step < 4; step++) {
             tkv_rng_fill(&r.rng, x.data(), x.size(), 1e33);
-            copy_to_device(&r.k, x.data(), x.size() * sizeof(float));
-            for (i = 0; i < 2; i++) {
-                CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
-                CHECK_EQ(tkvcu_append(r.cu, i, r.k.mem, r.k.mem, TKV_TYPE_F32, 64, map_of(&r), NULL), TKV_OK);
-            }
+            append_given(&r, x);
         }
         check_same(&r, 0, 0, 256);
     }
@@ -461,11 +467,7 @@ TEST(saturate_nonfinite) {
             tkv_rng_fill(&r.rng, x.data(), x.size(), 1.0);
             for (i = 0; i < 64 * 2 * 64; i += 97)
                 x[(size_t)i] = tkv_test_float(i % 2 ? 0x7fc00000u : i % 4 ? 0x7f800000u : 0xff800000u);
-            copy_to_device(&r.k, x.data(), x.size() * sizeof(float));
-            for (i = 0; i < 2; i++) {
-                CHECK_EQ(tkv_append(r.kv, 0, i, x.data(), x.data(), 64), TKV_OK);
-                CHECK_EQ(tkvcu_append(r.cu, i, r.k.mem, r.k.mem, TKV_TYPE_F32, 64, map_of(&r), NULL), TKV_OK);
-            }
+            append_given(&r, x);
         }
         check_same(&r, 0, 0, 256);
     }

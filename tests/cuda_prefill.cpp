@@ -12,15 +12,6 @@ static options options_with_queries(int queries) {
     return o;
 }
 
-static void set_archive_formats(tkv_config *cfg, const char *pair) { /* "k/v", or one name for both */
-    char k[16];
-    const char *v = strchr(pair, '/');
-    snprintf(k, sizeof k, "%s", pair);
-    if (v) *strchr(k, '/') = 0;
-    cfg->tiers.archive.k = find_format(k);
-    cfg->tiers.archive.v = find_format(v ? v + 1 : k);
-}
-
 TEST(formats) {
     static const char *const pairs[] = {"kivi4",   "kivi2",   "kivi3",     "q8",        "a40/r40",
                                         "a30/r30", "a25/r20", "a20/r10",   "a15/r10",   "a27/r40",
@@ -37,7 +28,7 @@ TEST(formats) {
             cfg.limits.max_seqs = 1;
             cfg.tiers.warm.k = i % 2 ? TKV_KIVI4 : TKV_A40;
             cfg.tiers.warm.v = i % 2 ? TKV_R40 : TKV_KIVI3;
-            set_archive_formats(&cfg, pairs[i]);
+            cfg.tiers.archive = find_formats(pairs[i]);
             if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
             append_random(&r, 0, 640);
             import_all(&r);
@@ -132,12 +123,7 @@ TEST(options_of_a_call) {
             cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 600);
-        /* only the device has the window: the host would free blocks */
-        if (has_layer_window) {
-            device_close(&r);
-            cfg.model.window = r.cfg.model.window = 550;
-            if (!device_open(&r, &cfg)) return;
-        }
+        if (has_layer_window && !set_device_window(&r, 550)) return;
         import_all(&r);
         for (i = 0; i < sizeof row / sizeof *row; i++) {
             char name[64];
@@ -154,31 +140,21 @@ TEST(rows_by_map) {
     static const int32_t map[] = {3, -1, 0, 1, 9},
                          known[] = {3, -1, 0, 1, -7}; /* sequence 9 does not exist */
     static const int length[] = {233, 0, 0, 70, 0};   /* too short to learn tables: KIVI */
-    const size_t row = 11 * 6 * 64;
     tkv_config cfg = config_of(64, 6, 2);
-    std::vector<float> q(5 * row, 1.0f), out(q.size(), UNWRITTEN), lse(5 * 11 * 6, UNWRITTEN);
     options o = options_with_queries(11);
     uint32_t flags = 0;
-    size_t i, s;
+    int s;
     rig r;
     cfg.limits.max_seqs = 5;
     cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
     o.map = known;
     if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
-    for (s = 0; s < 5; s++) append_random(&r, (int)s, length[s]);
+    for (s = 0; s < 5; s++) append_random(&r, s, length[s]);
     import_all(&r);
     check_attend(&r, &o, "map");
     CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 1, NULL), TKV_OK);
     CHECK_EQ(flags, 0);
-    CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, 11, NULL, out.data(), lse.data(), map, NULL),
-             TKV_OK);
-    for (i = 0; i < out.size(); i++) {
-        const int skipped = map[i / row] < 0 || map[i / row] > 4;
-        CHECK_MSG((out[i] == UNWRITTEN) == skipped, "element %zu of out is %g", i, (double)out[i]);
-        CHECK_EQ(lse[i / 64] == UNWRITTEN, skipped);
-    }
-    CHECK_EQ(tkvcu_get_flags(r.cu, &flags, 0, NULL), TKV_OK);
-    CHECK_EQ(flags, TKVCU_FLAG_SEQUENCE);
+    check_skipped_rows(&r, map, 11);
     rig_close(&r);
 }
 
@@ -212,7 +188,7 @@ TEST(same_as_decode_kernel) {
         std::vector<float> q((size_t)(2 * queries * row)), part, out(q.size()),
             decode_out((size_t)(2 * last * row));
         rig r;
-        set_archive_formats(&cfg, pairs[i]);
+        cfg.tiers.archive = find_formats(pairs[i]);
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 700);
         append_random(&r, 1, 90);
@@ -235,41 +211,15 @@ TEST(same_as_decode_kernel) {
     }
 }
 
-/* A device gives the same bits in any order of threads. Another number of multiprocessors divides the work
- * differently: results then agree within 2e-3. */
 TEST(same_bits_in_any_order) {
     static const int processors[] = {1, 7, 132};
-    const int usual = cpu_processors;
     tkv_config cfg = config_of(128, 8, 2);
     const options o = options_with_queries(20);
-    std::vector<float> first;
-    size_t i;
     rig r;
     if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     append_random(&r, 0, 560);
     append_random(&r, 1, 70);
-    for (i = 0; i < sizeof processors / sizeof *processors; i++) {
-        if (tkv_test_quick() && i % 2) continue;
-        result a, b;
-        char name[64];
-        device_close(&r);
-        cpu_processors = processors[i];
-        if (!device_open(&r, &cfg)) break;
-        import_all(&r);
-        snprintf(name, sizeof name, "%d multiprocessors", processors[i]);
-        check_attend(&r, &o, name);
-        r.no_reference = 1;
-        a = attend_both(&r, &o, 5);
-        setenv("TKVCU_ORDER", "1", 1);
-        b = attend_both(&r, &o, 5);
-        unsetenv("TKVCU_ORDER");
-        r.no_reference = 0;
-        CHECK(memcmp(a.out.data(), b.out.data(), a.out.size() * sizeof(float)) == 0 && a.lse == b.lse);
-        if (i == 0) first = a.out;
-        CHECK_MSG(relative_error(first, a.out, 128) <= 2e-3, "%s: %g", name,
-                  relative_error(first, a.out, 128));
-    }
-    cpu_processors = usual;
+    check_same_bits(&r, &o, processors, sizeof processors / sizeof *processors, tkv_test_quick() ? 2 : 1, 5);
     rig_close(&r);
 }
 
@@ -286,7 +236,7 @@ TEST(large_and_tiny_values) {
             char name[64];
             rig r;
             cfg.limits.max_seqs = 1;
-            set_archive_formats(&cfg, pairs[i]);
+            cfg.tiers.archive = find_formats(pairs[i]);
             cfg.tiers.warm = cfg.tiers.archive;
             if (k > 3) cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_BF16;
             if (!rig_open(&r, &cfg, MAX_QUERIES)) return;

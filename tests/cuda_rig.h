@@ -8,6 +8,8 @@
 #include "../tieredkv_cuda.cu"
 #include "tkv_test.h"
 
+#include <string>
+
 typedef struct rig {
     tkv_config cfg;
     tkv_cache *kv;
@@ -71,6 +73,23 @@ static tkv_config config_of(int head_dim, int n_heads, int n_kv_heads) {
     cfg.format.allocation_unit = 16;
     cfg.host.isa = tkv_test_isa();
     return cfg;
+}
+
+/* Splits "k/v", or one name for both. */
+static tkv_format_pair find_formats(const char *names) {
+    const std::string pair = names;
+    const size_t slash = pair.find('/');
+    tkv_format_pair formats;
+    formats.k = find_format(pair.substr(0, slash).c_str());
+    formats.v = find_format(pair.substr(slash == std::string::npos ? 0 : slash + 1).c_str());
+    return formats;
+}
+
+/* Gives only the device a window: the host would free blocks. Returns 0 if the device cannot be opened. */
+static int set_device_window(rig *r, int window) {
+    device_close(r);
+    r->cfg.model.window = window;
+    return device_open(r, &r->cfg);
 }
 
 /* Appends random tokens to the host's cache. Channels of keys differ in size and mean; values have a mean. */
@@ -215,6 +234,59 @@ static void import_all(rig *r) {
         if (tkv_get_length(r->kv, s, TKV_ALL_LAYERS) > 0)
             CHECK_MSG(tkvcu_import_seq(r->cu, s, r->kv, s, NULL) == TKV_OK, "%s",
                       tkvcu_get_last_error(r->cu));
+}
+
+/* Attends for a map with skipped rows (negative, or no such sequence). Skipped rows are not written, and the flag for
+ * an unknown sequence is set. */
+static void check_skipped_rows(rig *r, const int32_t *map, int queries) {
+    const int n_seqs = r->cfg.limits.max_seqs, heads = r->cfg.model.n_heads, dim = r->cfg.model.head_dim;
+    const size_t row = (size_t)(queries * heads * dim), all = row * (size_t)n_seqs;
+    std::vector<float> q(all, 1.0f), out(all, UNWRITTEN), lse(all / (size_t)dim, UNWRITTEN);
+    uint32_t flags = 0;
+    size_t i;
+    CHECK_EQ(tkvcu_attend(r->cu, 0, q.data(), TKV_TYPE_F32, queries, NULL, out.data(), lse.data(), map, NULL),
+             TKV_OK);
+    for (i = 0; i < all; i++) {
+        const int skipped = map[i / row] < 0 || map[i / row] >= n_seqs;
+        CHECK_MSG((out[i] == UNWRITTEN) == skipped, "element %zu of out is %g", i, (double)out[i]);
+        CHECK_EQ(lse[i / (size_t)dim] == UNWRITTEN, skipped);
+    }
+    CHECK_EQ(tkvcu_get_flags(r->cu, &flags, 0, NULL), TKV_OK);
+    CHECK_EQ(flags, TKVCU_FLAG_SEQUENCE);
+}
+
+/* A device gives the same bits in every call and in any order of threads. Another number of multiprocessors divides
+ * the work differently: results then agree within 2e-3. step: 2 leaves out every second number. */
+static void check_same_bits(rig *r, const options *o, const int *processors, size_t n, size_t step,
+                            uint64_t seed) {
+    const int usual = cpu_processors;
+    std::vector<float> first;
+    size_t i;
+    for (i = 0; i < n; i += step) {
+        result a, again, reversed;
+        char name[64];
+        device_close(r);
+        cpu_processors = processors[i];
+        if (!device_open(r, &r->cfg)) break;
+        import_all(r);
+        snprintf(name, sizeof name, "%d multiprocessors", processors[i]);
+        check_attend(r, o, name);
+        r->no_reference = 1;
+        a = attend_both(r, o, seed);
+        again = attend_both(r, o, seed);
+        setenv("TKVCU_ORDER", "1", 1);
+        reversed = attend_both(r, o, seed);
+        unsetenv("TKVCU_ORDER");
+        r->no_reference = 0;
+        CHECK(memcmp(a.out.data(), again.out.data(), a.out.size() * sizeof(float)) == 0 &&
+              a.lse == again.lse);
+        CHECK(memcmp(a.out.data(), reversed.out.data(), a.out.size() * sizeof(float)) == 0 &&
+              a.lse == reversed.lse);
+        if (i == 0) first = a.out;
+        CHECK_MSG(relative_error(first, a.out, r->cfg.model.head_dim) <= 2e-3, "%s: %g", name,
+                  relative_error(first, a.out, r->cfg.model.head_dim));
+    }
+    cpu_processors = usual;
 }
 
 #endif /* CUDA_RIG_H */
