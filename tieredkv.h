@@ -86,6 +86,7 @@
  *   TKV_STATIC               any, implies it    makes everything static: a private copy in this file
  *   TKV_PREFIX name_         every include      prefixes public functions and types: two copies in one program
  *   TKV_API decl             every include      stands before public functions (dllexport, visibility)
+ *   TKV_ASSERT(condition)    implementation     turns on the library's own assertions, e.g. to assert(condition)
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
@@ -156,8 +157,9 @@
  *   tier       sinks: HOT | ARCHIVE                               | WARM              | tail: HOT
  *
  *   An append first moves the blocks that are due, then stores the new tokens. A block is due for WARM when its
- *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. A chunk is therefore exact while its
- *   own queries run. With a budget, blocks move when bytes are needed instead (tkv_get_budget).
+ *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. Some layers keep blocks up to 63
+ *   tokens longer (chapter 8). A chunk is exact while its own queries run. With a budget, blocks move when bytes are
+ *   needed instead (tkv_get_budget).
  *
  *   Four words name tokens that are not in RAM:
  *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.offload)
@@ -319,7 +321,12 @@
  *   Counting. All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
  *   (tkv_get_memory). Pages hold blocks of one size, so blocks of different sizes do not fragment memory. tkv_attend
  *   never allocates. An append gets all memory that it needs before it stores a token. If that fails, no token is
- *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache.
+ *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache. tkv_seq_reset and tkv_seq_truncate
+ *   give memory back: pages, and the ends of the tables.
+ *
+ *   Several tenants. With cfg.host.wipe_freed = 1, keys and values are overwritten with zeros when their memory becomes
+ *   free. After tkv_seq_reset nothing of a sequence remains in pages and work space. A reset took 6.3 ms in place of
+ *   4.2 (16 layers, 4 KV heads of 64, 8,192 tokens); appends took the same time.
  *
  *   In place. tkv_create_in_place works inside one buffer of yours and never allocates. tkv_get_required_bytes gives
  *   the size of the buffer. It needs cfg.limits.max_tokens. Under a budget, the size is the budget.
@@ -424,19 +431,19 @@
  *
  *   Small contexts. A cache has costs that do not grow with its tokens. tkv_estimate_memory with one token shows
  *   them: the block of that token, tables, index and work space. A block has room for 64 tokens from its first token
- *   on. The exact part of the default plan is 4 sinks and 64 to 127 tokens. A and R formats code nothing before a
+ *   on. The exact part of the default plan is 4 sinks and 64 to 190 tokens. A and R formats code nothing before a
  *   layer has seen 512 tokens. Up to there, the default plan takes more bytes than plain FP16. Three things help
  *   below about 500 tokens:
  *     - A loaded calibration (R3): A and R formats then code from their first block on.
  *     - A format that learns nothing, such as KIVI4.
- *     - A shorter tail: hot_tokens = 16 keeps 16 to 79 newest tokens exact.
+ *     - A shorter tail: hot_tokens = 16 keeps 16 to 142 newest tokens exact.
  *   The ratio is the bytes of plain FP16 / the bytes of the cache. The third row was measured, because an estimate
  *   assumes that no calibration is loaded. For the model in R7:
  *
  *     tokens                                128    192    256    384    512
  *     default plan                          0.90   0.92   0.94   0.95   0.96
- *     KIVI4 behind 16 hot tokens            1.30   1.66   1.90   2.24   2.47
- *     default, calibration, 16 hot tokens   1.30   1.72   1.95   2.34   2.60
+ *     KIVI4 behind 16 hot tokens            1.19   1.50   1.73   2.12   2.32
+ *     default, calibration, 16 hot tokens   1.15   1.46   1.77   2.16   2.43
  *
  *   These are tokens that come one by one. A chunk is exact until the next append, so use small chunks.
  *
@@ -469,24 +476,27 @@
  *   this work. A step has at most max_append tokens per layer. Use a step where a failure in one layer must not leave
  *   layers of different lengths, and for draft tokens that may be refused.
  *
- *   Work comes in blocks. After each 64 tokens, each layer has one block to code for WARM and one for ARCHIVE. With
- *   equal lengths, all layers are due at the same token. Without care, that token takes longer than its neighbours.
+ *   Work comes in blocks. After each 64 tokens, each layer has one block to code for WARM and one for ARCHIVE. Layers
+ *   take turns: with n layers, these 2 n blocks are spread evenly over 64 tokens (tkv_tiers_config). So a step of up
+ *   to 32 layers codes one block at most. `bench/steps` measures this. With a budget there are no turns, because need
+ *   decides when blocks are coded: a token can take longer than its neighbours.
  *     tkv_seq_reserve   takes the memory of the next tokens now
  *     tkv_seq_flush     TKV_FLUSH_DUE codes now what the next append would code anyway
- *     tkv_maintain      under a budget: codes at most max_work blocks, until a tenth of the bytes is free
- *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends,
- *   a few blocks each. Without a budget tkv_maintain does nothing: use tkv_seq_flush. max_work of twice the number of
- *   layers per token leaves nothing to the appends. A learning layer makes its tables during two appends, at 512 and
- *   2,048 tokens. A loaded calibration (R3) avoids that.
+ *     tkv_maintain      the same for all sequences, at most max_work blocks, or until your function says stop
+ *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
+ *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
+ *   leaves nothing to the appends. A learning layer makes its tables at 512 and 2,048 tokens, in tkv_maintain or in an
+ *   append. Without a budget, all layers make the first table at the same token, and take turns for the second. A
+ *   loaded calibration (R3) avoids both.
  *
  * Recipe R4: an even frame time
- *     cfg.budget.bytes = 4 << 20;                          // tkv_maintain works under a budget only
+ *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table
  *     cfg.budget.pressure.min_level = 3;                   // the plan of the config from the first token on
  *     if (tkv_create(&cfg, &kv)) return 1;
  *     int idle = 0, done;
  *     for (int frame = 0; frame < 2000; frame++) {
  *         // Between frames: code up to 4 blocks, and take the memory of the next token.
- *         if (tkv_maintain(kv, 2 * LAYERS, &done)) return 1;
+ *         if (tkv_maintain(kv, 2 * LAYERS, NULL, NULL, &done)) return 1;
  *         if (tkv_seq_reserve(kv, 0, 1)) return 1;
  *         idle += done;
  *         // In the frame: one token.
@@ -547,16 +557,16 @@
  * 10. QUALITY
  *
  *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
- *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Blocks that are due
- *   before the first table stay in the next better tier until then. tkv_save_calibration gives the tables as bytes,
- *   which are the same on every machine. A cache that loads them compresses from its first block on.
- *   tkv_refresh_calibration learns again, for example after a change of subject. tkv_freeze_calibration makes missing
- *   tables at once and stops learning.
+ *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Some layers make the
+ *   second one up to 63 tokens later. Blocks that are due before the first stay in the next better tier until then.
+ *   tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
+ *   compresses from its first block on. tkv_refresh_calibration learns again, for example after a change of subject.
+ *   tkv_freeze_calibration makes missing tables at once and stops learning.
  *
  * Recipe R3: loading a calibration
  *     size_t size;
  *     if (tkv_create(&cfg, &kv)) return 1;
- *     for (int n = 0; n < 2112; n += 64) {                 // a table is final at the first append after 2,048 tokens
+ *     for (int n = 0; n < 2176; n += 64) {                 // tables are final at the first append after 2,111 tokens
  *         for (int layer = 0; layer < LAYERS; layer++) {
  *             run_model(64);
  *             if (tkv_append(kv, 0, layer, k, v, 64) || tkv_attend(kv, 0, layer, q, 64, out)) return 1;
@@ -837,6 +847,7 @@
 #define tkv_init_feedback TKV_NAME_(tkv_init_feedback)
 #define tkv_init_pressure TKV_NAME_(tkv_init_pressure)
 #define tkv_init_remat TKV_NAME_(tkv_init_remat)
+#define tkv_is_time_up TKV_NAME_(tkv_is_time_up)
 #define tkv_isa TKV_NAME_(tkv_isa)
 #define tkv_kvquant TKV_NAME_(tkv_kvquant)
 #define tkv_layer_config TKV_NAME_(tkv_layer_config)
@@ -981,11 +992,11 @@ extern "C" {
 #define TKV_ZERO (-1e-30f)
 
 /* >>status. Every function that can fail returns a status. A negative status is an error. A call that fails leaves
- * the cache as it was, with these exceptions:
- *   under a budget          tokens that were evicted, or blocks that were compressed or offloaded, to make room
- *                           stay so if an allocator or a store fails afterwards (see tkv_get_budget)
- *   under a budget          a refused append may remove expired tokens, which have left every window
- *   allocation that failed  the index, or memory for the tables of formats, may be larger than before
+ * tokens, positions and lengths as they were, and every answer about which tokens are there. Some other work may
+ * stay:
+ *   blocks   that were recoded or offloaded for the call, and the level that the budget then had
+ *   tables   that were learned, and memory for the index or for tables
+ * A bad argument changes nothing at all. Nor does a request that no reclaim stage can serve.
  * A function that a switch leaves out (TKV_NO_EVICT and others) returns TKV_ERR_UNSUPPORTED. */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
@@ -1306,7 +1317,12 @@ typedef struct tkv_tiers_config { /* the plan: [sinks][archive ...][warm][hot ta
     int hot_tokens;  /* at least this many newest tokens stay exact; 0: 64; or TKV_OFF, TKV_UNLIMITED */
     int warm_tokens; /* length of the warm tier, behind the hot tail; 0: 448; or TKV_OFF, TKV_UNLIMITED */
     tkv_format_pair hot, warm, archive;
-    /* Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
+    /* Layers demote at different tokens, so that no step codes all of them. Layer number i, from 0, of the n layers
+     * with K and V of their own, has these delays, rounded down: 64 i / n tokens more in the hot tier, and
+     * (64 i + 32) / n more in the hot and warm tiers together. So some layers keep up to 63 tokens longer. No delay:
+     * a length of 0 tokens or without end; n = 1; a cache that was created with a budget.
+     *
+     * Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
      * sinks. At most 28, and at most 32 with the sinks. Every layer needs sinks and must have no window. A token
      * may become an anchor when its block is compressed. A more important token may replace it. Attention then
      * reads its coded value again. */
@@ -1347,6 +1363,10 @@ typedef struct tkv_host_config { /* the program around the cache */
     tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
     tkv_nonfinite nonfinite;
     int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
+    /* 1: overwrites keys and values with zeros when their memory becomes free: recoded, cut, evicted or reset. Learned
+     * tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until their
+     * block moves. */
+    int wipe_freed;
 } tkv_host_config;
 
 typedef struct tkv_config {
@@ -1440,7 +1460,8 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
 TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t text_size, tkv_cache **out,
                                  char *reason, size_t size);
 /* Computes the bytes that the caller must provide. A NULL result is not computed; one of both must be asked for.
- *   in_place   bytes that tkv_create_in_place needs for every sequence at max_tokens. Blocks that TKV_FLUSH_ALL left
+ *   in_place   bytes that tkv_create_in_place needs for every sequence at max_tokens. Each 64 tokens of max_append
+ *              take one more exact block in every layer and sequence. Blocks that TKV_FLUSH_ALL left
  *              short are not included: appends may then return TKV_ERR_CAPACITY
  *   offload    the most bytes stored under one key of cfg.offload, for a store with slots of one size
  * Errors:
@@ -1570,15 +1591,18 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
  * count evicted, expired and discarded tokens too. Returns 0 for a bad seq, or a layer without a cache. */
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
 /* Keeps the first n_tokens of every layer; shorter layers do not change. It can remove only exact tokens in RAM.
- * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number.
+ * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number. Memory comes
+ * back as in tkv_seq_reset.
  * Errors, nothing changed:
  *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_get_last_error names the least n_tokens
  *   TKV_ERR_STATE     a step is open
  *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
- * reset.
- * Errors: TKV_ERR_ARG (no such sequence). Cost: O(blocks). */
+ * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
+ * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
+ * its last stored block. In place nothing goes back.
+ * Errors: TKV_ERR_ARG (no such sequence). Cost: O(blocks of all sequences). */
 TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq);
 
 typedef struct tkv_tier_bytes {
@@ -1627,10 +1651,10 @@ typedef struct tkv_pressure_info {
  *     2  4 bits behind hot_tokens                        5  archive A20 + R15
  * The average pressure (cfg.budget.pressure) starts the next level: by default the first at 80 %, the others at 95
  * % of the budget. All old blocks must be at the present level first. If an append does not fit, the next level
- * begins at any average. If the last level is not enough, the append returns TKV_ERR_BUDGET and changes nothing,
- * with two exceptions. If an allocator or a store fails half-way, the blocks already reclaimed stay so. And a
- * refused append may free expired tokens. In an open step, blocks from before the step may be recoded, and an
- * abort does not undo it.
+ * begins at any average. An append that cannot fit returns TKV_ERR_BUDGET. If all reclaim stages together cannot
+ * free enough, nothing has changed. Otherwise blocks may have been recoded or offloaded, but no token is discarded
+ * or evicted. Before an append is refused, blocks younger than hot_tokens are recoded too, but not the last append.
+ * In an open step, blocks from before the step may be recoded, and an abort does not undo it.
  *
  * cfg.budget.pressure.max_level is the last level allowed ("fp16_only": level 0). cfg.budget.pressure.min_level is
  * the first. At min_level, blocks are recoded when due by age, even while memory is free. After a cut or a reset,
@@ -1683,7 +1707,7 @@ TKV_API const char *tkv_get_last_error(const tkv_cache *kv);
  *     for (layer = 0; layer < 4 && !st; layer++) st = tkv_append(kv, seq, layer, k, v, n);
  *     if (!st) st = tkv_seq_commit(kv, seq);
  *     else (void)tkv_seq_abort(kv, seq);                 // every layer is as long as before
- *     (void)tkv_maintain(kv, 16, &done);                 // at most 16 blocks, while nobody waits
+ *     (void)tkv_maintain(kv, 16, NULL, NULL, &done);     // at most 16 blocks, while nobody waits
  *     if (!tkv_estimate_memory(&cfg, 32768, 1, &memory)) printf("%.0f MB\n", (double)memory.total / 1e6);
  */
 /* >>step. A step appends tokens to all layers of a sequence as one unit.
@@ -1728,19 +1752,26 @@ typedef enum tkv_flush_mode {
  *   TKV_ERR_ARG        bad sequence or mode
  * Cost: one encoding per block. */
 TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
-/* Does the work of future appends in an idle moment. It recodes until a tenth of the level's bytes is free. At
- * cfg.budget.pressure.min_level it also recodes all blocks that are due by age. Without a budget it does nothing.
- *   max_work   most blocks to recode
- *   done       (may be NULL) receives the number of blocks recoded
- * Errors: TKV_ERR_ARG. Cost: O(sequences * layers) per block. */
-TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
+typedef int (*tkv_is_time_up)(void *user); /* returns 0 while there is time for another block */
+/* Does the work of the next appends in an idle moment: it makes tables that are due and expires tokens. Without a
+ * budget it recodes what the next append would, except tokens of the last append. Under a budget it recodes until a
+ * tenth of the level's bytes is free and one more block of each layer fits, at cfg.budget.pressure.min_level also by
+ * age.
+ *   max_work     most blocks to recode
+ *   is_time_up   (may be NULL) called before each block with `user`; not 0 stops
+ *   done         (may be NULL) receives the number of blocks recoded
+ * Errors, the work before stays done:
+ *   TKV_ERR_ARG, TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   as in tkv_seq_flush
+ * Cost: O(sequences * layers) per block. */
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_time_up, void *user,
+                                int *done);
 
 /* Moves to a level of the ladder. Under a budget, the pressure controller continues from there. If the level is
  * tighter, stored blocks follow as bytes are needed.
  * Errors: TKV_ERR_ARG   the level is not within cfg.budget.pressure, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
-/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Without a budget, this ends
- * reservations, as tkv_set_level does.
+/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Layers keep their delays
+ * (tkv_tiers_config). Without a budget, this ends reservations, as tkv_set_level does.
  * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
 /* Gives the cache a pressure from elsewhere, such as that of the whole process, limited to 0 to 1. Until the next
@@ -1827,13 +1858,11 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
  *
  * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
  * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
- * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only
- * if all reclaim stages together free too little.
- *
- * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance.sample_every,
- * and any policy with cfg.tiers.n_anchors. Their choice depends on the blocks compressed before. With anchors, if
- * batches are not enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after tokens were
- * evicted, because index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_get_importance. Policies
+ * one half of a budget, as in rules/evict.h, hence "twice". Tokens are evicted only if that surely makes room. So an
+ * append can be refused although eviction would have made room. That is rare: 1 in 50 refusals at most, in random
+ * caches (tests/test_resorts.c). It is more often so with "snapkv", "pyramidkv", "keydiff", "user", "knorm" with
+ * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before.
+ * TKV_EVICT_SCORES uses tkv_get_importance. Policies
  * treat all heads of a layer as one.
  *
  * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
@@ -2159,7 +2188,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
  * learns the necessary statistics while it runs:
  *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
  *                       stay in the next better tier until then.
- *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics.
+ *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics. Layers
+ *                       take turns: some do so up to 63 tokens later.
  *
  * The caller need not do anything. If the first tokens were not typical, call tkv_refresh_calibration. A table cuts
  * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save
@@ -2556,8 +2586,8 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
 
 /* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below
  * hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a
- * cache, whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_get_tiers), and
- * sinks stay hot. */
+ * cache, whole blocks move, before an append, and layers have delays (tkv_tiers_config). So a token can change its
+ * tier up to 126 ages later (tkv_get_tiers), and sinks stay hot. */
 TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age);
 
 typedef struct tkv_pressure { /* private: initialise with tkv_init_pressure, read with tkv_get_pressure */
@@ -2846,6 +2876,13 @@ extern "C" {
 #define TKVI_ALIGNED
 #endif
 
+/* Checks what cannot be false. TKV_ASSERT(condition) turns the checks on: -include assert.h -DTKV_ASSERT=assert. */
+#ifdef TKV_ASSERT
+#define TKVI_ASSERT(condition) TKV_ASSERT(condition)
+#else
+#define TKVI_ASSERT(condition) ((void)0)
+#endif
+
 /* >>bits */
 TKVI_FN uint32_t tkvi_bits(float x) {
     uint32_t u;
@@ -3059,6 +3096,12 @@ static void tkvi_put(tkvi_heap *heap, void *ptr, size_t size) {
     if (!ptr) return;
     heap->held -= size;
     heap->from.release(heap->from.user, ptr, size, TKVI_ALIGN);
+}
+
+/* Overwrites memory with zeros. A compiler that knew the function could leave out writes before a release. */
+static void tkvi_wipe(void *p, size_t size) {
+    void *(*volatile fill)(void *, int, size_t) = memset;
+    (void)fill(p, 0, size);
 }
 
 /* >>arena: an allocator in the caller's memory. It never frees, and it is closed once the cache is built. */
@@ -3731,6 +3774,13 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
     tkvi_multiply(bs, b, c, n);
     tkvi_multiply(ac, a, s, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
+}
+
+/* Copies a token, saturated to fp16. rope: undoes its rotation; NULL: none. */
+static void tkvi_take_token(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
+    int c;
+    for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
+    if (rope) tkvi_rope_rotate(rope, position, 1, y);
 }
 
 #endif /* TKVI_CORE_ROPE_H */
@@ -4460,17 +4510,136 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
 }
 
 #endif /* TKVI_CORE_ALLOCATE_H */
+/* ======== core/family.h ======== */
+/*
+ * core/family.h - a family of formats: what the formats of one file have in common beside their bytes. That is a
+ * switch, RoPE and a learned state. The state has a part for each layer and one for each of its heads. A family learns
+ * it in one of two ways:
+ *
+ *     from tokens    It is a part of the layer's table (learn/statistics.h). Blocks wait for it; calibrations save it.
+ *     from queries   Only the encoder uses it, and no block waits for it (learn/query_stats.h).
+ */
+#ifndef TKVI_CORE_FAMILY_H
+#define TKVI_CORE_FAMILY_H
+
+
+typedef struct tkvi_family_state { /* the state of one layer */
+    const tkv_config *cfg;         /* with defaults filled in */
+    const tkvi_rope *rope;         /* the RoPE that the family undoes; NULL: none */
+    void *layer, *heads;           /* [layer_bytes]; [n_kv_heads][head_bytes]; zeros at first */
+} tkvi_family_state;
+
+/* Called for each token of a head. x: its key (before RoPE, if the family undoes it) or its value, [dim]. weight: of
+ * its channels [dim], or NULL. */
+typedef void (*tkvi_token_visit)(void *ctx, const float *x, const float *weight);
+
+typedef struct tkvi_tokens { /* tokens to learn from */
+    const void *from;
+    /* Calls visit for each token of a head, in the same order each time. */
+    void (*walk)(const void *from, tkv_side side, int head, tkvi_token_visit visit, void *ctx);
+} tkvi_tokens;
+
+typedef struct tkvi_family {
+    const char *left_out; /* the sentence of a build that leaves the formats out; NULL: it has them */
+    /* Does a format with these options code keys before RoPE? Its tokens must keep their slots. NULL: never. */
+    int (*undoes_rope)(const tkv_format_options *o);
+    const char *needs_rope; /* the error if cfg.model.rope is missing */
+    int part; /* 0: learns nothing; else a bit of its own, from 2 on, which calibrations store */
+    size_t layer_bytes;
+    size_t (*head_bytes)(const tkv_config *cfg);
+    /* From queries. products: sums of q q^T of a head; that of channels i <= j is products[j (j + 1) / 2 + i]. work: as
+     * many floats. head: in and out, the state of the head. NULL: does not learn from queries */
+    void (*learn_queries)(const tkv_config *cfg, const int64_t *products, float *work, void *head);
+    /* From tokens. There is at least one. NULL: does not learn from tokens */
+    void (*learn_tokens)(const tkvi_family_state *to, const tkvi_tokens *from);
+    size_t (*saved_bytes)(const tkv_config *cfg); /* of a layer in a calibration */
+    void (*save)(const tkvi_family_state *from, uint8_t *dst);
+    void (*load)(const tkvi_family_state *to, const uint8_t *src);
+    /* Returns the fault of saved bytes, or NULL. used: 1 if the layer of this cache needs them. No state is there. */
+    const char *(*find_fault)(const tkvi_family_state *to, const uint8_t *src, int used);
+} tkvi_family;
+
+/* The RoPE that a family undoes under these options, or NULL. rope: that of the model, or NULL. */
+static const tkvi_rope *tkvi_undone_rope(const tkvi_family *f, const tkv_format_options *o,
+                                         const tkvi_rope *rope) {
+    return rope && rope->pairs && f->undoes_rope && f->undoes_rope(o) ? rope : NULL;
+}
+
+#define TKVI_LEARNS_NOTHING NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+
+static const tkvi_family tkvi_plain_family = {NULL, TKVI_LEARNS_NOTHING};
+
+#endif /* TKVI_CORE_FAMILY_H */
+/* ======== core/field.h ======== */
+/*
+ * core/field.h - a row of the tables of config fields: where the field is, how a text writes it (report/text.h), and
+ * for an option of formats (formats/table.h) which values it takes.
+ */
+#ifndef TKVI_CORE_FIELD_H
+#define TKVI_CORE_FIELD_H
+
+
+typedef struct tkvi_word {
+    const char *name;
+    int value;
+} tkvi_word;
+
+/* Kinds of fields, as in tkvi_kinds (report/text.h). */
+enum {
+    TKVI_INT,
+    TKVI_SIZE,
+    TKVI_FLOAT,
+    TKVI_FLOATS,
+    TKVI_PAIR,
+    TKVI_FLAGS,
+    TKVI_NAME,
+    TKVI_FREQUENCIES,
+    TKVI_PRESET
+};
+
+typedef struct tkvi_row {
+    const char *name;
+    int kind;
+    size_t offset, size;
+    const tkvi_word *words; /* names of values, ended by a NULL name; NULL: none */
+    tkv_name_kind names;    /* values have the names of tkv_get_name; TKV_NAME_COUNT: they have not */
+    /* Options of formats: 0 stands for `standard`; other values are least, least + step .. most. want: the rule. */
+    int8_t standard, least, most, step;
+    const char *want;
+} tkvi_row;
+
+#define TKVI_OPTION(field, kind, words, standard, least, most, step, want)                                   \
+    {                                                                                                        \
+#field, kind, offsetof(tkv_format_options, field), sizeof(int), words, TKV_NAME_COUNT, standard,     \
+            least, most, step, want                                                                          \
+    }
+
+static const tkvi_word tkvi_words_switch[] = {{"false", 0}, {"true", 1}, {NULL, 0}};
+
+static int tkvi_member_int(const void *base, size_t offset) {
+    int x;
+    memcpy(&x, (const char *)base + offset, sizeof x);
+    return x;
+}
+
+static void tkvi_set_member_int(void *base, size_t offset, int x) {
+    memcpy((char *)base + offset, &x, sizeof x);
+}
+
+#endif /* TKVI_CORE_FIELD_H */
 /* ======== core/format.h ======== */
 /*
  * core/format.h - defines a format: how one side (K or V) of one head's block becomes bytes.
  *
  * To add a format:
- *   1. Write its scalar code in formats/NAME.h: the functions of tkvi_codec (below) for each side that it can
- *      store. Draw the bytes at the top.
- *   2. Add its name to tkv_format in api.h, and one row to the table in formats/table.h.
+ *   1. Write its scalar code in formats/NAME.h: the functions of tkvi_codec (below) for each side that it can store.
+ *      Draw the bytes at the top. If it learns, undoes RoPE or can be left out, it has a tkvi_family (core/family.h).
+ *   2. Add its name to tkv_format in api.h, and one row to the table in formats/table.h. Include the file there, and
+ *      list it in tieredkv.h. An option of its own is a field of tkv_format_options and a row of tkvi_option_rows.
+ * CONTRIBUTING.md shows the whole change for a format that learns.
  *
- * Sizes, demotion, reading, attention and the tests find the format through the table. New formats are of two
- * kinds:
+ * Sizes, demotion, reading, attention, learning, calibrations, texts and the tests go through the table. New formats
+ * are of two kinds:
  *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
  *                     Widths, channel order and table of levels are free. The format writes layout, encode and
  *                     meta; decode is tkvi_decode_tiles.
@@ -4490,8 +4659,6 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
 
 struct tkvi_side;
 struct tkvi_columns;
-struct tkvi_rope;
-struct tkvi_kvquant;
 struct tkvi_simd_ops;
 
 /* Decodes tokens first .. first+n-1 of a side. Every machine gets the same bits: a product that enters a sum is
@@ -4622,6 +4789,7 @@ typedef struct tkvi_format {
     int shared;         /* 1: the heads of a layer share its bytes, by the statistics of learn/statistics.h */
     int rotated;        /* 1: attention works on values rotated by core/rotate.h */
     tkvi_codec side[2]; /* TKV_K, TKV_V; all NULL: this format does not store that side */
+    const tkvi_family *family;
 } tkvi_format;
 
 /* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
@@ -4632,18 +4800,6 @@ typedef struct tkvi_share {
     const uint8_t *order;   /* K: channel at each position, [pad] */
     const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
-
-/* Options of the caller. A format reads only its own. */
-typedef struct tkvi_options {
-    int group;
-    int fit;    /* bits of tkv_fit */
-    int rotate; /* bits of tkv_rotate */
-    int center_k;
-    int feedback_unit; /* SQuat: channels coded together */
-    int parts;         /* SUBSPACE: parts of a token */
-    int kvquant;       /* bits of tkv_kvquant */
-    int tabled;        /* KVQUANT: 1: the layer's table has the ranges */
-} tkvi_options;
 
 struct tkvi_grid;
 
@@ -4662,20 +4818,16 @@ typedef struct tkvi_side {
     int16_t top;                 /* see tkvi_share */
     int8_t fit;                  /* KIVI: see core/fit.h */
     int8_t rotate, center;       /* formats/token.h */
-    int8_t parts;                /* formats/subspace.h */
-    int8_t feedback_unit;        /* SQuat: channels coded together (formats/squat.h) */
-    int8_t kvquant, tabled,
-        slots;            /* formats/kvquant.h: options; 1: its layer has a table; outliers per token */
-    int32_t start;        /* formats/kvquant.h: position of the first token of the block */
-    const uint8_t *order; /* K: channel at each position, [pad]; NULL: the given order */
-    const float *mean;    /* K: see tkvi_share */
-    const int8_t *levels; /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
-    const struct tkvi_grid *grid; /* formats/token.h */
-    const uint16_t
-        *feedback; /* SQuat: factors of errors on later channels; NULL: without statistics of queries */
-    const struct tkvi_kvquant *table; /* KVQUANT: the layer's table */
-    const float *radius, *middle;     /* KVQUANT: of each channel of K */
-    const struct tkvi_rope *rope;     /* NULL: keys are coded as given */
+    int8_t tabled;               /* 1: the family's state is in a cache; 0: a block alone */
+    int8_t slots;                /* for outliers, per token */
+    int32_t start;               /* position of the first token of the block, for RoPE */
+    const uint8_t *order;        /* K: channel at each position, [pad]; NULL: the given order */
+    const float *mean;           /* K: see tkvi_share */
+    const int8_t *levels;        /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
+    const tkv_format_options *options;    /* with defaults filled in; a format reads its own */
+    const struct tkvi_grid *grid;         /* formats/token.h */
+    const void *layer_state, *head_state; /* what the family has learned; NULL: nothing */
+    const tkvi_rope *rope;                /* NULL: keys are coded as given */
 } tkvi_side;
 
 TKVI_FN int tkvi_channel(const tkvi_side *s, int position) {
@@ -4698,22 +4850,18 @@ static int tkvi_is_exact(const tkvi_format *f) { return f->stored < TKVI_AS_TILE
 
 static int tkvi_format_stores(const tkvi_format *f, tkv_side which) { return f->side[which].layout != NULL; }
 
+/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. */
 static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
-                           const tkvi_options *o, const tkvi_share *share) {
+                           const tkv_format_options *options, int tabled, const tkvi_share *share) {
     memset(s, 0, sizeof *s);
     s->format = format;
     s->which = which;
     s->dim = (int16_t)dim;
     s->pad = (int16_t)tkvi_round_up(dim, 16);
     s->tokens = (int8_t)tokens;
-    s->group = (int16_t)o->group;
-    s->fit = (int8_t)o->fit;
-    s->rotate = o->rotate >> which & 1;
-    s->center = o->center_k && which == TKV_K;
-    s->feedback_unit = (int8_t)o->feedback_unit;
-    s->parts = (int8_t)o->parts;
-    s->kvquant = (int8_t)o->kvquant;
-    s->tabled = (int8_t)o->tabled;
+    s->options = options;
+    s->group = (int16_t)options->group_size;
+    s->tabled = (int8_t)tabled;
     s->top = TKVI_LOG_TOP_DEFAULT;
     if (share) {
         s->has_share = 1;
@@ -4730,11 +4878,8 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
 /* A side with default options; a token is one part. */
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
-    tkvi_options o;
-    memset(&o, 0, sizeof o);
-    o.group = group;
-    o.parts = 1;
-    tkvi_side_make(s, format, which, dim, tokens, &o, share);
+    static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0}, {32, 4, 0, 0, 0, 16, 1, 0}};
+    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share);
 }
 
 static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
@@ -4982,6 +5127,9 @@ static void tkvi_decode_tiles(const tkvi_side *s, const tkvi_simd_ops *ops, cons
 #define TKVI_FORMATS_KIVI_H
 
 
+static const tkvi_word tkvi_words_fit[] = {
+    {"clip", TKV_FIT_CLIP}, {"norm", TKV_FIT_NORM}, {"unbiased", TKV_FIT_UNBIASED}, {NULL, 0}};
+
 /* Stores scale and zero for codes 0 .. top. Gives both as rounded to fp16. */
 TKVI_FN void tkvi_kivi_put(float low, float range, float top, uint8_t *scale_at, uint8_t *zero_at,
                            float *scale, float *zero) {
@@ -5024,6 +5172,7 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 }
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
+    s->fit = (int8_t)s->options->fit;
     s->groups = TKVI_BLOCK / s->group;
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
@@ -5031,6 +5180,7 @@ static void tkvi_kivi_k_layout(tkvi_side *s) {
 }
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
+    s->fit = (int8_t)s->options->fit;
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
@@ -5100,7 +5250,7 @@ static void tkvi_kivi_v_meta(const tkvi_side *s, const uint8_t *src, const tkvi_
  * formats/squat.h - SQUAT4, SQUAT2: keys whose quantization errors are nearly orthogonal to the queries. K only.
  * SQuat (arXiv 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
  *
- *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the head group's queries (learn/squat_queries.h)
+ *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the head group's queries (learn/query_stats.h)
  *     for each 16 channels:                 code them as KIVI does; error e = decoded - value
  *         later channels += U e             U = - P_ff^-1 P_fb   f: the later channels, b: these 16
  *
@@ -5201,7 +5351,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     tkvi_codes code;
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
     int g, c, t, from;
-    if (!s->feedback) {
+    if (!s->head_state) {
         tkvi_kivi_encode(s, ops, x, stride, n, dst);
         return;
     }
@@ -5211,10 +5361,10 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
         for (c = 0; c < s->dim; c++)
             y[t * s->pad + c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
     for (g = 0; g < s->groups && g * s->group < n; g++) {
-        const uint16_t *u = s->feedback;
+        const uint16_t *u = (const uint16_t *)s->head_state;
         int first = g * s->group, count = tkvi_min(n - first, s->group);
-        for (from = 0; from < s->dim; from += s->feedback_unit) {
-            int end = tkvi_min(s->dim, from + s->feedback_unit);
+        for (from = 0; from < s->dim; from += s->options->squat_block) {
+            int end = tkvi_min(s->dim, from + s->options->squat_block);
             for (c = from; c < end; c++) {
                 const uint8_t *meta = dst + s->code_bytes + 2 * (g * s->pad + c);
                 float scale, zero;
@@ -5231,6 +5381,40 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     }
     tkvi_pack(s, ops, code, dst);
 }
+
+/* >>learning */
+static size_t tkvi_squat_head_bytes(const tkv_config *cfg) {
+    return tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block) * sizeof(uint16_t);
+}
+
+/* Computes U of one head: P = I + eta C / (tr C / dim). Sums of 0 leave U as it is. */
+static void tkvi_squat_learn(const tkv_config *cfg, const int64_t *products, float *work, void *head) {
+    int dim = cfg->model.head_dim, i, j;
+    double trace = 0.0;
+    for (i = 0; i < dim; i++) trace += (double)products[tkvi_packed(i, i)];
+    if (!(trace > 0.0)) return;
+    for (j = 0; j < dim; j++)
+        for (i = 0; i <= j; i++) {
+            double c = (double)products[tkvi_packed(i, j)] * (TKVI_SQUAT_ETA * (double)dim) / trace;
+            work[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
+        }
+    tkvi_feedback_from(work, dim, cfg->format.squat_block);
+    tkvi_feedback_store(work, dim, cfg->format.squat_block, (uint16_t *)head);
+}
+
+/* The state of a head is U; zeros until it is known. */
+static const tkvi_family tkvi_squat_family = {TKVI_HAS_SQUAT ? NULL : "TKV_NO_SQUAT leaves this format out",
+                                              NULL,
+                                              NULL,
+                                              4,
+                                              0,
+                                              TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_head_bytes),
+                                              TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_learn),
+                                              NULL,
+                                              NULL,
+                                              NULL,
+                                              NULL,
+                                              NULL};
 
 #endif /* TKVI_FORMATS_SQUAT_H */
 /* ======== formats/subspace.h ======== */
@@ -5254,7 +5438,8 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
 
 
 static void tkvi_subspace_layout(tkvi_side *s) {
-    s->groups = (int16_t)tkvi_min(s->parts, s->dim);
+    s->groups = (int16_t)tkvi_min(s->options->subspaces, s->dim);
+    s->fit = (int8_t)s->options->fit;
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
@@ -5302,6 +5487,9 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
         tkvi_rotate_back(y, s->dim);
     }
 }
+
+static const tkvi_family tkvi_subspace_family = {
+    TKVI_HAS_SUBSPACE ? NULL : "TKV_NO_SUBSPACE leaves this format out", TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_FORMATS_SUBSPACE_H */
 /* ======== formats/a.h ======== */
@@ -5854,7 +6042,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  *
  *     x^ = radius * level[code] + middle + outlier
  *
- * K has a static radius and middle for each channel, learned by learn/kvquant_tables.h. V has a radius and a
+ * K has a static radius and middle for each channel, learned by formats/kvquant_tables.h. V has a radius and a
  * middle for each token, from its values without outliers.
  *
  * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.model.rope, the block's
@@ -5886,9 +6074,16 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
 #define TKVI_FORMATS_KVQUANT_H
 
 
+static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_ROPE},
+                                               {"uniform", TKV_KVQUANT_UNIFORM},
+                                               {"norm", TKV_KVQUANT_NORM},
+                                               {"dense", TKV_KVQUANT_DENSE},
+                                               {NULL, 0}};
+
 #define TKVI_KVQUANT_SLOTS 3 /* maximum, at 256 channels */
 
-/* The levels of a layer's table (learn/kvquant_tables.h). Ranges of channels of K are in tkvi_side. */
+/* The state of a layer (formats/kvquant_tables.h). A head's state is the radii of its channels of K, then their
+ * middles. */
 typedef struct tkvi_kvquant {
     tkvi_book book[2][3]; /* by side and bits - 2 */
 } tkvi_kvquant;
@@ -5898,7 +6093,7 @@ static int tkvi_kvquant_slots(int dim, int flags) {
 }
 
 static void tkvi_kvquant_layout(tkvi_side *s) {
-    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->kvquant);
+    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->options->kvquant);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * 3 * s->slots + (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
     if (s->which == TKV_K && !s->tabled) s->meta_bytes += (size_t)(4 * s->dim);
@@ -5918,13 +6113,13 @@ static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
 }
 
 static const tkvi_book *tkvi_kvquant_book(const tkvi_side *s, tkvi_book *standard) {
-    if (s->table) return &s->table->book[s->which][s->format->bits - 2];
-    tkvi_book_standard(s->format->bits, s->kvquant & TKV_KVQUANT_UNIFORM, standard);
+    if (s->layer_state) return &((const tkvi_kvquant *)s->layer_state)->book[s->which][s->format->bits - 2];
+    tkvi_book_standard(s->format->bits, s->options->kvquant & TKV_KVQUANT_UNIFORM, standard);
     return standard;
 }
 
 static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *book) {
-    return s->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
+    return s->options->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
 }
 
 static float tkvi_f16_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
@@ -5973,19 +6168,12 @@ static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot,
 }
 
 /* >>K */
-/* The key that is coded: saturated, and before RoPE. */
-static void tkvi_kvquant_key(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
-    int c;
-    for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
-    if (rope) tkvi_rope_rotate(rope, position, 1, y);
-}
-
 /* Writes the ranges of the block's channels at `own`, the end of its bytes. */
 static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *own) {
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     int t, c;
     for (t = 0; t < n; t++) {
-        tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
+        tkvi_take_token(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
             if (t == 0 || y[c] < low[c]) low[c] = y[c];
             if (t == 0 || y[c] > high[c]) high[c] = y[c];
@@ -5997,22 +6185,24 @@ static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, 
     }
 }
 
-/* Radius and middle of the channels, from the layer's table or the block. NULL: the table has none. */
+/* Radius and middle of the channels, from the layer's table or the block. */
 typedef struct tkvi_kvquant_ranges {
     const float *radius, *middle;
     float own[2][TKV_MAX_HEAD_DIM];
 } tkvi_kvquant_ranges;
 
+/* Returns 0 if the layer has no table. */
 static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
     const uint8_t *own = src + tkvi_kvquant_places(s).own;
     int c;
-    r->radius = s->tabled ? s->radius : r->own[0];
-    r->middle = s->tabled ? s->middle : r->own[1];
+    if (s->tabled && !s->head_state) return 0;
+    r->radius = s->tabled ? (const float *)s->head_state : r->own[0];
+    r->middle = s->tabled ? r->radius + s->dim : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
         r->own[0][c] = tkvi_f16_at(own + 2 * c);
         r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
-    return r->radius != NULL;
+    return 1;
 }
 
 static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
@@ -6031,7 +6221,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
         float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, error[TKVI_KVQUANT_SLOTS] = {0.0f};
         int at[TKVI_KVQUANT_SLOTS] = {0};
-        tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
+        tkvi_take_token(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
             float place = tkvi_kvquant_place(y[c], r.radius[c], r.middle[c]), size;
             int code = tkvi_kvquant_code(&e, place), slot;
@@ -6099,7 +6289,7 @@ static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
         float y[TKV_MAX_HEAD_DIM];
         uint8_t code[TKV_MAX_HEAD_DIM];
         tkvi_kvquant_token k;
-        tkvi_kvquant_key(NULL, x + (size_t)t * stride, s->dim, 0, y);
+        tkvi_take_token(NULL, x + (size_t)t * stride, s->dim, 0, y);
         tkvi_kvquant_token_of(y, s->dim, s->slots, &k);
         tkvi_store16(meta, tkvi_f32_to_f16(k.radius));
         tkvi_store16(meta + 2 * TKVI_BLOCK, tkvi_f32_to_f16(k.middle));
@@ -6172,6 +6362,284 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
 }
 
 #endif /* TKVI_FORMATS_KVQUANT_H */
+/* ======== formats/kvquant_tables.h ======== */
+/*
+ * formats/kvquant_tables.h - learns the tables of KVQUANT formats for a layer (KVQuant, arXiv 2401.18079, sections
+ * 3.1 to 3.6). A table has the range of each channel of K, before RoPE, and levels of 2, 3 and 4 bits for K and for
+ * V. The tokens are those of hot and warm blocks (learn/statistics.h), or the caller's samples.
+ *
+ *   1. Ranges of K: the n / 200 highest and the n / 200 lowest of n values of a channel are outliers. The next
+ *      value at each side is the end of the range. TKV_KVQUANT_DENSE has no outliers. V has a range per token,
+ *      as in the encoder.
+ *   2. Values within a range are scaled to -1 .. 1 and counted in a histogram, one for K and one for V over all
+ *      heads. A value's weight is radius^2 (equation 7: the error of the unscaled value counts), times the
+ *      weight that the samples give it.
+ *   3. core/codebook.h makes the levels from the histogram.
+ *
+ * The code passes over the tokens several times instead of storing them.
+ */
+#ifndef TKVI_FORMATS_KVQUANT_TABLES_H
+#define TKVI_FORMATS_KVQUANT_TABLES_H
+
+
+static size_t tkvi_kvquant_head_bytes(const tkv_config *cfg) {
+    return 2u * (size_t)cfg->model.head_dim * sizeof(float);
+}
+
+/* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
+static float *tkvi_kvquant_range_of(const tkvi_family_state *state, int head) {
+    return (float *)state->heads + (size_t)head * 2u * (size_t)state->cfg->model.head_dim;
+}
+
+static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
+    (void)x;
+    (void)weight;
+    ++*(int *)ctx;
+}
+
+/* >>ranges of K */
+#define TKVI_TAIL_ROOM 2048 /* values per end that one pass holds, all its channels together */
+
+/* The outermost values of some channels. */
+typedef struct tkvi_tails {
+    int first, channels;                             /* channels of this pass */
+    int keep, n;                                     /* values to hold per end and channel; held so far */
+    float low[TKVI_TAIL_ROOM], high[TKVI_TAIL_ROOM]; /* [channels][keep], the outermost first */
+} tkvi_tails;
+
+/* Inserts x into a sorted tail that holds `had` of at most `keep` values. sign: 1 for high ends, -1 for low
+ * ends. */
+static void tkvi_tail_insert(float *tail, int had, int keep, float x, float sign) {
+    int i = had;
+    if (had == keep && !(sign * x > sign * tail[keep - 1])) return;
+    for (i = tkvi_min(had, keep - 1); i > 0 && sign * x > sign * tail[i - 1]; i--) tail[i] = tail[i - 1];
+    tail[i] = x;
+}
+
+static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
+    tkvi_tails *s = (tkvi_tails *)ctx;
+    int c;
+    (void)weight;
+    for (c = 0; c < s->channels; c++) {
+        tkvi_tail_insert(s->low + c * s->keep, s->n, s->keep, x[s->first + c], -1.0f);
+        tkvi_tail_insert(s->high + c * s->keep, s->n, s->keep, x[s->first + c], 1.0f);
+    }
+    s->n = tkvi_min(s->n + 1, s->keep);
+}
+
+/* Learns radius and middle of each channel of a head from n tokens. radius: [2 * head_dim], the middles follow the
+ * radii. A radius is an fp16 value, so its products with levels are exact. */
+static void tkvi_kvquant_learn_ranges(const tkv_config *cfg, const tkvi_tokens *from, int head, int n,
+                                      float *radius) {
+    float *middle = radius + cfg->model.head_dim;
+    tkvi_tails s;
+    int c;
+    s.keep = cfg->format.kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    for (s.first = 0; s.first < cfg->model.head_dim; s.first += s.channels) {
+        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->model.head_dim - s.first);
+        s.n = 0;
+        from->walk(from->from, TKV_K, head, tkvi_tails_add, &s);
+        for (c = 0; c < s.channels; c++) {
+            float low = s.low[c * s.keep + s.keep - 1], high = s.high[c * s.keep + s.keep - 1];
+            uint16_t half = tkvi_f32_to_f16(tkvi_f32(high - low) * 0.5f);
+            radius[s.first + c] = tkvi_f16_to_f32(half);
+            middle[s.first + c] = tkvi_f32(high + low) * 0.5f;
+        }
+    }
+}
+
+/* >>levels */
+typedef struct tkvi_kvquant_count {
+    int dim, slots;
+    const float *radius, *middle; /* of a head's K; not used for V */
+    float by;                     /* factor from weights to integers; 0: this pass finds the largest weight */
+    float most;                   /* the largest weight */
+    int64_t count[TKVI_BOOK_BINS];
+} tkvi_kvquant_count;
+
+/* Counts one value that is within its range. */
+static void tkvi_count_value(tkvi_kvquant_count *s, float x, float radius, float middle, float weight) {
+    float y = tkvi_kvquant_place(x, radius, middle), w = tkvi_f32(tkvi_f32(radius * radius) * weight);
+    if (!(radius > 0.0f) || y < -1.0f || y > 1.0f) return;
+    if (s->by > 0.0f) s->count[tkvi_book_bin(y)] += (int64_t)tkvi_f32(w * s->by);
+    else s->most = w > s->most ? w : s->most;
+}
+
+/* Returns the weight of channel c, at most 1e20: its product with the largest radius^2 is still finite. */
+static float tkvi_weight_of(const float *weight, int c) {
+    return weight ? tkvi_clampf(weight[c], 0.0f, 1e20f) : 1.0f;
+}
+
+static void tkvi_count_key(void *ctx, const float *x, const float *weight) {
+    tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
+    int c;
+    for (c = 0; c < s->dim; c++)
+        tkvi_count_value(s, x[c], s->radius[c], s->middle[c], tkvi_weight_of(weight, c));
+}
+
+/* Counts a token of V, without its outliers. */
+static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
+    tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
+    tkvi_kvquant_token k;
+    int c, i, out;
+    tkvi_kvquant_token_of(x, s->dim, s->slots, &k);
+    for (c = 0; c < s->dim; c++) {
+        for (i = 0, out = 0; i < s->slots; i++) out |= k.out[i] == c;
+        if (!out) tkvi_count_value(s, x[c], k.radius, k.middle, tkvi_weight_of(weight, c));
+    }
+}
+
+/* Learns the levels of one side. The first pass finds the largest weight, the second fills the histogram. */
+static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tokens *from, tkv_side side) {
+    const tkv_config *cfg = to->cfg;
+    tkvi_book *book = ((tkvi_kvquant *)to->layer)->book[side];
+    tkvi_kvquant_count s;
+    int head, pass, bits;
+    memset(&s, 0, sizeof s);
+    s.dim = side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim;
+    s.slots = tkvi_kvquant_slots(s.dim, cfg->format.kvquant);
+    for (pass = 0; pass < 2; pass++) {
+        for (head = 0; head < cfg->model.n_kv_heads; head++) {
+            if (side == TKV_K) {
+                s.radius = tkvi_kvquant_range_of(to, head);
+                s.middle = s.radius + s.dim;
+            }
+            from->walk(from->from, side, head, side == TKV_K ? tkvi_count_key : tkvi_count_token, &s);
+        }
+        /* The largest weight becomes 2^20: a sum over 2^18 tokens of 2^24 channels stays below 2^63. */
+        if (pass == 0) s.by = s.most > 0.0f ? tkvi_f32(1048576.0f / s.most) : 1.0f;
+        if (!tkvi_is_finite(s.by)) s.by = 3e38f;
+    }
+    for (bits = 2; bits <= 4; bits++) {
+        tkvi_book_make(s.count, bits, cfg->format.kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+    }
+}
+
+/* >>the table */
+static void tkvi_kvquant_learn(const tkvi_family_state *to, const tkvi_tokens *from) {
+    int head, n = 0;
+    from->walk(from->from, TKV_K, 0, tkvi_count_tokens, &n);
+    for (head = 0; head < to->cfg->model.n_kv_heads; head++)
+        tkvi_kvquant_learn_ranges(to->cfg, from, head, n, tkvi_kvquant_range_of(to, head));
+    tkvi_kvquant_learn_books(to, from, TKV_K);
+    tkvi_kvquant_learn_books(to, from, TKV_V);
+}
+
+/* >>saved bytes
+ *   u64 mode: hash of RoPE and of the options that change what is learned
+ *   K, then V, for 2, 3 and 4 bits each: fp16 level [2^bits] | fp16 normed [2^bits]
+ *   each head: fp16 radius [head_dim] | f32 middle [head_dim] */
+#define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
+
+static size_t tkvi_kvquant_saved_bytes(const tkv_config *cfg) {
+    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
+}
+
+static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
+    const tkvi_rope *rope = state->rope;
+    uint64_t h = TKVI_FNV1A_START;
+    uint8_t b[8];
+    int j, k;
+    b[0] = (uint8_t)(state->cfg->format.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[1] = (uint8_t)(rope ? rope->pairs : 0);
+    b[2] = (uint8_t)(rope ? rope->step : 0);
+    h = tkvi_fnv1a_more(h, b, 3);
+    for (j = 0; rope && j < rope->pairs; j++) {
+        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->frequency[j] >> 8 * k & 255u);
+        h = tkvi_fnv1a_more(h, b, 8);
+    }
+    return h;
+}
+
+static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
+    const tkvi_kvquant *table = (const tkvi_kvquant *)from->layer;
+    uint64_t mode = tkvi_kvquant_mode(from);
+    int side, bits, i, head, dim = from->cfg->model.head_dim;
+    tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
+    tkvi_store32(at + 4, (uint32_t)(mode >> 32));
+    at += 8;
+    for (side = 0; side < 2; side++)
+        for (bits = 2; bits <= 4; bits++) {
+            const tkvi_book *b = &table->book[side][bits - 2];
+            for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
+            for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
+        }
+    for (head = 0; head < from->cfg->model.n_kv_heads; head++) {
+        const float *range = tkvi_kvquant_range_of(from, head);
+        for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
+        for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
+    }
+}
+
+static void tkvi_kvquant_load(const tkvi_family_state *to, const uint8_t *at) {
+    tkvi_kvquant *table = (tkvi_kvquant *)to->layer;
+    int side, bits, i, head, dim = to->cfg->model.head_dim;
+    at += 8;
+    memset(table, 0, sizeof *table);
+    for (side = 0; side < 2; side++)
+        for (bits = 2; bits <= 4; bits++) {
+            tkvi_book *b = &table->book[side][bits - 2];
+            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_f16_at(at);
+            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_f16_at(at);
+        }
+    for (head = 0; head < to->cfg->model.n_kv_heads; head++) {
+        float *range = tkvi_kvquant_range_of(to, head);
+        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_f16_at(at);
+        for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
+    }
+}
+
+/* Returns whether saved bytes are valid: levels do not fall and lie within -1 .. 1, normed ones within -8 .. 8.
+ * Radii are finite and not negative. Middles lie within +-2^17, a bound that learned middles keep. */
+static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
+    int i, set, n;
+    at += 8;
+    for (set = 0; set < 12; set++) {
+        float most = set % 2 ? 8.0f : 1.0f, before = -most;
+        for (i = 0, n = 4 << set / 2 % 3; i < n; i++, at += 2) {
+            float x = tkvi_f16_at(at);
+            if (!tkvi_is_finite(x) || x < before || x > most) return 0;
+            before = x;
+        }
+    }
+    for (set = 0; set < cfg->model.n_kv_heads; set++) {
+        for (i = 0; i < cfg->model.head_dim; i++, at += 2) /* not negative, not infinite */
+            if (tkvi_load16(at) >= 0x7c00u) return 0;
+        for (i = 0; i < cfg->model.head_dim; i++, at += 4) {
+            float x = tkvi_from_bits(tkvi_load32(at));
+            if (!tkvi_is_finite(x) || x < -131072.0f || x > 131072.0f) return 0;
+        }
+    }
+    return 1;
+}
+
+static const char *tkvi_kvquant_find_fault(const tkvi_family_state *to, const uint8_t *at, int used) {
+    if (!tkvi_kvquant_valid(to->cfg, at)) return "the calibration has invalid ranges or levels";
+    if (used && (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(to))
+        return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
+    return NULL;
+}
+
+static int tkvi_kvquant_undoes_rope(const tkv_format_options *o) {
+    return !(o->kvquant & TKV_KVQUANT_POST_ROPE);
+}
+
+static const tkvi_family tkvi_kvquant_family = {
+    TKVI_HAS_KVQUANT ? NULL : "TKV_NO_KVQUANT leaves this format out",
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_undoes_rope),
+    "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
+    "TKV_KVQUANT_POST_ROPE to code keys as appended",
+    2,
+    sizeof(tkvi_kvquant),
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_head_bytes),
+    NULL,
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_learn),
+    tkvi_kvquant_saved_bytes,
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_save),
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_load),
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_find_fault)};
+
+#endif /* TKVI_FORMATS_KVQUANT_TABLES_H */
 /* ======== formats/token.h ======== */
 /*
  * formats/token.h - formats that code each token by itself, on a symmetric grid: the shared code of INT8, INT4,
@@ -6201,6 +6669,8 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
 
 #define TKVI_PART 16 /* channels of a part */
 
+static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
+
 typedef struct tkvi_grid {
     int bits;             /* of a code: 4 or 8 */
     float top;            /* the largest level */
@@ -6211,6 +6681,8 @@ typedef struct tkvi_grid {
 
 static void tkvi_token_layout(tkvi_side *s, const tkvi_grid *grid) {
     s->grid = grid;
+    s->rotate = s->options->rotate >> s->which & 1;
+    s->center = s->options->center_k && s->which == TKV_K;
     if (!grid->per_group) s->group = TKV_MAX_HEAD_DIM;
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * grid->bits + 7) / 8));
@@ -6327,6 +6799,9 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
             y[c] = tkvi_f32(y[c] + tkvi_f16_to_f32(tkvi_load16(src + at.mean + 2 * c)));
     }
 }
+
+static const tkvi_family tkvi_token_family = {
+    TKVI_HAS_TOKEN_FORMATS ? NULL : "TKV_NO_TOKEN_FORMATS leaves this format out", TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_FORMATS_TOKEN_H */
 /* ======== formats/int.h ======== */
@@ -6464,40 +6939,46 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
-    {NULL, 0, TKVI_AS_TILES, 0, 0, {TKVI_NO_SIDE_, TKVI_NO_SIDE_}}, /* TKV_FORMAT_DEFAULT */
-    {"f32", 32, TKVI_AS_F32, 0, 0, TKVI_EXACT_(f32)},
-    {"f16", 16, TKVI_AS_F16, 0, 0, TKVI_EXACT_(f16)},
-    {"bf16", 16, TKVI_AS_BF16, 0, 0, TKVI_EXACT_(bf16)},
-    {"q8", 8, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
-    {"kivi4", 4, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
-    {"kivi3", 3, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
-    {"kivi2", 2, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
-    {"a40", 16, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a35", 14, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a30", 12, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a275", 11, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a25", 10, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a225", 9, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a20", 8, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a175", 7, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a15", 6, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"r40", 16, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"r30", 12, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"r20", 8, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"r15", 6, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"r10", 4, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"int8", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int8)},
-    {"int4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int4)},
-    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e4m3)},
-    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e5m2)},
-    {"fp4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(fp4)},
-    {"squat4", 4, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_},
-    {"squat2", 2, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_},
-    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_},
-    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_},
-    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
-    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
-    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
+    {NULL,
+     0,
+     TKVI_AS_TILES,
+     0,
+     0,
+     {TKVI_NO_SIDE_, TKVI_NO_SIDE_},
+     &tkvi_plain_family}, /* TKV_FORMAT_DEFAULT */
+    {"f32", 32, TKVI_AS_F32, 0, 0, TKVI_EXACT_(f32), &tkvi_plain_family},
+    {"f16", 16, TKVI_AS_F16, 0, 0, TKVI_EXACT_(f16), &tkvi_plain_family},
+    {"bf16", 16, TKVI_AS_BF16, 0, 0, TKVI_EXACT_(bf16), &tkvi_plain_family},
+    {"q8", 8, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi4", 4, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi3", 3, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi2", 2, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
+    {"a40", 16, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a35", 14, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a30", 12, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a275", 11, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a25", 10, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a225", 9, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a20", 8, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a175", 7, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a15", 6, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"r40", 16, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"r30", 12, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"r20", 8, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"r15", 6, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"r10", 4, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"int8", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int8), &tkvi_token_family},
+    {"int4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int4), &tkvi_token_family},
+    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e4m3), &tkvi_token_family},
+    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e5m2), &tkvi_token_family},
+    {"fp4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(fp4), &tkvi_token_family},
+    {"squat4", 4, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_, &tkvi_squat_family},
+    {"squat2", 2, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_, &tkvi_squat_family},
+    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_, &tkvi_subspace_family},
+    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_, &tkvi_subspace_family},
+    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
 };
 #undef TKVI_A_
 #undef TKVI_R_
@@ -6512,6 +6993,12 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_KVQUANT_SIDE_
 #undef TKVI_KVQUANT_
 
+/* 1: a family in the table undoes RoPE, learns from tokens, learns from queries. 0 leaves out the code for that. */
+#define TKVI_HAS_ROPE TKVI_HAS_KVQUANT
+#define TKVI_HAS_TOKEN_LEARNERS TKVI_HAS_KVQUANT
+#define TKVI_TOKEN_LEARNERS_LEFT_OUT "TKV_NO_KVQUANT leaves this out"
+#define TKVI_HAS_QUERY_LEARNERS TKVI_HAS_SQUAT
+
 /* Scalar decoding: it defines the values that a side holds. */
 static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
                              size_t stride) {
@@ -6522,24 +7009,7 @@ static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f 
 
 /* The sentence for a format that this build leaves out; NULL: it has the format. */
 static const char *tkvi_format_left_out(tkv_format f) {
-    if (!TKVI_HAS_TOKEN_FORMATS && f >= TKV_INT8 && f <= TKV_FP4)
-        return "TKV_NO_TOKEN_FORMATS leaves this format out";
-    if (!TKVI_HAS_SQUAT && f >= TKV_SQUAT4 && f <= TKV_SQUAT2) return "TKV_NO_SQUAT leaves this format out";
-    if (!TKVI_HAS_SUBSPACE && f >= TKV_SUBSPACE4 && f <= TKV_SUBSPACE2)
-        return "TKV_NO_SUBSPACE leaves this format out";
-    if (!TKVI_HAS_KVQUANT && f >= TKV_KVQUANT4 && f <= TKV_KVQUANT2)
-        return "TKV_NO_KVQUANT leaves this format out";
-    return NULL;
-}
-
-/* True if the encoder needs statistics of queries (learn/squat_queries.h). */
-static int tkvi_is_squat(tkv_format f) {
-    return TKVI_HAS_SQUAT && tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode;
-}
-
-/* True if the format uses a table of the layer (learn/kvquant_tables.h). */
-static int tkvi_is_kvquant(tkv_format f) {
-    return TKVI_HAS_KVQUANT && tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
+    return tkvi_format_known(f) ? tkvi_formats[f].family->left_out : NULL;
 }
 
 static const char *tkvi_format_name(tkv_format f) {
@@ -6553,49 +7023,77 @@ static tkv_format tkvi_format_from_name(const char *name) {
     return TKV_FORMAT_DEFAULT;
 }
 
-/* >>codec */
-static int tkvi_bad_fit(int fit) { return (fit & ~7) || ((fit & TKV_FIT_NORM) && (fit & TKV_FIT_UNBIASED)); }
+/* >>options: the fields of tkv_format_options, in their order */
+static const tkvi_row tkvi_option_rows[] = {
+    TKVI_OPTION(group_size, TKVI_INT, NULL, 64, 32, 64, 32, "it must be 64 or 32"),
+    TKVI_OPTION(allocation_unit, TKVI_INT, NULL, 4, 4, 16, 12, "it must be 4 or 16"),
+    TKVI_OPTION(fit, TKVI_FLAGS, tkvi_words_fit, 0, 1, 5, 1,
+                "it must be bits of tkv_fit, NORM and UNBIASED not together"),
+    TKVI_OPTION(rotate, TKVI_FLAGS, tkvi_words_rotate, 0, 1, 3, 1,
+                "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0"),
+    TKVI_OPTION(center_k, TKVI_INT, tkvi_words_switch, 0, 1, 1, 1, "it must be 0 or 1"),
+    TKVI_OPTION(squat_block, TKVI_INT, NULL, 16, 16, 64, 48, "it must be 16 or 64"),
+    TKVI_OPTION(subspaces, TKVI_INT, NULL, 4, 1, 16, 1, "it must be 1 to 16, or 0 for 4"),
+    TKVI_OPTION(kvquant, TKVI_FLAGS, tkvi_words_kvquant, 0, 1, 15, 1, "it must be bits of tkv_kvquant"),
+};
+#define TKVI_OPTIONS ((int)(sizeof tkvi_option_rows / sizeof *tkvi_option_rows))
 
-static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
-    tkvi_options o;
+/* Returns the row of the first option with an invalid value, or NULL. */
+static const tkvi_row *tkvi_find_invalid_option(const tkv_format_options *o) {
+    int i;
+    for (i = 0; i < TKVI_OPTIONS; i++) {
+        const tkvi_row *row = &tkvi_option_rows[i];
+        const int x = tkvi_member_int(o, row->offset);
+        if (x && (x < row->least || x > row->most || (x - row->least) % row->step)) return row;
+    }
+    return NULL;
+}
+
+static void tkvi_fill_options(tkv_format_options *o) {
+    int i;
+    for (i = 0; i < TKVI_OPTIONS; i++)
+        if (!tkvi_member_int(o, tkvi_option_rows[i].offset))
+            tkvi_set_member_int(o, tkvi_option_rows[i].offset, tkvi_option_rows[i].standard);
+}
+
+/* >>codec */
+
+/* Makes the side of a codec. options: memory of the caller, which the side uses. Returns 0 if the codec is invalid. */
+static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi_side *s) {
     if (!c || !tkvi_format_known(c->format) || (c->side != TKV_K && c->side != TKV_V)) return 0;
     if (!tkvi_format_stores(&tkvi_formats[c->format], c->side)) return 0;
-    memset(&o, 0, sizeof o);
-    o.group = c->options.group_size ? c->options.group_size : 64;
-    o.fit = c->options.fit;
-    o.rotate = c->options.rotate;
-    o.center_k = c->options.center_k;
-    o.parts = c->options.subspaces ? c->options.subspaces : 4;
-    o.kvquant = c->options.kvquant;
-    if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
-    if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
-    if ((o.kvquant & ~15) || c->position < 0) return 0;
+    if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || c->position < 0) return 0;
+    if (tkvi_find_invalid_option(&c->options)) return 0;
     if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
-    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, &o, NULL);
+    *options = c->options;
+    tkvi_fill_options(options);
+    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, options, 0, NULL);
     s->start = c->position;
     return 1;
 }
 
 /* Sets the RoPE of a side, if its format codes keys before RoPE. */
 static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
-    if (c->side != TKV_K || !c->rope.dim || !tkvi_is_kvquant(c->format)) return;
-    if (c->options.kvquant & TKV_KVQUANT_POST_ROPE) return;
+    if (!TKVI_HAS_ROPE || c->side != TKV_K || !c->rope.dim || !s->format->family->undoes_rope) return;
     tkvi_rope_make(rope, &c->rope);
-    s->rope = rope;
+    s->rope = tkvi_undone_rope(s->format->family, s->options, rope);
 }
 
 TKV_API size_t tkv_get_block_bytes(const tkv_codec *c) {
+    tkv_format_options options;
     tkvi_side s;
-    return tkvi_codec_side(c, &s) ? s.bytes : 0;
+    return tkvi_codec_side(c, &options, &s) ? s.bytes : 0;
 }
 
 TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens,
                                     void *dst, size_t size) {
+    tkv_format_options options;
     tkvi_side s;
     tkvi_rope rope;
     int t, i;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
-    if (!x || !dst || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
+    if (!x || !dst || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
+        size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;
     if (stride < s.dim) return TKV_ERR_ARG;
@@ -6609,10 +7107,12 @@ TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_
 
 TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
                                     ptrdiff_t stride) {
+    tkv_format_options options;
     tkvi_side s;
     tkvi_rope rope;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
-    if (!x || !src || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
+    if (!x || !src || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
+        size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;
     if (stride < s.dim) return TKV_ERR_ARG;
@@ -6622,6 +7122,64 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
 }
 
 #endif /* TKVI_FORMATS_TABLE_H */
+/* ======== formats/families.h ======== */
+/*
+ * formats/families.h - families by their bits (tkvi_family.part), and where their states are in memory.
+ *
+ * The states of all layers are one piece of memory, one family after another in the order of their bits. A family has
+ * the parts of its layers, then those of their heads.
+ */
+#ifndef TKVI_FORMATS_FAMILIES_H
+#define TKVI_FORMATS_FAMILIES_H
+
+
+/* The family with this bit. There must be one. */
+static const tkvi_family *tkvi_family_of(int part) {
+    int f = 0;
+    while (tkvi_formats[f].family->part != part) f++;
+    return tkvi_formats[f].family;
+}
+
+/* The first family of `parts` behind `f`; f NULL: the first of all. NULL: there are no more. */
+static const tkvi_family *tkvi_next_family(int parts, const tkvi_family *f) {
+    int part = f ? 2 * f->part : 2;
+    while (part <= parts && !(parts & part)) part *= 2;
+    return part <= parts ? tkvi_family_of(part) : NULL;
+}
+
+/* Bytes of the states of all families of `parts`. */
+static size_t tkvi_states_bytes(const tkv_config *cfg, int parts) {
+    const size_t layers = (size_t)cfg->model.n_layers, heads = layers * (size_t)cfg->model.n_kv_heads;
+    const tkvi_family *f = NULL;
+    size_t bytes = 0;
+    while ((f = tkvi_next_family(parts, f)) != NULL)
+        bytes += tkvi_align_up(layers * f->layer_bytes) + tkvi_align_up(heads * f->head_bytes(cfg));
+    return bytes;
+}
+
+/* The state of a family for a layer. states: of all families of `parts`; NULL: there is none yet. rope: that of the
+ * model, or NULL. */
+static tkvi_family_state tkvi_state_of(const tkv_config *cfg, const tkvi_rope *rope, uint8_t *states,
+                                       int parts, const tkvi_family *f, int layer) {
+    const size_t n = (size_t)layer;
+    tkvi_family_state state;
+    state.cfg = cfg;
+    state.rope = tkvi_undone_rope(f, &cfg->format, rope);
+    state.layer = state.heads = NULL;
+    if (!states) return state;
+    states += tkvi_states_bytes(cfg, parts & (f->part - 1));
+    state.layer = states + n * f->layer_bytes;
+    states += tkvi_align_up((size_t)cfg->model.n_layers * f->layer_bytes);
+    state.heads = states + n * (size_t)cfg->model.n_kv_heads * f->head_bytes(cfg);
+    return state;
+}
+
+/* The part of one head. */
+static void *tkvi_head_state(const tkvi_family_state *state, const tkvi_family *f, int head) {
+    return (uint8_t *)state->heads + (size_t)head * f->head_bytes(state->cfg);
+}
+
+#endif /* TKVI_FORMATS_FAMILIES_H */
 /* ======== kernels/scalar.h ======== */
 /*
  * kernels/scalar.h - the interface of an attention kernel, and its scalar version, which defines the result.
@@ -14206,10 +14764,10 @@ static const tkvi_evict_row tkvi_evict_user = {
  *
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
- *   2. name it in tkv_evict_policy (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
- *      (report/text.h); include the file here and list it in tieredkv.h.
- * No other code changes: cache, config and tests use the table. The row names the attention statistics that the
- * policy needs, and reclaim/scores.h collects them.
+ *   2. name it in tkv_evict_policy (api.h), and at the same place in tkvi_evict_rows below; include the file here and
+ *      list it in tieredkv.h.
+ * CONTRIBUTING.md shows the whole change. No other code changes: cache, config, texts and tests use the table. The row
+ * names the attention statistics that the policy needs, and reclaim/scores.h collects them.
  *
  * A policy sees the heads of a layer as one: its inputs are sums or means over heads. So a token is evicted from
  * all heads of the layer, while the papers select per head.
@@ -14916,27 +15474,29 @@ typedef struct tkvi_class {
 
 /* The tiers of a layer at one level of the ladder. */
 typedef struct tkvi_tier_spec {
-    int hot, warm;              /* tokens */
+    int hot, warm;              /* tokens, with the delays of the layer (tkvi_plan) */
     int key[TKV_TIER_COUNT];    /* index into tkvi_derived_config.key */
     int layout[TKV_TIER_COUNT]; /* number of the layout; with a table, that of version 0 (tkvi_layout_of) */
     int needs_table[TKV_TIER_COUNT]; /* 1: blocks need a table of the layer */
 } tkvi_tier_spec;
 
 typedef struct tkvi_plan {
-    int stored_layer;   /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
-    int sink, window;   /* tokens; window 0: none */
+    int stored_layer; /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
+    int sink, window; /* tokens; window 0: none */
+    /* Tokens added to the given lengths, so that layers demote at different tokens (tkvi_delay_layer). */
+    int hot_delay, warm_delay;
     int kept_window;    /* widest window of all layers that read this layer's blocks; 0: no window */
     int sink_layout;    /* number of the layout of the sink block */
     tkvi_tier_spec now; /* tiers at the current level */
-    /* 1 if a tier of some level has such a format. allocates: heads share the layer's bytes (core/allocate.h).
-     * kvquant: quantization levels are learned (learn/kvquant_tables.h). squat: the encoder needs statistics of
-     * queries (learn/squat_queries.h). */
-    int allocates, kvquant;
-    int squat;
+    /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
+     * families that learn from tokens, and from queries, as bits (tkvi_family.part). */
+    int allocates, token_parts, query_parts;
 } tkvi_plan;
 
 /* Do blocks of this layer need a table at some level? */
-static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || (TKVI_HAS_KVQUANT && p->kvquant); }
+static int tkvi_plan_learns(const tkvi_plan *p) {
+    return p->allocates || (TKVI_HAS_TOKEN_LEARNERS && p->token_parts);
+}
 
 #define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
 
@@ -14951,12 +15511,13 @@ typedef struct tkvi_layout_key {
 typedef struct tkvi_derived_config {
     tkv_config cfg; /* with defaults filled in */
     int n_keys, n_classes;
-    int n_layouts; /* one for each key, then those of single layers */
-    int any_shared, any_rotated, any_squat, any_kvquant;
-    int any_kvquant_keys; /* 1: a KVQUANT format holds keys */
-    int n_stored;         /* layers with blocks of their own */
-    int n_levels;         /* levels of the ladder */
-    int recode_pages;     /* pages that recoding needs under a budget; 0: no budget */
+    int n_layouts;                          /* one for each key, then those of single layers */
+    int any_shared, any_rotated, any_fixed; /* 1: heads share bytes; rotated V; a family can undo RoPE */
+    int token_parts, query_parts;           /* of all layers, as in tkvi_plan */
+    const char *needs_rope;                 /* not NULL: a format undoes RoPE; the error if there is none */
+    int n_stored;                           /* layers with blocks of their own */
+    int n_levels;                           /* levels of the ladder */
+    int recode_pages;                       /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
     tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
@@ -14974,16 +15535,14 @@ typedef struct tkvi_version {
     tkvi_head *head;               /* [n_layers][n_kv_heads]; their arrays are the next three */
     uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
     float *mean;                   /* [n_layers][n_kv_heads][k_pad] */
-    /* KVQUANT formats: */
-    tkvi_kvquant *kvquant; /* [n_layers] */
-    float *kvquant_range;  /* [n_layers][n_kv_heads] radius [head_dim], middle [head_dim] */
+    uint8_t *states;               /* of the families of token_parts, one after another (tkvi_state_of) */
 } tkvi_version;
 
 /* Everything derived from a config, in the cache's fixed piece. */
 typedef struct tkvi_tables {
     tkv_config cfg; /* with defaults filled in; the pointers layers, ladder and rope.frequencies are NULL */
     int n_keys, n_layouts, n_classes;
-    int any_shared, any_kvquant;
+    int any_shared, token_parts, query_parts; /* as in tkvi_derived_config */
     size_t page_bytes;
     tkvi_plan *plan;            /* [n_layers] */
     tkvi_tier_spec *tier_specs; /* [n_layers][n_levels] */
@@ -14995,7 +15554,7 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;         /* NULL: no KVQUANT format */
+    tkvi_rope *rope;         /* NULL: no family can undo it */
     int any_rotated;         /* 1: some V format is rotated */
 } tkvi_tables;
 
@@ -15205,16 +15764,32 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     return p;
 }
 
+/* Sets the delays of a layer, number `rank` of the n layers with K and V of their own. All layers fill a block at the
+ * same token. Delays spread the 2 n demotions that follow evenly over 64 tokens. Not for a cache with a budget: there
+ * need, not age, decides when blocks are recoded. */
+static void tkvi_delay_layer(tkvi_plan *p, int rank, int n) {
+    const int to_warm = TKVI_BLOCK * rank / n, to_archive = (TKVI_BLOCK * rank + TKVI_BLOCK / 2) / n;
+    p->hot_delay = n > 1 ? to_warm : 0; /* one layer: lengths as given */
+    p->warm_delay = n > 1 ? to_archive - to_warm : 0;
+}
+
+/* Adds a delay to a length in tokens. A tier without tokens and one without end keep their lengths. */
+static int tkvi_add_delay(int length, int delay) {
+    if (length == 0 || length == TKVI_FOREVER) return length;
+    return tkvi_min(length + delay, TKVI_FOREVER - 1);
+}
+
+static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
+    return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
 static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->model.n_kv_heads) cfg->model.n_kv_heads = cfg->model.n_heads;
     if (!cfg->model.v_head_dim) cfg->model.v_head_dim = cfg->model.head_dim;
     if (!(cfg->model.scale > 0.0f)) cfg->model.scale = (float)(1.0 / sqrt((double)cfg->model.head_dim));
     if (!cfg->limits.max_seqs) cfg->limits.max_seqs = 1;
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
-    if (!cfg->format.group_size) cfg->format.group_size = 64;
-    if (!cfg->format.allocation_unit) cfg->format.allocation_unit = 4;
-    if (!cfg->format.squat_block) cfg->format.squat_block = 16;
-    if (!cfg->format.subspaces) cfg->format.subspaces = 4;
+    tkvi_fill_options(&cfg->format);
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
@@ -15290,17 +15865,9 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int token
 /* Layout of one KV head. k, v: its shares from the layer's table, or NULL for equal shares. */
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
-    tkvi_options o;
-    o.group = cfg->format.group_size;
-    o.fit = cfg->format.fit;
-    o.rotate = cfg->format.rotate;
-    o.center_k = cfg->format.center_k;
-    o.feedback_unit = cfg->format.squat_block;
-    o.parts = cfg->format.subspaces;
-    o.kvquant = cfg->format.kvquant;
-    o.tabled = 1;
-    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->model.head_dim, key.tokens, &o, k);
-    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->model.v_head_dim, key.tokens, &o, v);
+    const tkv_format_options *o = &cfg->format;
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->model.head_dim, key.tokens, o, 1, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->model.v_head_dim, key.tokens, o, 1, v);
     r->at = 0;
     r->v_at = r->k.bytes;
 }
@@ -15309,7 +15876,11 @@ static int tkvi_pair_allocates(tkv_format_pair p) {
     return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared;
 }
 
-static int tkvi_pair_kvquant(tkv_format_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
+/* Families of a pair that learn from tokens. */
+static int tkvi_pair_token_parts(tkv_format_pair p) {
+    const tkvi_family *k = tkvi_formats[p.k].family, *v = tkvi_formats[p.v].family;
+    return (k->learn_tokens ? k->part : 0) | (v->learn_tokens ? v->part : 0);
+}
 
 /* Bytes of a block, all heads. Where heads share bytes, their sum is fixed, however it is split. Returns 0 if a
  * block is too large. */
@@ -15405,18 +15976,23 @@ static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_format_pair pair[TKV_TIER_COUNT];
-    int tier, fits = 1;
+    int tier, parts, fits = 1;
     *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
+    r->hot = tkvi_add_delay(r->hot, p->hot_delay);
+    r->warm = tkvi_add_delay(r->warm, p->warm_delay);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        const tkvi_family *k = tkvi_formats[pair[tier].k].family, *v = tkvi_formats[pair[tier].v].family;
         r->key[tier] = r->layout[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
         fits &= r->layout[tier] >= 0;
         h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
         if (!tkvi_reached(&h->cfg, r, tier)) continue;
         p->allocates |= tkvi_pair_allocates(pair[tier]);
-        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
-        h->any_kvquant_keys |= tkvi_is_kvquant(pair[tier].k);
-        r->needs_table[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
-        p->squat |= tkvi_is_squat(pair[tier].k);
+        parts = tkvi_pair_token_parts(pair[tier]);
+        r->needs_table[tier] = tkvi_pair_allocates(pair[tier]) || parts;
+        p->token_parts |= parts;
+        if (k->learn_queries) p->query_parts |= k->part;
+        h->any_fixed |= k->undoes_rope || v->undoes_rope;
+        if (k->undoes_rope && k->undoes_rope(&h->cfg.format)) h->needs_rope = k->needs_rope;
     }
     return fits;
 }
@@ -15424,10 +16000,15 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
 /* Fills in the plan of one layer and its tiers at each level. p->now is that of cfg.budget.pressure.min_level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *tier_specs) {
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
-    int level, other, fits = 1;
+    int level, other, rank = 0, n_own = 0, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
     if (p->stored_layer != layer)
         return TKV_OK; /* the layer reads another layer's blocks, or none: only its window matters */
+    for (other = 0; other < h->cfg.model.n_layers; other++) {
+        rank += other < layer && tkvi_has_own_kv(&h->cfg, other);
+        n_own += tkvi_has_own_kv(&h->cfg, other);
+    }
+    if (!h->cfg.budget.bytes) tkvi_delay_layer(p, rank, n_own);
     p->kept_window = p->window;
     for (other = layer + 1; h->cfg.layers && p->kept_window && other < h->cfg.model.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
@@ -15440,9 +16021,9 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     p->sink_layout = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
                              : p->now.layout[TKV_TIER_HOT];
     fits &= p->sink_layout >= 0;
-    h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
-    h->any_kvquant |= p->kvquant;
+    h->token_parts |= p->token_parts;
+    h->query_parts |= p->query_parts;
     return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
@@ -15509,7 +16090,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     }
     h->n_layouts += h->n_keys;
     if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
-    if ((h->any_shared || h->any_kvquant) &&
+    if ((h->any_shared || h->token_parts || h->query_parts) &&
         (uint64_t)h->cfg.model.n_layers * (uint64_t)h->cfg.model.n_kv_heads > ((size_t)-1 >> 16))
         return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
     for (i = 0; i < h->n_keys; i++) {
@@ -15581,6 +16162,7 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
     const char *wrong, *field;
+    const tkvi_row *option;
     double value;
     tkv_layer_config wide;
     tkv_status st;
@@ -15606,28 +16188,18 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(limits.max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
     TKVI_RANGE_(limits.max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
     TKVI_RANGE_(limits.max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
-    if (cfg->format.group_size != 0 && cfg->format.group_size != 32 && cfg->format.group_size != 64)
-        return tkvi_bad(reason, size, "format.group_size", cfg->format.group_size, "it must be 64 or 32");
-    if (cfg->format.allocation_unit != 0 && cfg->format.allocation_unit != 4 &&
-        cfg->format.allocation_unit != 16)
-        return tkvi_bad(reason, size, "format.allocation_unit", cfg->format.allocation_unit,
-                        "it must be 4 or 16");
-    if (tkvi_bad_fit(cfg->format.fit))
-        return tkvi_bad(reason, size, "format.fit", cfg->format.fit,
-                        "it must be bits of tkv_fit, NORM and UNBIASED not together");
-    TKVI_RANGE_(format.rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
-    TKVI_RANGE_(format.center_k, 0, 1, "it must be 0 or 1");
+    option = tkvi_find_invalid_option(&cfg->format);
+    if (option)
+        return tkvi_bad_in(reason, size, "format.", option->name,
+                           tkvi_member_int(&cfg->format, option->offset), option->want);
     TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
-    TKVI_RANGE_(format.subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
-    TKVI_RANGE_(format.kvquant, 0, 15, "it must be bits of tkv_kvquant");
     wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
     if (wrong) return tkvi_bad(reason, size, field, value, wrong);
-    if (cfg->format.squat_block != 0 && cfg->format.squat_block != 16 && cfg->format.squat_block != 64)
-        return tkvi_bad(reason, size, "format.squat_block", cfg->format.squat_block, "it must be 16 or 64");
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
         return tkvi_bad(reason, size, "host.nonfinite", (int)cfg->host.nonfinite,
                         "it must be a tkv_nonfinite");
     TKVI_RANGE_(host.precise, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(host.wipe_freed, 0, 1, "it must be 0 or 1");
     TKVI_RANGE_(meter.heads, 0, TKV_MAX_METER_HEADS, "it must be 1 to 64, or 0 for no meter");
     if (cfg->meter.tokens != 0 && (cfg->meter.tokens < 2 * TKVI_BLOCK || cfg->meter.tokens > TKVI_FOREVER))
         return tkvi_bad(reason, size, "meter.tokens", cfg->meter.tokens,
@@ -15676,11 +16248,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
-    if (TKVI_HAS_KVQUANT && !st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
-        !(cfg->format.kvquant & TKV_KVQUANT_POST_ROPE))
-        return tkvi_bad(reason, size, "model.rope.dim", 0,
-                        "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
-                        "TKV_KVQUANT_POST_ROPE to code keys as appended");
+    if (!st && shape->needs_rope && !cfg->model.rope.dim)
+        return tkvi_bad(reason, size, "model.rope.dim", 0, shape->needs_rope);
     if (TKVI_HAS_OFFLOAD && !st &&
         cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
         int i;
@@ -15715,7 +16284,7 @@ static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
-    s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    s->rope = h->any_fixed ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
@@ -15726,10 +16295,10 @@ static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
 
 /* The same for one version of the learned tables. own: layouts of single layers in one version. */
 typedef struct tkvi_version_sizes {
-    size_t record, head, channel, mean, kvquant, range;
+    size_t record, head, channel, mean;
 } tkvi_version_sizes;
 
-static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int kvquant,
+static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int parts,
                                     tkvi_version_sizes *s) {
     size_t layers = (size_t)cfg->model.n_layers, heads = (size_t)cfg->model.n_kv_heads;
     size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
@@ -15737,15 +16306,13 @@ static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, 
     s->head = tkvi_align_up(sets * sizeof(tkvi_head));
     s->channel = tkvi_align_up(sets * pad);
     s->mean = tkvi_align_up(sets * pad * sizeof(float));
-    s->kvquant = kvquant ? tkvi_align_up(layers * sizeof(tkvi_kvquant)) : 0;
-    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->model.head_dim * sizeof(float)) : 0;
-    return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
+    return s->record + s->head + 2 * s->channel + s->mean + tkvi_states_bytes(cfg, parts);
 }
 
 static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     tkvi_version_sizes s;
     return tkvi_version_sizes_of(&h->cfg, (h->n_layouts - h->n_keys) / TKVI_VERSIONS, h->any_shared,
-                                 h->any_kvquant, &s);
+                                 h->token_parts, &s);
 }
 
 /* Places the arrays of a version in `mem`, version_bytes of zeros. */
@@ -15754,7 +16321,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version_sizes s;
     int own = (t->n_layouts - t->n_keys) / TKVI_VERSIONS, i;
     size_t heads = (size_t)t->cfg.model.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.model.head_dim, 16), n;
-    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
+    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->token_parts, &s);
     v->bytes = mem;
     v->record = (tkvi_record *)(void *)mem;
     mem += s.record;
@@ -15771,10 +16338,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
             v->head[n].mean = v->mean + n * pad;
         }
     }
-    mem += s.head + 2 * s.channel + s.mean;
-    if (!TKVI_HAS_KVQUANT || !t->any_kvquant) return;
-    v->kvquant = (tkvi_kvquant *)(void *)mem;
-    v->kvquant_range = (float *)(void *)(mem + s.kvquant);
+    v->states = mem + s.head + 2 * s.channel + s.mean;
 }
 
 /* [n_kv_heads]: the heads in one version of a layer's table. */
@@ -15801,6 +16365,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
     key.pair = c->pair;
     key.tokens = c->tokens;
     tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
+    c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, t->rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
         tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
@@ -15834,30 +16399,24 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
     }
 }
 
-static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int version) {
-    return t->version[version].kvquant + layer;
+/* The state of a family that learns from tokens, in a version of the layer's table. version -1: without bytes. */
+static tkvi_family_state tkvi_table_state_of(const tkvi_tables *t, const tkvi_family *f, int layer,
+                                             int version) {
+    return tkvi_state_of(&t->cfg, t->rope, version < 0 ? NULL : t->version[version].states, t->token_parts, f,
+                         layer);
 }
 
-/* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
-static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
-    size_t set = (size_t)layer * (size_t)t->cfg.model.n_kv_heads + (size_t)head;
-    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.model.head_dim;
-}
-
-/* The RoPE that KVQUANT undoes before it codes keys. NULL: keys are coded as given. */
-static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
-    return t->rope->pairs && !(t->cfg.format.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
-}
-
-/* Connects the KVQUANT sides of a layout to a version of the layer's table. */
-static void tkvi_init_kvquant_layout(const tkvi_tables *t, tkvi_layout *c, int layer, int version) {
-    int head;
-    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
-        tkvi_record *r = &c->record[head];
-        r->k.table = r->v.table = tkvi_kvquant_of(t, layer, version);
-        r->k.radius = tkvi_kvquant_range_of(t, layer, version, head);
-        r->k.middle = r->k.radius + t->cfg.model.head_dim;
-        r->k.rope = tkvi_kvquant_rope(t);
+/* Connects the sides of a layout to the states of their families in a version of the layer's table. */
+static void tkvi_connect_states(const tkvi_tables *t, tkvi_layout *c, int layer, int version) {
+    int i;
+    for (i = 0; i < 2 * t->cfg.model.n_kv_heads; i++) {
+        tkvi_side *s = i % 2 ? &c->record[i / 2].v : &c->record[i / 2].k;
+        const tkvi_family *f = s->format->family;
+        tkvi_family_state state;
+        if (!TKVI_HAS_TOKEN_LEARNERS || !f->learn_tokens) continue;
+        state = tkvi_table_state_of(t, f, layer, version);
+        s->layer_state = state.layer;
+        s->head_state = tkvi_head_state(&state, f, i / 2);
     }
 }
 
@@ -15872,7 +16431,8 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->n_layouts = h->n_layouts;
     t->n_classes = h->n_classes;
     t->any_shared = h->any_shared;
-    t->any_kvquant = h->any_kvquant;
+    t->token_parts = h->token_parts;
+    t->query_parts = h->query_parts;
     t->version_bytes = tkvi_version_bytes(h);
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
@@ -15887,7 +16447,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
     t->current_version = (int8_t *)(mem += s.split);
     memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
-    if (TKVI_HAS_KVQUANT && h->any_kvquant) {
+    if (TKVI_HAS_ROPE && h->any_fixed) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
         tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }
@@ -16014,8 +16574,8 @@ TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age) {
  * blocks, while no reader runs.
  *
  * So the pages in use are exactly the sum over classes of ceil(blocks / slots), whatever the history. Blocks of
- * different sizes cannot fragment the memory, nor an arena. And the pages that an operation will need can be
- * computed before it changes anything (tkvi_peak).
+ * different sizes cannot fragment the memory, nor an arena. And the pages that new blocks will need can be computed
+ * before they are stored (tkvi_pages_for_demand).
  *
  * Blocks are reference-counted and have a number. Their bytes may move.
  */
@@ -16081,10 +16641,11 @@ typedef struct tkvi_pool {
     uint32_t n_blocks, block_cap, free_block; /* live blocks; entries; first free entry */
     uint32_t n_offloaded;                     /* live blocks without bytes in RAM, discarded ones included */
     uint32_t n_discarded;                     /* live blocks that must be recomputed */
-    uint64_t marks;                           /* last mark given out, 47 bits (reclaim/offload.h) */
-    uint32_t *partial_pages;                  /* per class: first page of the partial-page list */
-    int64_t *used_slots;                      /* per class: slots in use */
-    int64_t *reserved_slots; /* per class: slots reserved by tkv_seq_reserve, all sequences */
+    uint16_t first_copy_mark; /* copy_mark of new entries: the last one of the entries that were freed */
+    uint64_t marks;           /* last mark given out, 47 bits (reclaim/offload.h) */
+    uint32_t *partial_pages;  /* per class: first page of the partial-page list */
+    int64_t *used_slots;      /* per class: slots in use */
+    int64_t *reserved_slots;  /* per class: slots reserved by tkv_seq_reserve, all sequences */
 } tkvi_pool;
 
 /* >>pages */
@@ -16137,6 +16698,25 @@ static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
+/* Uses `bytes` as a block table of `cap` entries. */
+static void tkvi_use_block_table(tkvi_pool *pool, uint8_t *bytes, uint32_t cap) {
+    pool->block = (tkvi_block *)(void *)bytes;
+    pool->token_meta = cap && tkvi_keeps_token_meta(&pool->tables->cfg)
+                           ? (tkvi_token_meta *)(void *)(bytes + cap * sizeof(tkvi_block))
+                           : NULL;
+    pool->block_cap = cap;
+}
+
+/* Puts the free entries from `from` on before the list of free entries. */
+static void tkvi_link_free_blocks(tkvi_pool *pool, uint32_t from) {
+    uint32_t i;
+    for (i = pool->block_cap; i-- > from;) {
+        if (pool->block[i].refs) continue;
+        pool->block[i].page = pool->free_block;
+        pool->free_block = i;
+    }
+}
+
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
     const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
@@ -16152,15 +16732,9 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     if (TKVI_HAS_EVICT && old_cap && pool->token_meta)
         memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, old_cap * sizeof(tkvi_token_meta));
     tkvi_put(pool->heap, pool->block, old_cap * entry);
-    pool->block = (tkvi_block *)(void *)bigger;
-    pool->token_meta = tkvi_keeps_token_meta(&pool->tables->cfg)
-                           ? (tkvi_token_meta *)(void *)(bigger + cap * sizeof(tkvi_block))
-                           : NULL;
-    pool->block_cap = cap;
-    for (i = cap; i-- > old_cap;) {
-        pool->block[i].page = pool->free_block;
-        pool->free_block = i;
-    }
+    tkvi_use_block_table(pool, bigger, cap);
+    for (i = old_cap; i < cap; i++) pool->block[i].copy_mark = pool->first_copy_mark;
+    tkvi_link_free_blocks(pool, old_cap);
     return 1;
 }
 
@@ -16205,12 +16779,10 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     return pages;
 }
 
-/* Gives free pages back to the allocator. Keeps recode_pages, `kept_free_pages`, and the pages of reservations.
- * The last entry of the page table moves into the hole. */
-static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
-    const int64_t keep = pool->recode_pages + kept_free_pages + tkvi_reserved_pages(pool);
-    if (pool->keep_all) return;
-    while ((int64_t)pool->n_free_pages > keep) {
+/* Gives free pages back to the allocator while there are more than n_kept pages. The last entry of the page table
+ * moves into the hole. */
+static void tkvi_free_pages_above(tkvi_pool *pool, int64_t n_kept) {
+    while (pool->n_free_pages > 0 && (int64_t)pool->n_pages > n_kept) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
         tkvi_page *p = &pool->page[i];
         pool->free_page = p->after;
@@ -16236,6 +16808,14 @@ static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
     }
 }
 
+/* Gives free pages back to the allocator. Keeps the pages of reservations, recode_pages and `kept_free_pages`; without
+ * blocks and reservations none. */
+static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
+    const int64_t n_taken = (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_reserved_pages(pool);
+    if (pool->keep_all) return;
+    tkvi_free_pages_above(pool, n_taken ? n_taken + pool->recode_pages + kept_free_pages : 0);
+}
+
 static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->kept_free_pages); }
 
 /* >>slots */
@@ -16248,13 +16828,14 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
     return tkvi_slot_bytes(pool, b->page, b->slot);
 }
 
-/* Takes a slot of a class for block `owner`. There must be one (tkvi_allocate_peak). */
+/* Takes a slot of a class for block `owner`. There must be one (tkvi_provide, tkvi_provide_slot). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
     uint32_t i = pool->partial_pages[size_class];
     tkvi_page *p;
     if (i == TKVI_NIL) {
         i = pool->free_page;
+        TKVI_ASSERT(i != TKVI_NIL);
         pool->free_page = pool->page[i].after;
         pool->n_free_pages--;
         pool->page[i].size_class = size_class;
@@ -16270,9 +16851,17 @@ static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint
     *slot = s;
 }
 
+/* Overwrites a slot before it is free (cfg.host.wipe_freed). So free pages hold no keys and values either. */
+static void tkvi_wipe_slot(tkvi_pool *pool, uint32_t page, int slot) {
+    if (pool->tables->cfg.host.wipe_freed)
+        tkvi_wipe(tkvi_slot_bytes(pool, page, slot),
+                  pool->tables->size_class[pool->page[page].size_class].slot_bytes);
+}
+
 static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
     tkvi_page *p = &pool->page[page];
     int size_class = p->size_class;
+    tkvi_wipe_slot(pool, page, slot);
     if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_partial_page(pool, page);
     p->taken &= ~((uint64_t)1 << slot);
     p->used--;
@@ -16305,6 +16894,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         b = &pool->block[p->owner[s]];
         tkvi_take_slot(pool, size_class, p->owner[s], &to, &to_slot);
         memcpy(tkvi_slot_bytes(pool, to, to_slot), tkvi_slot_bytes(pool, sparse, s), c->slot_bytes);
+        tkvi_wipe_slot(pool, sparse, s);
         b->page = to;
         b->slot = (uint16_t)to_slot;
         pool->used_slots[size_class]--; /* tkvi_take_slot counted the moved block again */
@@ -16327,6 +16917,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     uint32_t id = pool->free_block, page;
     tkvi_block *b = &pool->block[id];
     int slot;
+    TKVI_ASSERT(id != TKVI_NIL);
     pool->free_block = b->page;
     tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
     b->refs = 1;
@@ -16404,44 +16995,78 @@ static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     pool->n_blocks--;
 }
 
-/* >>peak: a dry run of a series of takes and gives. It yields the most pages and blocks that the series needs. */
-typedef struct tkvi_peak {
-    const tkvi_tables *tables;
-    int64_t *live;                   /* [n_classes] slots in use or reserved at this point of the series */
-    int64_t most_pages, most_blocks; /* maxima so far; a block counts twice while it is recoded */
-    int64_t n_offloaded;             /* blocks without a slot: offloaded or discarded */
-} tkvi_peak;
+/* >>memory for blocks to come */
+/* Slots and block entries that a call will take, beyond those in use and reserved. A class that it gives back before
+ * it takes others counts below 0. */
+typedef struct tkvi_demand {
+    int64_t slots[TKVI_MAX_LAYOUTS]; /* [n_classes] */
+    int64_t entries;
+} tkvi_demand;
 
-static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0, blocks = k->n_offloaded;
+static tkvi_demand tkvi_no_demand(void) {
+    tkvi_demand none;
+    memset(&none, 0, sizeof none);
+    return none;
+}
+
+/* Adds n new blocks of a layout. n < 0: that many blocks are freed before. */
+static void tkvi_demand_blocks(const tkvi_pool *pool, int layout, int n, tkvi_demand *demand) {
+    demand->slots[pool->tables->layout[layout].size_class] += n;
+    demand->entries += n;
+}
+
+/* Pages that the pool must hold to serve a demand: those in use and reserved afterwards, and recode_pages. */
+static int64_t tkvi_pages_for_demand(const tkvi_pool *pool, const tkvi_demand *demand) {
+    int64_t pages = pool->recode_pages;
     int c;
-    for (c = 0; c < k->tables->n_classes; c++) {
-        pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
-        blocks += k->live[c];
+    for (c = 0; c < pool->tables->n_classes; c++) {
+        const int64_t slots = pool->used_slots[c] + pool->reserved_slots[c] + demand->slots[c];
+        if (slots > 0) pages += tkvi_pages_for(&pool->tables->size_class[c], slots);
     }
-    if (pages > k->most_pages) k->most_pages = pages;
-    if (blocks > k->most_blocks) k->most_blocks = blocks;
+    return pages;
 }
 
-static void tkvi_peak_take(tkvi_peak *k, int layout) {
-    k->live[k->tables->layout[layout].size_class]++;
-    tkvi_peak_note(k);
+/* Block entries that the pool must hold to serve a demand. */
+static int64_t tkvi_entries_for_demand(const tkvi_pool *pool, const tkvi_demand *demand) {
+    int64_t entries = (int64_t)pool->n_blocks + demand->entries;
+    int c;
+    for (c = 0; c < pool->tables->n_classes; c++) entries += pool->reserved_slots[c];
+    return entries;
 }
 
-static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout[layout].size_class]--; }
-
-/* Allocates the pages and block entries of the peak, in addition to pool.recode_pages. Returns 0 without memory or
- * page allowance. Then nothing that a caller can see has changed. */
-static int tkvi_allocate_peak(tkvi_pool *pool, const tkvi_peak *k) {
-    if (k->most_blocks > (int64_t)0x7fffffff) return 0;
-    if (pool->max_pages && k->most_pages + pool->recode_pages > pool->max_pages) return 0;
-    if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->most_pages + pool->recode_pages)
+/* Allocates what a demand needs. Returns 0 without memory or page allowance. Then no block has changed. */
+static int tkvi_provide(tkvi_pool *pool, const tkvi_demand *demand) {
+    const int64_t pages = tkvi_pages_for_demand(pool, demand),
+                  entries = tkvi_entries_for_demand(pool, demand);
+    if (entries > (int64_t)0x7fffffff) return 0;
+    if (pool->max_pages && pages > pool->max_pages) return 0;
+    if (entries > 0 && !tkvi_grow_blocks(pool, (uint32_t)entries)) return 0;
+    while ((int64_t)pool->n_pages < pages)
         if (!tkvi_add_page(pool)) {
             tkvi_trim(pool);
             return 0;
         }
     return 1;
+}
+
+/* Free pages that may be used. In place the others are beyond a smaller budget. */
+static int64_t tkvi_n_usable_pages(const tkvi_pool *pool) {
+    const int64_t n_beyond = pool->max_pages ? (int64_t)pool->n_pages - pool->max_pages : 0;
+    return (int64_t)pool->n_free_pages - n_beyond;
+}
+
+/* 1 if a block can take a slot of this class now, so that reservations keep their pages. recode_pages count as free. */
+static int tkvi_has_slot(const tkvi_pool *pool, int size_class) {
+    const tkvi_class *c = &pool->tables->size_class[size_class];
+    const int64_t slots = pool->used_slots[size_class] + pool->reserved_slots[size_class];
+    const int64_t n_opened = tkvi_pages_for(c, slots + 1) - tkvi_pages_for(c, slots);
+    return tkvi_n_usable_pages(pool) - tkvi_reserved_pages(pool) >= n_opened;
+}
+
+/* Makes tkvi_has_slot true. Returns 0 without memory or page allowance. */
+static int tkvi_provide_slot(tkvi_pool *pool, int size_class) {
+    if (tkvi_has_slot(pool, size_class)) return 1;
+    return !(pool->max_pages && (int64_t)pool->n_pages >= pool->max_pages) && tkvi_add_page(pool);
 }
 
 #endif /* TKVI_CACHE_POOL_H */
@@ -16655,20 +17280,19 @@ typedef struct tkvi_list {
     int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
     int len;                  /* tokens ever appended */
     int expired;              /* tokens before this position have expired (they left the window) */
-    int previous_chunk_start; /* previous value of chunk_start, restored when the append fails */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
     /* The first n_recoded blocks after the sinks are as small as the level requires. The first n_tightest are as
      * small as its archive (reclaim/budget.h). */
     int n_recoded, n_tightest;
     int n_offloaded; /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
     int step_len;    /* len when the open step began */
-    int n_left;      /* dry run only: blocks that this list would keep after reclaim (reclaim/budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
     uint32_t *block; /* [n_layers][cap] block numbers */
     uint32_t cap;
     int in_step;
+    int is_appending; /* 1: the append in progress has tokens for this sequence */
     int reserved_len; /* memory is reserved up to this length; 0: none */
     uint64_t used;    /* kv->clock at the last append, reservation or recomputation */
 } tkvi_seq;
@@ -16688,18 +17312,11 @@ typedef struct tkvi_seq {
 #define TKVI_FAR 128
 #define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_refresh_calibration */
 
-/* Progress of the query statistics of a layer whose encoder needs them (learn/squat_queries.h). */
+/* Progress of the query statistics of a layer (learn/query_stats.h). */
 typedef struct tkvi_query_stats {
     int tokens; /* tokens appended since collection began; -1: nothing is collected */
     int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
-
-/* Memory that a call requests in addition to slots (tkv_cache.slot_request). */
-typedef struct tkvi_memory_request {
-    const tkv_rows *rows; /* sequences and the tokens that their lists must take */
-    int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
-    int64_t blocks;       /* entries of the block table, beyond those of slots */
-} tkvi_memory_request;
 
 struct tkv_cache {
     tkvi_tables tables;
@@ -16710,7 +17327,6 @@ struct tkv_cache {
     tkvi_seq *seq;           /* [max_seqs] */
     tkvi_list *list;         /* [max_seqs][n_layers] */
     int64_t *reserved_slots; /* [max_seqs][n_classes] slots reserved by each sequence */
-    int64_t *peak_live;      /* [2][n_classes] work space of tkvi_peak */
     float *recode;           /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
     float *split_sums;       /* partial results of parallel attention, or NULL */
     int split_sums_taken;    /* 1: a call uses split_sums */
@@ -16719,12 +17335,12 @@ struct tkv_cache {
     int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
     int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
     int stats_lock;         /* lock of all statistics and of attention scores */
-    /* Query statistics of SQUAT formats (learn/squat_queries.h). */
+    /* Query statistics (learn/query_stats.h); NULL where no family learns from queries. */
     tkvi_query_stats *query_stats; /* [n_layers] */
     int64_t *q_products;           /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint16_t *squat_factors; /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until known */
-    float *solve;            /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
-    tkvi_meter *meter;       /* NULL: none (cache/meter.h) */
+    uint8_t *query_states;         /* of the families that learn from them (tkvi_state_of) */
+    float *solve;                  /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
+    tkvi_meter *meter;             /* NULL: none (cache/meter.h) */
     /* The budget (reclaim/budget.h). */
     tkv_pressure pressure;
     float reported_pressure; /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
@@ -16735,14 +17351,10 @@ struct tkv_cache {
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
     uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    /* [4][n_classes] slots requested; then work space: slots of the present forecast (tkvi_forecast), n_in_class and
-     * mixed (tkvi_subtract_smallest_blocks) */
-    int64_t *slot_request;
-    tkvi_memory_request memory_request; /* valid during the call */
-    int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_EVICT_TO_FLOOR */
     /* Discarding and recomputation (reclaim/discard.h). */
-    uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
+    uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
+    int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
+    int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h, stage 7) */
     uint64_t blocks_discarded, recomputed; /* blocks */
     tkvi_token_scores token_scores;        /* how the config scores attention (reclaim/scores.h) */
     /* Eviction (reclaim/evict_tokens.h). */
@@ -16775,12 +17387,13 @@ static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
-/* NULL where no format is a SQUAT format. */
-static uint16_t *tkvi_squat_factors_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    if (!TKVI_HAS_SQUAT || !kv->squat_factors) return NULL;
-    return kv->squat_factors + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
+/* The state of a head in a family that learns from queries. NULL where no tier has one of its formats. */
+static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int layer, int head) {
+    const tkvi_tables *t = &kv->tables;
+    tkvi_family_state state;
+    if (!TKVI_HAS_QUERY_LEARNERS || !(t->query_parts & f->part)) return NULL;
+    state = tkvi_state_of(&t->cfg, NULL, kv->query_states, t->query_parts, f, layer);
+    return tkvi_head_state(&state, f, head);
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -16833,6 +17446,14 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
     else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - b->start);
 }
 
+/* The position from which the tokens of a list stay exact: the start of its last append. While the next append is in
+ * progress, its own tokens are still to come, and the tokens of the last one may be recoded. */
+static int tkvi_exact_from(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const int is_appending = kv->seq[seq].is_appending && kv->append_layer == layer && !kv->seq[seq].in_step;
+    return is_appending ? list->len : list->chunk_start;
+}
+
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
 static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
@@ -16846,8 +17467,8 @@ static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, c
                                                                            : tkvi_block_end(kv, list, ids, i);
 }
 
-/* 1 if tokens cannot move to other slots. Formats that undo RoPE (KVQUANT) need consecutive positions in a block. */
-static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT && kv->tables.rope != NULL; }
+/* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
+static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_ROPE && kv->tables.rope != NULL; }
 
 /* Copies token_meta of the slots in moved_mask from block `from` to consecutive slots of block `to`, from `slot` on.
  * start: first position of `to`. Both may be the same block. Returns the next free slot. */
@@ -17021,7 +17642,7 @@ static void tkvi_free_stats(tkv_cache *kv) {
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
     /* bytes of the parts in their order in memory, each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, squat_factors, meter;
+    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, query_states, meter;
     size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
@@ -17038,30 +17659,27 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     if (!tkvi_mul(seqs, (size_t)derived->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n))
         return 0;
     s->lists = tkvi_align_up(n);
-    /* per class: reserved_slots of each sequence, 2 of peak_live, 2 of the pool, 4 of slot_request, partial_pages */
-    if (!tkvi_mul(seqs + 9, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
+    /* per class: reserved_slots of each sequence, 2 of the pool, partial_pages */
+    if (!tkvi_mul(seqs + 3, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (derived->cfg.host.parallel_for)
         s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
-    if (derived->any_shared || derived->any_kvquant)
+    if (derived->any_shared || derived->token_parts)
         s->tokens_seen = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(int));
-    if (TKVI_HAS_SQUAT && derived->any_squat) {
+    if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
         size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
         n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
         s->query_stats = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(tkvi_query_stats));
         if (!tkvi_mul(n, packed * sizeof(int64_t), &s->q_products)) return 0;
         s->q_products = tkvi_align_up(s->q_products);
-        s->squat_factors = n *
-                           tkvi_feedback_count(derived->cfg.model.head_dim, derived->cfg.format.squat_block) *
-                           sizeof(uint16_t);
-        s->squat_factors = tkvi_align_up(s->squat_factors);
+        s->query_states = tkvi_states_bytes(&derived->cfg, derived->query_parts);
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
     if (!tkvi_meter_sizes(derived, &s->meter, &s->meter_copies)) return 0;
     s->total = s->cache + s->tokens_seen + s->query_stats + s->meter + s->solve;
     if (!tkvi_add(s->total, s->meter_copies, &s->total)) return 0;
-    if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->squat_factors, &s->total))
+    if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->query_states, &s->total))
         return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
@@ -17070,7 +17688,7 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
 
 /* Bytes that tkv_get_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
-    return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->squat_factors + s->meter;
+    return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->query_states + s->meter;
 }
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
@@ -17114,11 +17732,9 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     kv->list = (tkvi_list *)(void *)next;
     next += s.lists;
     kv->reserved_slots = (int64_t *)(void *)next;
-    kv->peak_live = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
-    kv->pool.used_slots = kv->peak_live + 2 * classes;
+    kv->pool.used_slots = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
     kv->pool.reserved_slots = kv->pool.used_slots + classes;
-    kv->slot_request = kv->pool.reserved_slots + classes;
-    kv->pool.partial_pages = (uint32_t *)(void *)(kv->slot_request + 4 * classes);
+    kv->pool.partial_pages = (uint32_t *)(void *)(kv->pool.reserved_slots + classes);
     next += s.counts;
     if (s.tokens_seen) {
         kv->tokens_seen = (int *)(void *)next;
@@ -17126,13 +17742,13 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
     }
     next += s.tokens_seen;
-    if (TKVI_HAS_SQUAT && derived->any_squat) {
+    if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
         kv->query_stats = (tkvi_query_stats *)(void *)next;
         kv->q_products = (int64_t *)(void *)(next + s.query_stats);
-        kv->squat_factors = (uint16_t *)(void *)(next + s.query_stats + s.q_products);
-        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.squat_factors + s.meter);
+        kv->query_states = next + s.query_stats + s.q_products;
+        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.query_states + s.meter);
     }
-    next += s.query_stats + s.q_products + s.squat_factors;
+    next += s.query_stats + s.q_products + s.query_states;
     kv->meter =
         tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
     next += s.meter + s.solve;
@@ -17268,6 +17884,14 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     return tkvi_create(cfg, out, NULL, 0);
 }
 
+/* Overwrites the work space (cfg.host.wipe_freed), and the meter's copies unless it watches a sequence. */
+static void tkvi_wipe_work_space(tkv_cache *kv) {
+    uint8_t *end = (uint8_t *)(void *)kv + kv->fixed_bytes - kv->copy_bytes;
+    if (!kv->tables.cfg.host.wipe_freed) return;
+    tkvi_wipe(end - kv->scratch_bytes, kv->scratch_bytes);
+    if (TKVI_HAS_METER && kv->meter && kv->meter->seq < 0) tkvi_wipe(end, kv->copy_bytes);
+}
+
 TKV_API void tkv_destroy(tkv_cache *kv) {
     tkvi_heap heap;
     uint32_t i;
@@ -17278,7 +17902,12 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         if (tkvi_is_offloaded(&kv->pool.block[i])) tkvi_forget_offloaded(&kv->pool, i);
         tkvi_forget_copy(&kv->pool, i);
     }
-    for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
+    for (i = 0; i < kv->pool.n_pages; i++) {
+        if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(kv->pool.page[i].bytes, kv->tables.page_bytes);
+        tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
+    }
+    if (TKVI_HAS_METER && kv->meter) kv->meter->seq = TKV_NO_SEQ;
+    tkvi_wipe_work_space(kv);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
     tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
@@ -17331,16 +17960,16 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int n_blocks) {
 /* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
  * that a flush closes are not counted. */
 static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
-    int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier;
+    int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier, window;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_HOT] =
         ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->limits.max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
-    if (p->kept_window &&
-        most[TKV_TIER_ARCHIVE] > ((int64_t)p->kept_window + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_TIER_ARCHIVE] = ((int64_t)p->kept_window + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
+    /* blocks age before others expire, so an append can find blocks of the one before it here */
+    window = ((int64_t)p->kept_window + tkvi_expiry_margin(p) + cfg->limits.max_append) / TKVI_BLOCK + 2;
+    if (p->kept_window && most[TKV_TIER_ARCHIVE] > window) most[TKV_TIER_ARCHIVE] = window;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_TIER_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
@@ -17393,37 +18022,80 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
     return TKV_ERR_BUDGET;
 }
 
-/* Computes the largest sizes that a cache in place can need. */
+/* Adds the blocks with which one layer of one sequence takes the most pages: its blocks fill the tiers with the largest
+ * slots first, each up to most[tier]. Returns their number. */
+static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, const tkvi_plan *p,
+                                         const int64_t *most, int64_t *slots) {
+    int64_t left = (tkvi_max(0, derived->cfg.limits.max_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK,
+            n = 0;
+    int done[TKV_TIER_COUNT] = {0}, pass, tier;
+    for (pass = 0; pass < TKV_TIER_COUNT; pass++) {
+        int next = -1;
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++)
+            if (!done[tier] &&
+                (next < 0 || derived->size_class[derived->class_of[p->now.key[tier]]].slots <
+                                 derived->size_class[derived->class_of[p->now.key[next]]].slots))
+                next = tier;
+        done[next] = 1;
+        slots[derived->class_of[p->now.key[next]]] += most[next] < left ? most[next] : left;
+        n += most[next] < left ? most[next] : left;
+        left -= most[next] < left ? most[next] : left;
+    }
+    return n;
+}
+
+/* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a
+ * page that is not full, and one block exists twice. */
+static int64_t tkvi_pages_for_changes(const tkvi_derived_config *derived, const int64_t *slots) {
+    int64_t pages = 1;
+    int c;
+    for (c = 0; c < derived->n_classes; c++) pages += 1 + tkvi_pages_for(&derived->size_class[c], slots[c]);
+    return pages;
+}
+
+/* Computes the largest sizes that a cache in place can need: for full sequences, and for blocks that wait for the first
+ * table. */
 static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place_sizes *sizes) {
     tkvi_tier_spec specs[TKV_MAX_LEVELS];
-    int64_t most_slots[TKVI_MAX_LAYOUTS], waiting_slots[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
+    int64_t apart[TKVI_MAX_LAYOUTS], full[TKVI_MAX_LAYOUTS], waiting[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT];
+    int64_t blocks = 0, pages_apart = 0, pages_waiting;
+    const int64_t n_seqs = derived->cfg.limits.max_seqs;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
     memset(sizes, 0, sizeof *sizes);
-    memset(most_slots, 0, sizeof most_slots);
-    memset(waiting_slots, 0, sizeof waiting_slots);
+    memset(apart, 0, sizeof apart);
+    memset(full, 0, sizeof full);
+    memset(waiting, 0, sizeof waiting);
     if (!tkvi_compute_fixed_sizes(derived, &fixed)) return TKV_ERR_CONFIG;
     if (derived->cfg.budget.bytes) return tkvi_size_for_budget(derived, &fixed, sizes);
     for (i = 0; i < derived->cfg.model.n_layers; i++) {
+        const int wait_blocks = TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK; /* all sequences share this number */
+        int64_t of_list[TKVI_MAX_LAYOUTS], n_of_list;
         tkvi_plan p;
         (void)tkvi_plan_of(derived, i, &p, specs);
         if (p.stored_layer != i) continue;
         tkvi_compute_most_blocks(&derived->cfg, &p, most);
-        if (p.sink) most_slots[derived->class_of[p.sink_layout]]++;
+        memset(of_list, 0, sizeof of_list);
+        n_of_list = (p.sink > 0) + tkvi_add_costliest_blocks(derived, &p, most, of_list);
+        if (p.sink) of_list[derived->class_of[p.sink_layout]]++;
+        if (p.sink) apart[derived->class_of[p.sink_layout]] += n_seqs;
+        if (p.sink) waiting[derived->class_of[p.sink_layout]] += n_seqs;
+        for (c = 0; c < derived->n_classes; c++) full[c] += of_list[c] * n_seqs;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            most_slots[derived->class_of[p.now.key[tier]]] += most[tier];
-            /* blocks can wait for a table; all sequences share this number */
+            apart[derived->class_of[p.now.key[tier]]] += most[tier] * n_seqs;
             if (tier != TKV_TIER_ARCHIVE && tkvi_plan_learns(&p))
-                waiting_slots[derived->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+                apart[derived->class_of[p.now.key[tier]]] += wait_blocks;
         }
+        waiting[derived->class_of[p.now.key[TKV_TIER_HOT]]] += most[TKV_TIER_HOT] * n_seqs + wait_blocks;
+        blocks += n_of_list * n_seqs + (tkvi_plan_learns(&p) ? wait_blocks : 0);
     }
-    for (c = 0; c < derived->n_classes; c++) {
-        most_slots[c] = most_slots[c] * derived->cfg.limits.max_seqs + waiting_slots[c];
-        blocks += most_slots[c];
-        sizes->pages += tkvi_pages_for(&derived->size_class[c],
-                                       most_slots[c] + 1); /* + 1: recoding needs a slot for the new bytes */
-    }
+    for (c = 0; c < derived->n_classes; c++) /* + 1: recoding needs a slot for the new bytes */
+        pages_apart += tkvi_pages_for(&derived->size_class[c], apart[c] + 1);
+    sizes->pages = tkvi_pages_for_changes(derived, full);
+    pages_waiting = tkvi_pages_for_changes(derived, waiting);
+    if (sizes->pages < pages_waiting) sizes->pages = pages_waiting;
+    if (sizes->pages > pages_apart) sizes->pages = pages_apart; /* every tier of every list at its most */
     if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->page_cap = tkvi_cap_for(sizes->pages);
     sizes->block_cap = tkvi_cap_for(blocks + derived->n_classes);
@@ -18472,37 +19144,21 @@ TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size
 }
 
 #endif /* TKVI_LEARN_THRESHOLDS_H */
-/* ======== learn/kvquant_tables.h ======== */
+/* ======== learn/tokens.h ======== */
 /*
- * learn/kvquant_tables.h - learns the tables of KVQUANT formats for a layer (KVQuant, arXiv 2401.18079, sections
- * 3.1 to 3.6). A table has the range of each channel of K, before RoPE, and levels of 2, 3 and 4 bits for K and for
- * V. It is learned together with the tables of learn/statistics.h from hot and warm blocks, or from the caller's
- * samples.
- *
- *   1. Ranges of K: the n / 200 highest and the n / 200 lowest of n values of a channel are outliers. The next
- *      value at each side is the end of the range. TKV_KVQUANT_DENSE has no outliers. V has a range per token,
- *      as in the encoder.
- *   2. Values within a range are scaled to -1 .. 1 and counted in a histogram, one for K and one for V over all
- *      heads. A value's weight is radius^2 (equation 7: the error of the unscaled value counts), times the
- *      weight that the samples give it.
- *   3. core/codebook.h makes the levels from the histogram.
- *
- * The code passes over the tokens several times instead of storing them.
+ * learn/tokens.h - the tokens that a family of formats learns from (tkvi_tokens): those of a layer's blocks, or samples
+ * of the caller.
  */
-#ifndef TKVI_LEARN_KVQUANT_TABLES_H
-#define TKVI_LEARN_KVQUANT_TABLES_H
+#ifndef TKVI_LEARN_TOKENS_H
+#define TKVI_LEARN_TOKENS_H
 
 
-/* Source of tokens: the blocks of a layer, or samples. */
 typedef struct tkvi_tokens_of {
     tkv_cache *kv;
     const tkv_samples *samples; /* NULL: the blocks of the layer */
     int layer;
+    const tkvi_rope *rope; /* keys are visited without it; NULL: as given */
 } tkvi_tokens_of;
-
-/* Called for each token of a head. x: its key before RoPE, or its value, [dim]. weight: of its channels [dim], or
- * NULL. */
-typedef void (*tkvi_token_visit)(void *ctx, const float *x, const float *weight);
 
 typedef struct tkvi_token_walk {
     const tkvi_tokens_of *from;
@@ -18513,22 +19169,20 @@ typedef struct tkvi_token_walk {
 
 static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
-    const tkvi_tables *tables = &w->from->kv->tables;
     const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
     if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
     else tkvi_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
     for (t = 0; t < n; t++) {
-        tkvi_kvquant_key(w->side == TKV_K ? tkvi_kvquant_rope(tables) : NULL, x + t * dim, dim,
-                         (int64_t)start + t, y);
+        tkvi_take_token(w->side == TKV_K ? w->from->rope : NULL, x + t * dim, dim, (int64_t)start + t, y);
         w->visit(w->ctx, y, NULL);
     }
 }
 
-/* Calls visit for each token of a head. */
-static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_token_visit visit,
-                      void *ctx) {
+/* Calls visit for each token of a head (tkvi_tokens.walk). */
+static void tkvi_walk(const void *tokens, tkv_side side, int head, tkvi_token_visit visit, void *ctx) {
+    const tkvi_tokens_of *from = (const tkvi_tokens_of *)tokens;
     const tkv_samples *s = from->samples;
     const tkv_config *cfg = &from->kv->tables.cfg;
     size_t dim = (size_t)(side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim);
@@ -18544,248 +19198,31 @@ static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_
         size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
         const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
         int64_t position = (int64_t)s->start + (s->length ? t % s->length : t);
-        tkvi_kvquant_key(side == TKV_K ? tkvi_kvquant_rope(&from->kv->tables) : NULL,
-                         (side == TKV_K ? s->k : s->v) + at, (int)dim, position, y);
+        tkvi_take_token(side == TKV_K ? from->rope : NULL, (side == TKV_K ? s->k : s->v) + at, (int)dim,
+                        position, y);
         visit(ctx, y, weight ? weight + at : NULL);
     }
 }
 
-static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
-    (void)x;
-    (void)weight;
-    ++*(int *)ctx;
-}
-
-/* >>ranges of K */
-#define TKVI_TAIL_ROOM 2048 /* values per end that one pass holds, all its channels together */
-
-/* The outermost values of some channels. */
-typedef struct tkvi_tails {
-    int first, channels;                             /* channels of this pass */
-    int keep, n;                                     /* values to hold per end and channel; held so far */
-    float low[TKVI_TAIL_ROOM], high[TKVI_TAIL_ROOM]; /* [channels][keep], the outermost first */
-} tkvi_tails;
-
-/* Inserts x into a sorted tail that holds `had` of at most `keep` values. sign: 1 for high ends, -1 for low
- * ends. */
-static void tkvi_tail_insert(float *tail, int had, int keep, float x, float sign) {
-    int i = had;
-    if (had == keep && !(sign * x > sign * tail[keep - 1])) return;
-    for (i = tkvi_min(had, keep - 1); i > 0 && sign * x > sign * tail[i - 1]; i--) tail[i] = tail[i - 1];
-    tail[i] = x;
-}
-
-static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
-    tkvi_tails *s = (tkvi_tails *)ctx;
-    int c;
-    (void)weight;
-    for (c = 0; c < s->channels; c++) {
-        tkvi_tail_insert(s->low + c * s->keep, s->n, s->keep, x[s->first + c], -1.0f);
-        tkvi_tail_insert(s->high + c * s->keep, s->n, s->keep, x[s->first + c], 1.0f);
-    }
-    s->n = tkvi_min(s->n + 1, s->keep);
-}
-
-/* Learns radius and middle of each channel of a head from n tokens. radius: [2 * head_dim], the middles follow the
- * radii. A radius is an fp16 value, so its products with levels are exact. */
-static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int n, float *radius) {
-    const tkv_config *cfg = &from->kv->tables.cfg;
-    float *middle = radius + cfg->model.head_dim;
-    tkvi_tails s;
-    int c;
-    s.keep = cfg->format.kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
-    for (s.first = 0; s.first < cfg->model.head_dim; s.first += s.channels) {
-        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->model.head_dim - s.first);
-        s.n = 0;
-        tkvi_walk(from, TKV_K, head, tkvi_tails_add, &s);
-        for (c = 0; c < s.channels; c++) {
-            float low = s.low[c * s.keep + s.keep - 1], high = s.high[c * s.keep + s.keep - 1];
-            uint16_t half = tkvi_f32_to_f16(tkvi_f32(high - low) * 0.5f);
-            radius[s.first + c] = tkvi_f16_to_f32(half);
-            middle[s.first + c] = tkvi_f32(high + low) * 0.5f;
-        }
-    }
-}
-
-/* >>levels */
-typedef struct tkvi_kvquant_count {
-    int dim, slots;
-    const float *radius, *middle; /* of a head's K; not used for V */
-    float by;                     /* factor from weights to integers; 0: this pass finds the largest weight */
-    float most;                   /* the largest weight */
-    int64_t count[TKVI_BOOK_BINS];
-} tkvi_kvquant_count;
-
-/* Counts one value that is within its range. */
-static void tkvi_count_value(tkvi_kvquant_count *s, float x, float radius, float middle, float weight) {
-    float y = tkvi_kvquant_place(x, radius, middle), w = tkvi_f32(tkvi_f32(radius * radius) * weight);
-    if (!(radius > 0.0f) || y < -1.0f || y > 1.0f) return;
-    if (s->by > 0.0f) s->count[tkvi_book_bin(y)] += (int64_t)tkvi_f32(w * s->by);
-    else s->most = w > s->most ? w : s->most;
-}
-
-/* Returns the weight of channel c, at most 1e20: its product with the largest radius^2 is still finite. */
-static float tkvi_weight_of(const float *weight, int c) {
-    return weight ? tkvi_clampf(weight[c], 0.0f, 1e20f) : 1.0f;
-}
-
-static void tkvi_count_key(void *ctx, const float *x, const float *weight) {
-    tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
-    int c;
-    for (c = 0; c < s->dim; c++)
-        tkvi_count_value(s, x[c], s->radius[c], s->middle[c], tkvi_weight_of(weight, c));
-}
-
-/* Counts a token of V, without its outliers. */
-static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
-    tkvi_kvquant_count *s = (tkvi_kvquant_count *)ctx;
-    tkvi_kvquant_token k;
-    int c, i, out;
-    tkvi_kvquant_token_of(x, s->dim, s->slots, &k);
-    for (c = 0; c < s->dim; c++) {
-        for (i = 0, out = 0; i < s->slots; i++) out |= k.out[i] == c;
-        if (!out) tkvi_count_value(s, x[c], k.radius, k.middle, tkvi_weight_of(weight, c));
-    }
-}
-
-/* Learns the levels of one side. The first pass finds the largest weight, the second fills the histogram. */
-static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, int version,
-                                     tkvi_book *book) {
-    const tkvi_tables *t = &from->kv->tables;
-    const tkv_config *cfg = &t->cfg;
-    tkvi_kvquant_count s;
-    int head, pass, bits;
-    memset(&s, 0, sizeof s);
-    s.dim = side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim;
-    s.slots = tkvi_kvquant_slots(s.dim, cfg->format.kvquant);
-    for (pass = 0; pass < 2; pass++) {
-        for (head = 0; head < cfg->model.n_kv_heads; head++) {
-            if (side == TKV_K) {
-                s.radius = tkvi_kvquant_range_of(t, from->layer, version, head);
-                s.middle = s.radius + s.dim;
-            }
-            tkvi_walk(from, side, head, side == TKV_K ? tkvi_count_key : tkvi_count_token, &s);
-        }
-        /* The largest weight becomes 2^20: a sum over 2^18 tokens of 2^24 channels stays below 2^63. */
-        if (pass == 0) s.by = s.most > 0.0f ? tkvi_f32(1048576.0f / s.most) : 1.0f;
-        if (!tkvi_is_finite(s.by)) s.by = 3e38f;
-    }
-    for (bits = 2; bits <= 4; bits++) {
-        tkvi_book_make(s.count, bits, cfg->format.kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
-    }
-}
-
-/* >>the table of a version */
-static void tkvi_kvquant_learn_from(const tkvi_tokens_of *from, int version) {
-    tkv_cache *kv = from->kv;
-    tkvi_kvquant *table = tkvi_kvquant_of(&kv->tables, from->layer, version);
-    int head, n = 0;
-    tkvi_walk(from, TKV_K, 0, tkvi_count_tokens, &n);
-    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-        tkvi_kvquant_learn_ranges(from, head, n,
-                                  tkvi_kvquant_range_of(&kv->tables, from->layer, version, head));
-    tkvi_kvquant_learn_books(from, TKV_K, version, table->book[TKV_K]);
-    tkvi_kvquant_learn_books(from, TKV_V, version, table->book[TKV_V]);
-}
-
-/* Learns a version's table from the blocks of the layer, which hold at least one token. */
-static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
+/* Learns the states of a version of the layer's table. samples: as in tkvi_tokens_of. */
+static void tkvi_learn_tokens(tkv_cache *kv, int layer, int version, const tkv_samples *samples) {
+    const tkvi_family *f = NULL;
     tkvi_tokens_of from;
+    tkvi_tokens tokens;
+    if (!TKVI_HAS_TOKEN_LEARNERS) return;
     from.kv = kv;
-    from.samples = NULL;
+    from.samples = samples;
     from.layer = layer;
-    tkvi_kvquant_learn_from(&from, version);
-}
-
-/* >>saved bytes
- *   u64 mode: hash of RoPE and of the options that change what is learned
- *   K, then V, for 2, 3 and 4 bits each: fp16 level [2^bits] | fp16 normed [2^bits]
- *   each head: fp16 radius [head_dim] | f32 middle [head_dim] */
-#define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
-
-static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
-    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
-}
-
-static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
-    const tkvi_rope *rope = tkvi_kvquant_rope(t);
-    uint64_t h = TKVI_FNV1A_START;
-    uint8_t b[8];
-    int j, k;
-    b[0] = (uint8_t)(t->cfg.format.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
-    b[1] = (uint8_t)(rope ? rope->pairs : 0);
-    b[2] = (uint8_t)(rope ? rope->step : 0);
-    h = tkvi_fnv1a_more(h, b, 3);
-    for (j = 0; rope && j < rope->pairs; j++) {
-        for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->frequency[j] >> 8 * k & 255u);
-        h = tkvi_fnv1a_more(h, b, 8);
-    }
-    return h;
-}
-
-static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint8_t *at) {
-    const tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
-    uint64_t mode = tkvi_kvquant_mode(t);
-    int side, bits, i, head, dim = t->cfg.model.head_dim;
-    tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
-    tkvi_store32(at + 4, (uint32_t)(mode >> 32));
-    at += 8;
-    for (side = 0; side < 2; side++)
-        for (bits = 2; bits <= 4; bits++) {
-            const tkvi_book *b = &table->book[side][bits - 2];
-            for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
-            for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
-        }
-    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
-        const float *range = tkvi_kvquant_range_of(t, layer, version, head);
-        for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
-        for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
+    tokens.from = &from;
+    tokens.walk = tkvi_walk;
+    while ((f = tkvi_next_family(kv->tables.plan[layer].token_parts, f)) != NULL) {
+        const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
+        from.rope = to.rope;
+        f->learn_tokens(&to, &tokens);
     }
 }
 
-static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, const uint8_t *at) {
-    tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
-    int side, bits, i, head, dim = t->cfg.model.head_dim;
-    at += 8;
-    memset(table, 0, sizeof *table);
-    for (side = 0; side < 2; side++)
-        for (bits = 2; bits <= 4; bits++) {
-            tkvi_book *b = &table->book[side][bits - 2];
-            for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_f16_at(at);
-            for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_f16_at(at);
-        }
-    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
-        float *range = tkvi_kvquant_range_of(t, layer, version, head);
-        for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_f16_at(at);
-        for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
-    }
-}
-
-/* Returns whether saved bytes are valid: levels do not fall and lie within -1 .. 1, normed ones within -8 .. 8.
- * Radii are finite and not negative. Middles lie within +-2^17, a bound that learned middles keep. */
-static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
-    int i, set, n;
-    at += 8;
-    for (set = 0; set < 12; set++) {
-        float most = set % 2 ? 8.0f : 1.0f, before = -most;
-        for (i = 0, n = 4 << set / 2 % 3; i < n; i++, at += 2) {
-            float x = tkvi_f16_at(at);
-            if (!tkvi_is_finite(x) || x < before || x > most) return 0;
-            before = x;
-        }
-    }
-    for (set = 0; set < cfg->model.n_kv_heads; set++) {
-        for (i = 0; i < cfg->model.head_dim; i++, at += 2) /* not negative, not infinite */
-            if (tkvi_load16(at) >= 0x7c00u) return 0;
-        for (i = 0; i < cfg->model.head_dim; i++, at += 4) {
-            float x = tkvi_from_bits(tkvi_load32(at));
-            if (!tkvi_is_finite(x) || x < -131072.0f || x > 131072.0f) return 0;
-        }
-    }
-    return 1;
-}
-
-#endif /* TKVI_LEARN_KVQUANT_TABLES_H */
+#endif /* TKVI_LEARN_TOKENS_H */
 /* ======== learn/statistics.h ======== */
 /*
  * learn/statistics.h - learns the tables of formats whose heads share a layer's bytes. It collects statistics,
@@ -18799,9 +19236,9 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
- * the layer gets a second, better version for later blocks. A block keeps the version that it was coded with. After
- * the second version collection stops, until tkv_refresh_calibration restarts it. bench/QUALITY.md compares these
- * tables with loaded ones.
+ * the layer gets a second, better version for later blocks. Layers take turns for it, so some get it up to 63 tokens
+ * later. A block keeps the version that it was coded with. After the second version collection stops, until
+ * tkv_refresh_calibration restarts it. bench/QUALITY.md compares these tables with loaded ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
 #define TKVI_LEARN_STATISTICS_H
@@ -18830,34 +19267,43 @@ typedef struct tkvi_channel_sums {
 typedef struct tkvi_gather {
     tkv_cache *kv;
     tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
-    float k_most, v_most; /* largest |k| of an element; largest |v|^2 of a token */
-    float v_sum;          /* sum of |v|^2 over the tokens */
-    float range;          /* largest distance of a key element from the mean of its channel */
-    int down;             /* values are divided by 2^down before they are summed as integers */
+    float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM]; /* smallest and largest key element of a channel */
+    float v_most, v_sum; /* of |v|^2: the largest of a token; the sum over the tokens */
+    int down;            /* values are divided by 2^down before they are summed as integers */
     int64_t tokens;
 } tkvi_gather;
 
-/* First pass: tokens, k_most, v_most and v_sum. */
+/* First pass: tokens, low, high, v_most and v_sum. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
-    int t, c;
+    const int dk = cfg->model.head_dim, dv = cfg->model.v_head_dim;
+    float *k = g->kv->recode, *v = k + tkvi_round_up(dk, 16) * TKVI_BLOCK;
+    int t, c, i;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
-    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)cfg->model.v_head_dim);
-    for (t = 0; t < n; t++) {
-        float squares = 0.0f;
-        for (c = 0; c < cfg->model.head_dim; c++) {
-            float a = k[t * cfg->model.head_dim + c];
-            a = a < 0.0f ? -a : a;
-            g->k_most = a > g->k_most ? a : g->k_most;
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)dk);
+    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
+    if (!g->tokens) {
+        memcpy(g->low, k, (size_t)dk * sizeof *k);
+        memcpy(g->high, k, (size_t)dk * sizeof *k);
+    }
+    for (t = 0; t < n; t++)
+        for (c = 0; c < dk; c++) {
+            const float x = k[t * dk + c];
+            g->low[c] = x < g->low[c] ? x : g->low[c];
+            g->high[c] = x > g->high[c] ? x : g->high[c];
         }
-        for (c = 0; c < cfg->model.v_head_dim; c++)
-            squares = tkvi_f32(squares +
-                               tkvi_f32(v[t * cfg->model.v_head_dim + c] * v[t * cfg->model.v_head_dim + c]));
-        g->v_most = squares > g->v_most ? squares : g->v_most;
-        g->v_sum = tkvi_f32(g->v_sum + squares);
+    for (t = 0; t < n; t += 4) { /* four sums at a time, because each waits for its last addition */
+        float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        const int n_sums = tkvi_min(4, n - t);
+        const float *row[4];
+        for (i = 0; i < 4; i++) row[i] = v + tkvi_min(t + i, n - 1) * dv;
+        for (c = 0; c < dv; c++)
+            for (i = 0; i < 4; i++) squares[i] = tkvi_f32(squares[i] + tkvi_f32(row[i][c] * row[i][c]));
+        for (i = 0; i < n_sums; i++) {
+            g->v_most = squares[i] > g->v_most ? squares[i] : g->v_most;
+            g->v_sum = tkvi_f32(g->v_sum + squares[i]);
+        }
     }
     g->tokens += n;
 }
@@ -18887,25 +19333,18 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     }
 }
 
-/* Third pass: range. The mean of a channel is known from the sums of the second pass. */
-static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
-    tkvi_gather *g = (tkvi_gather *)ctx;
-    const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->recode;
-    int t, c;
-    (void)start;
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
-    for (c = 0; c < cfg->model.head_dim; c++) {
-        float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
-        mean *= tkvi_power_of_two(g->down);
-        for (t = 1; t < n; t++) {
-            float x = k[t * cfg->model.head_dim + c];
-            low = x < low ? x : low;
-            high = x > high ? x : high;
-        }
-        low = mean - low > high - mean ? mean - low : high - mean;
-        g->range = low > g->range ? low : g->range;
+/* Returns the largest distance of a key element from the mean of its channel. The mean is known from the sums of the
+ * second pass. */
+static float tkvi_gather_range(const tkvi_gather *g, int dim) {
+    float range = 0.0f;
+    int c;
+    for (c = 0; c < dim && g->tokens; c++) {
+        const float mean =
+            (float)((double)g->channel[c].sum / (double)g->tokens) * tkvi_power_of_two(g->down);
+        const float low = mean - g->low[c], high = g->high[c] - mean, most = low > high ? low : high;
+        range = most > range ? most : range;
     }
+    return range;
 }
 
 /* >>tables */
@@ -18920,13 +19359,17 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     float *mean = to->mean + at * (size_t)pad;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
+    float k_most = 0.0f; /* largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_size, &g);
-    g.down = (g.k_most > 0.0f ? (int)(tkvi_bits(g.k_most) >> 23) - 127 : 0) - 20;
+    for (c = 0; c < cfg->model.head_dim; c++) {
+        const float largest = -g.low[c] > g.high[c] ? -g.low[c] : g.high[c];
+        k_most = largest > k_most ? largest : k_most;
+    }
+    g.down = (k_most > 0.0f ? (int)(tkvi_bits(k_most) >> 23) - 127 : 0) - 20;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
-    if (g.tokens) (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_range, &g);
     for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
     for (c = 0; c < cfg->model.head_dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
@@ -18950,7 +19393,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
-    h->k_top = tkvi_log_top(2.0f * g.range);
+    h->k_top = tkvi_log_top(2.0f * tkvi_gather_range(&g, cfg->model.head_dim));
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
 }
 
@@ -19002,7 +19445,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
         done = r->layout[tier];
         tkvi_share_layout(&kv->tables, c, heads);
-        if (TKVI_HAS_KVQUANT && p->kvquant) tkvi_init_kvquant_layout(&kv->tables, c, layer, version);
+        tkvi_connect_states(&kv->tables, c, layer, version);
     }
     kv->tables.current_version[layer] = (int8_t)version;
 }
@@ -19035,12 +19478,14 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Returns whether the layer should get a table now. forced: makes the first one from any tokens. Under a budget
- * blocks do not wait for tables, so layers take turns: making all tables at the same token would stall an
- * append. */
+/* Returns whether the layer should get a table now. forced: makes the first one from any tokens. Layers take turns:
+ * making all tables at the same token would stall an append. Without a budget blocks wait for the first table, so it
+ * has no turn. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    int first = kv->tables.current_version[layer] < 0,
-        turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : 0;
+    const int first = kv->tables.current_version[layer] < 0;
+    const int turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
+                     : first                     ? 0
+                                                 : kv->tables.plan[layer].hot_delay;
     forced = forced && first;
     if (!kv->tokens_seen ||
         kv->tokens_seen[layer] <
@@ -19049,14 +19494,12 @@ static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
     return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 
-/* If a table is due, allocates its version and sets it as current, without making it. So the caller's memory
- * request includes the blocks that stop waiting. tkvi_end_table makes the table or restores the previous version
- * (*had). Returns 0 if there is no memory for the first table; then nothing has changed. A second table without
- * memory is tried again later, because the first one still works. Must not run in an open step: an abort would not
- * restore the table. */
-static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
+/* If a table is due, allocates its version and makes it. forced: as in tkvi_learn_due. Returns 0 if there is no memory
+ * for the first table; then nothing has changed. A second table without memory is tried again later, because the first
+ * one still works. Must not run in an open step: an abort would not restore the table. */
+static int tkvi_make_due_table(tkv_cache *kv, int layer, int forced) {
+    const int8_t had = kv->tables.current_version[layer];
     int version;
-    *had = kv->tables.current_version[layer];
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
@@ -19064,25 +19507,17 @@ static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
         return 1;
     }
     if (!tkvi_allocate_version(kv, version)) {
-        if (*had >= 0 && kv->heap.limit)
+        if (had >= 0 && kv->heap.limit)
             kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
-        return *had >= 0;
+        return had >= 0;
     }
-    kv->tables.current_version[layer] = (int8_t)version;
-    return 1;
-}
-
-/* Ends tkvi_begin_table. made 1: fills in the new version and uses it; made 0: restores version `had`. */
-static void tkvi_end_table(tkv_cache *kv, int layer, int8_t had, int made) {
-    int version = kv->tables.current_version[layer];
-    kv->tables.current_version[layer] = had;
-    if (version == had || !made) return;
     if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
-    if (TKVI_HAS_KVQUANT && kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
+    tkvi_learn_tokens(kv, layer, version, NULL);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
     tkvi_emit_event(kv, TKV_EVENT_TABLE, layer, had, version, 0,
                     had < 0 ? "a layer has its first table" : "a layer has a better table");
+    return 1;
 }
 
 /* Sets the error of a table without memory and returns it. */
@@ -19097,26 +19532,25 @@ static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tie
 }
 
 #endif /* TKVI_LEARN_STATISTICS_H */
-/* ======== learn/squat_queries.h ======== */
+/* ======== learn/query_stats.h ======== */
 /*
- * learn/squat_queries.h - query statistics for SQUAT4 and SQUAT2, formats whose errors avoid the directions of the
- * queries. It sums q q^T over the queries of each head group and derives from it the factors of formats/squat.h.
+ * learn/query_stats.h - statistics of queries, for families of formats that learn from them (tkvi_family). It sums
+ * q q^T over the queries of each head group.
  *
  * Attention adds the queries at every fourth position, until the layer has seen TKVI_FIRST_TABLE_TOKENS tokens. The
- * sums are integers under the lock of learn/statistics.h, so they do not depend on threads. Factors are computed
- * when the layer has seen 64 tokens, and again each time the number has doubled, the last time at
+ * sums are integers under the lock of learn/statistics.h, so they do not depend on threads. The families learn their
+ * states when the layer has seen 64 tokens, and again each time the number has doubled, the last time at
  * TKVI_FIRST_TABLE_TOKENS.
  *
- * Blocks coded before the first factors use the encoder of KIVI. No block waits, because decoding does not need the
- * factors. The paper (SQuat, arXiv 2503.24358) uses the queries of the prompt, once.
+ * Blocks coded before that use a state of zeros. No block waits, because decoding does not need the state.
  */
-#ifndef TKVI_LEARN_SQUAT_QUERIES_H
-#define TKVI_LEARN_SQUAT_QUERIES_H
+#ifndef TKVI_LEARN_QUERY_STATS_H
+#define TKVI_LEARN_QUERY_STATS_H
 
 
 #define TKVI_QUERY_STATS_EVERY 4 /* positions from one sampled query to the next */
 
-/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->learning. */
+/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats_lock. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
@@ -19125,56 +19559,46 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
 }
 
-/* Computes one head's factors from its sums: P = I + eta C / (tr C / dim). Sums of 0 leave the factors as they
- * are. */
-static void tkvi_query_stats_use(tkv_cache *kv, int layer, int head) {
-    const int64_t *sum = tkvi_q_products_of(kv, layer, head);
-    int dim = kv->tables.cfg.model.head_dim, i, j;
-    double trace = 0.0;
-    float *p = kv->solve;
-    for (i = 0; i < dim; i++) trace += (double)sum[tkvi_packed(i, i)];
-    if (!(trace > 0.0)) return;
-    for (j = 0; j < dim; j++)
-        for (i = 0; i <= j; i++) {
-            double c = (double)sum[tkvi_packed(i, j)] * (TKVI_SQUAT_ETA * (double)dim) / trace;
-            p[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
-        }
-    tkvi_feedback_from(p, dim, kv->tables.cfg.format.squat_block);
-    tkvi_feedback_store(p, dim, kv->tables.cfg.format.squat_block, tkvi_squat_factors_of(kv, layer, head));
-}
-
-/* Computes the factors of a layer when it is time. Runs between steps and allocates nothing. */
+/* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
+    const int parts = kv->tables.plan[layer].query_parts;
     tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
+    const tkvi_family *f = NULL;
     int head;
-    if (!TKVI_HAS_SQUAT || !query_stats || !kv->tables.plan[layer].squat) return;
-    if (query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
+    if (!TKVI_HAS_QUERY_LEARNERS || !parts ||
+        query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
         return;
-    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++) tkvi_query_stats_use(kv, layer, head);
+    while ((f = tkvi_next_family(parts, f)) != NULL)
+        for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
+            f->learn_queries(&kv->tables.cfg, tkvi_q_products_of(kv, layer, head), kv->solve,
+                             tkvi_query_state_of(kv, f, layer, head));
     query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
     if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
 }
 
-/* Counts n more tokens of the layer while it collects. */
-static void tkvi_query_stats_count(tkv_cache *kv, int layer, int n) {
-    if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens >= 0)
-        kv->query_stats[layer].tokens =
-            tkvi_min(TKVI_FOREVER, kv->query_stats[layer].tokens + n); /* tkv_seq_abort subtracts its part */
+static void tkvi_add_to_count(int *count, int n) {
+    if (*count >= 0) *count = tkvi_max(0, tkvi_min(TKVI_FOREVER, *count + n));
 }
 
-/* Starts collecting again from zero. The old factors stay in use until new ones are computed. */
+/* Counts n more tokens of the layer, where it collects statistics. n is negative when a step is aborted. */
+static void tkvi_count_seen_tokens(tkv_cache *kv, int layer, int n) {
+    if (kv->tokens_seen) tkvi_add_to_count(&kv->tokens_seen[layer], n);
+    if (TKVI_HAS_QUERY_LEARNERS && kv->query_stats) tkvi_add_to_count(&kv->query_stats[layer].tokens, n);
+}
+
+/* Starts collecting again from zero. The old states stay in use until new ones are learned. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
-    if (!TKVI_HAS_SQUAT || !kv->query_stats) return;
+    if (!TKVI_HAS_QUERY_LEARNERS || !kv->query_stats) return;
     kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
     memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
-#endif /* TKVI_LEARN_SQUAT_QUERIES_H */
+#endif /* TKVI_LEARN_QUERY_STATS_H */
 /* ======== learn/sample_queries.h ======== */
 /*
  * learn/sample_queries.h - the two consumers that learn from the queries of attention: statistics for tables
- * (learn/statistics.h), and q q^T for the factors of SQUAT formats (learn/squat_queries.h).
+ * (learn/statistics.h), and q q^T for families of formats that learn from queries (learn/query_stats.h).
  *
  * Both take what the first pass has anyway. A second pass over the keys could also add up far attention, but its
  * sums round differently, and it takes longer (bench/LOG.md, Consumers of attention).
@@ -19228,10 +19652,11 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
 static const tkvi_consumer tkvi_stats_consumer = {
     TKVI_OBSERVES_QUERIES, 0, tkvi_stats_want, tkvi_stats_sample, tkvi_stats_begin, NULL, NULL};
 
-/* >>query statistics of SQUAT formats */
+/* >>query statistics */
 static int tkvi_query_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
     (void)p;
-    return TKVI_CAN_SAMPLE_QUERIES && kv->tables.plan[stored].squat && kv->query_stats[stored].tokens >= 0
+    return TKVI_CAN_SAMPLE_QUERIES && kv->tables.plan[stored].query_parts &&
+                   kv->query_stats[stored].tokens >= 0
                ? TKVI_WANTS_CALL
                : 0;
 }
@@ -19267,10 +19692,10 @@ static const tkvi_consumer tkvi_query_stats_consumer = {TKVI_OBSERVES_QUERIES,
  * any other plan.
  *
  *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
- *   layer:  u32 parts: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for none
+ *   layer:  u32 parts: 1 for A and R formats, then bits of families (tkvi_family.part); the parts follow in this order
  *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
  *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
- *           2: drawn in learn/kvquant_tables.h
+ *           others: drawn where the family is
  *   u64 FNV-1a of all bytes before
  */
 #ifndef TKVI_LEARN_CALIBRATION_H
@@ -19303,15 +19728,25 @@ TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info
     return TKV_OK;
 }
 
-/* Returns the parts that the layer's table has or will have, as bits 1 and 2 of the format above. */
+/* Returns the parts that the layer's table has or will have, as bits of the format above. */
 static int tkvi_table_parts(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    return tkvi_layer_learns(kv, layer) ? p->allocates | p->kvquant << 1 : 0;
+    return tkvi_layer_learns(kv, layer) ? p->allocates | p->token_parts : 0;
+}
+
+/* All parts that a calibration can have. */
+static int tkvi_known_parts(void) {
+    int f, parts = 1;
+    for (f = 0; f < TKV_FORMAT_COUNT; f++)
+        if (tkvi_formats[f].family->saved_bytes) parts |= tkvi_formats[f].family->part;
+    return parts;
 }
 
 static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
-    return (parts & 1 ? (size_t)cfg->model.n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
-           (parts & 2 ? tkvi_kvquant_bytes(cfg) : 0u);
+    size_t bytes = parts & 1 ? (size_t)cfg->model.n_kv_heads * tkvi_head_bytes(cfg) : 0;
+    const tkvi_family *f = NULL;
+    while ((f = tkvi_next_family(parts, f)) != NULL) bytes += f->saved_bytes(cfg);
+    return bytes;
 }
 
 /* >>saving */
@@ -19338,10 +19773,12 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
     at += TKVI_CALIBRATION_HEAD;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
         int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
+        const int version = kv->tables.current_version[layer];
+        const tkvi_family *f = NULL;
         tkvi_store32(at, (uint32_t)has);
         at += 4;
         for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
-            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current_version[layer])[head];
+            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
             tkvi_store16(at, (uint16_t)h->reach);
             tkvi_store16(at + 2, (uint16_t)h->k_weight);
             at[4] = (uint8_t)h->k_top;
@@ -19352,9 +19789,10 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
             at += 2 * cfg->model.head_dim;
             for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
-        if (TKVI_HAS_KVQUANT && (has & 2)) {
-            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current_version[layer], at);
-            at += tkvi_kvquant_bytes(cfg);
+        while ((f = tkvi_next_family(has, f)) != NULL) {
+            const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
+            f->save(&from, at);
+            at += f->saved_bytes(cfg);
         }
     }
     sum = tkvi_fnv1a((const uint8_t *)buf, need - 8u);
@@ -19407,24 +19845,25 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
         tkvi_load32(src + 20) != (uint32_t)cfg->model.v_head_dim)
         return "the calibration is of another model: layers, KV heads or head_dim differ";
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
-        uint32_t has;
+        const tkvi_family *f = NULL;
+        int has;
         if (end - at < 4) return "the calibration ends too early";
-        has = tkvi_load32(at);
+        if (tkvi_load32(at) & ~(uint32_t)tkvi_known_parts())
+            return "the calibration has a layer that this cache does not have";
+        has = (int)tkvi_load32(at);
         at += 4;
-        if (has > 3) return "the calibration has a layer that this cache does not have";
         for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
             if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
             if (!tkvi_head_valid(cfg, at)) return "a head of the calibration has invalid values";
             at += tkvi_head_bytes(cfg);
         }
-        if (has & 2) {
-            if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
-            if (TKVI_HAS_KVQUANT && !tkvi_kvquant_valid(cfg, at))
-                return "the calibration has invalid ranges or levels";
-            if ((tkvi_table_parts(kv, layer) & 2) &&
-                (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
-                return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
-            at += tkvi_kvquant_bytes(cfg);
+        while ((f = tkvi_next_family(has, f)) != NULL) {
+            const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, -1);
+            const char *fault = NULL;
+            if ((size_t)(end - at) < f->saved_bytes(cfg)) return "the calibration ends too early";
+            if (f->find_fault) fault = f->find_fault(&to, at, tkvi_table_parts(kv, layer) & f->part);
+            if (fault) return fault;
+            at += f->saved_bytes(cfg);
         }
     }
     return at == end ? NULL : "the calibration is longer than it should be";
@@ -19484,15 +19923,17 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
         at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
+            const tkvi_family *f = NULL;
             use = need && (has & need) == need; /* all parts that the layer needs, or none */
             at += 4;
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
             for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.model.n_kv_heads; head++)
                 tkvi_head_load(kv, layer, version, head,
                                at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
-            if (TKVI_HAS_KVQUANT && pass && use && (need & 2))
-                tkvi_kvquant_load(&kv->tables, layer, version,
-                                  at + tkvi_parts_bytes(&kv->tables.cfg, has & 1));
+            while (pass && use && (f = tkvi_next_family(need, f)) != NULL) {
+                const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
+                f->load(&to, at + tkvi_parts_bytes(&kv->tables.cfg, has & (f->part - 1)));
+            }
             at += tkvi_parts_bytes(&kv->tables.cfg, has);
             if (!pass || !use) continue;
             tkvi_table_use(kv, layer, version);
@@ -19512,18 +19953,18 @@ static int tkvi_samples_finite(const float *x, size_t n, int positive) {
 
 TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     const tkv_config *cfg;
-    tkvi_tokens_of from;
     tkv_status st;
     size_t rows;
     int version;
-    if (!TKVI_HAS_KVQUANT) return tkvi_refuse_left_out(kv, "TKV_NO_KVQUANT leaves this out");
+    if (!TKVI_HAS_TOKEN_LEARNERS) return tkvi_refuse_left_out(kv, TKVI_TOKEN_LEARNERS_LEFT_OUT);
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
     if (s->layer < 0 || s->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", s->layer, "");
-    if (tkvi_table_parts(kv, s->layer) != 2)
-        return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
+    if (tkvi_table_parts(kv, s->layer) < 2 || kv->tables.plan[s->layer].allocates)
+        return tkvi_fail(kv, TKV_ERR_ARG,
+                         "samples are for formats that learn a table, without A and R; not for layer",
                          s->layer, "");
     if (s->n < 1 || s->n > 1 << 18) return tkvi_fail(kv, TKV_ERR_ARG, "n is", s->n, "; it must be 1 to 2^18");
     if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER + 1 - s->n)
@@ -19539,10 +19980,7 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
                          0, NULL);
     st = tkvi_version_for(kv, s->layer, &version);
     if (st) return st;
-    from.kv = kv;
-    from.samples = s;
-    from.layer = s->layer;
-    tkvi_kvquant_learn_from(&from, version);
+    tkvi_learn_tokens(kv, s->layer, version, s);
     tkvi_table_use(kv, s->layer, version);
     tkvi_learned(kv, s->layer, 0);
     return tkvi_ok(kv);
@@ -19563,10 +20001,8 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
         }
     if (none && !tkvi_allocate_version(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
-        if (!tkvi_has_table(kv, layer) && tkvi_begin_table(kv, layer, 1, &had))
-            tkvi_end_table(kv, layer, had, 1);
+        if (!tkvi_has_table(kv, layer)) (void)tkvi_make_due_table(kv, layer, 1);
         tkvi_learned(kv, layer, 0);
     }
     return tkvi_ok(kv);
@@ -19939,7 +20375,7 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int hot_tokens = spec->hot != TKVI_FOREVER ? spec->hot : kv->tables.cfg.tiers.hot_tokens;
     if (hot_tokens == TKVI_FOREVER) hot_tokens = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
-    return end <= list->chunk_start &&
+    return end <= tkvi_exact_from(kv, seq, layer) &&
            (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot_tokens;
 }
 
@@ -20278,13 +20714,21 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     kv->pool.token_meta[ids[i]].anchored_mask |= (uint64_t)1 << t;
 }
 
-/* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score. a:
+/* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
+static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
+    const int i = tkvi_block_at(kv, list, ids, tkvi_slot_position(kv, ids[0], slot));
+    return i > 0 && tkvi_is_discarded(&kv->pool.block[ids[i]]);
+}
+
+/* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score; -1: none. a:
  * attention scores of the slots of the sinks' block. */
-static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const float *a) {
-    int t, least = first;
+static int tkvi_anchor_place(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int first,
+                             int last, const float *a) {
+    const tkvi_block *sinks = &kv->pool.block[ids[0]];
+    int t, least = -1;
     for (t = first; t < last; t++) {
         if (t >= sinks->n_packed || sinks->evicted_mask >> t & 1) return t;
-        if (a[t] < a[least]) least = t;
+        if ((least < 0 || a[t] < a[least]) && !tkvi_is_only_copy(kv, list, ids, t)) least = t;
     }
     return least;
 }
@@ -20313,7 +20757,8 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
         int slot;
         if (!(there >> t & 1)) continue;
         tkvi_decay_to_now(kv, ids[0], list->len, newest, a);
-        slot = tkvi_anchor_place(sinks, first, last, a);
+        slot = tkvi_anchor_place(kv, list, ids, first, last, a);
+        if (slot < 0) return;
         if (slot < sinks->n_packed && !(sinks->evicted_mask >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
             tkvi_remove_anchor(kv, list, ids, slot);
@@ -20326,9 +20771,8 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
 #endif /* TKVI_RECLAIM_ANCHORS_H */
 /* ======== reclaim/age.h ======== */
 /*
- * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also
- * finds the blocks that are old enough, and expires blocks that left every window. Each change can be played as a
- * dry run, which only counts slots (tkvi_peak).
+ * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also finds the blocks that are old
+ * enough, and expires blocks that left every window.
  *
  *     blocks of a list     [sinks] [archive ...............] [warm ..........] [hot ...........]
  *     age in tokens         exact   >= hot_tokens +           >= hot_tokens     below hot_tokens
@@ -20337,6 +20781,10 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
  * The age of a block is the number of tokens after it. Ageing runs at the start of an append or of a step, before
  * new tokens are stored, and in tkv_seq_flush. So the tokens of a chunk are still exact when the chunk is attended
  * to. Ageing recodes full blocks. Only a flush may recode a last block that is not full.
+ *
+ * Ageing takes memory for one block at a time, and it can fail after any block. Each block is then in one format, and
+ * no token has changed its position. Expiry gives memory back and cannot fail. It runs when the call can no longer
+ * fail.
  */
 #ifndef TKVI_RECLAIM_AGE_H
 #define TKVI_RECLAIM_AGE_H
@@ -20392,7 +20840,8 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     const tkv_config *cfg = &kv->tables.cfg;
     const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
-    to_k.feedback = tkvi_squat_factors_of(kv, layer, head);
+    const tkvi_family *family = r->k.format->family;
+    if (family->learn_queries) to_k.head_state = tkvi_query_state_of(kv, family, layer, head);
     to_k.start = start;
     tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
     tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
@@ -20430,22 +20879,22 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_bl
 }
 
 /* Recodes block i of a list to `layout`. If tokens were evicted, the other tokens move to the first slots, unless
- * the format fixes slots. dry_run not NULL: only counts the slots that this takes and gives back. */
-static void tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout, tkvi_peak *dry_run) {
+ * the format fixes slots. Returns 0 without memory; the block then stays as it is. */
+static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
     int is_packed;
     uint16_t previous_layout;
     tkvi_recoding r;
-    if (tkvi_is_offloaded(b)) return; /* its bytes are not in RAM */
-    if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return; /* same format */
+    if (tkvi_is_offloaded(b)) return 1; /* its bytes are not in RAM */
+    if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return 1; /* same format */
     /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
-    if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return;
-    if (dry_run) {
-        tkvi_peak_take(dry_run, layout);
-        if (b->refs == 1) tkvi_peak_give(dry_run, b->layout);
-        return;
+    if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return 1;
+    if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
+    if (b->refs > 1) {
+        if (!tkvi_grow_blocks(&kv->pool, kv->pool.n_blocks + 1)) return 0;
+        b = &kv->pool.block[id]; /* the table may have grown */
     }
     tkvi_copy_for_meter(kv, seq, layer, b);
     kv->demoted++;
@@ -20484,81 +20933,78 @@ static void tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layo
         b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.live_mask, b->start);
         b->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     }
+    return 1;
 }
 
-/* >>dry run */
-/* Begins a dry run. It starts from the slots in use and the reserved slots. */
-static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
-    tkvi_peak dry_run;
-    int c;
-    memset(&dry_run, 0, sizeof dry_run);
-    dry_run.tables = &kv->tables;
-    dry_run.live = kv->peak_live;
-    for (c = 0; c < kv->tables.n_classes; c++)
-        dry_run.live[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c];
-    dry_run.n_offloaded = kv->pool.n_offloaded;
-    tkvi_peak_note(&dry_run);
-    return dry_run;
-}
-
-/* Ages one list. Blocks that left every window expire, after the margin of tkvi_expiry_margin. Warm blocks go to the
- * archive, hot blocks to warm or archive. hot_age: age at which blocks leave the hot tier. It is that of the plan, 0
- * for a flush, or TKVI_FOREVER to expire blocks only. partial_too: 1 also recodes a last block that is not full.
- * dry_run not NULL: only counts slots. */
-static void tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too,
-                          tkvi_peak *dry_run) {
+/* >>lists */
+/* Number of the oldest blocks of a list that have left every window, after the margin of tkvi_expiry_margin. */
+static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int n = 0;
+    while (p->kept_window && n + 1 < list->n &&
+           (int64_t)tkvi_block_end(kv, list, ids, n) + p->kept_window + tkvi_expiry_margin(p) <= list->len)
+        n++;
+    return n;
+}
+
+/* Frees the blocks that have left every window. Sinks expire first. */
+static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
+    const int n_expired = tkvi_n_expiring(kv, seq, layer);
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, n_expired = 0, len = now.len;
-    while (p->kept_window && n_expired + 1 < now.n &&
-           (int64_t)tkvi_block_end(kv, &now, ids, n_expired) + p->kept_window + tkvi_expiry_margin(p) <=
-               len) {
-        const tkvi_block *b = &kv->pool.block[ids[n_expired]];
-        if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->layout);
-        if (!dry_run) tkvi_release_block(&kv->pool, ids[n_expired]);
-        n_expired++;
+    int *of_tier[3], tier, i, n_left = n_expired;
+    if (!n_expired) return;
+    list->expired = tkvi_block_start(kv, ids, n_expired);
+    for (i = 0; i < n_expired; i++) tkvi_release_block(&kv->pool, ids[i]);
+    list->n -= n_expired;
+    memmove(ids, ids + n_expired, (size_t)list->n * sizeof *ids);
+    list->n_recoded = tkvi_max(0, list->n_recoded - (n_expired - list->sinks));
+    list->n_tightest = tkvi_max(0, list->n_tightest - (n_expired - list->sinks));
+    list->n_offloaded = tkvi_max(0, list->n_offloaded - (n_expired - list->sinks));
+    of_tier[0] = &list->sinks;
+    of_tier[1] = &list->archive;
+    of_tier[2] = &list->warm;
+    for (tier = 0; tier < 3; tier++) {
+        const int n_taken = tkvi_min(n_left, *of_tier[tier]);
+        *of_tier[tier] -= n_taken;
+        n_left -= n_taken;
     }
-    if (n_expired) { /* A dry run changes only `now`, a copy of the list. The block numbers stay in place. */
-        int left = n_expired, tier, *of_tier[3];
-        now.n_recoded = tkvi_max(0, now.n_recoded - (n_expired - now.sinks)); /* sinks expire first */
-        now.n_tightest = tkvi_max(0, now.n_tightest - (n_expired - now.sinks));
-        now.n_offloaded = tkvi_max(0, now.n_offloaded - (n_expired - now.sinks));
-        of_tier[0] = &now.sinks;
-        of_tier[1] = &now.archive;
-        of_tier[2] = &now.warm;
-        now.expired = tkvi_block_start(kv, ids, n_expired);
-        for (tier = 0; tier < 3; tier++) {
-            int n_taken = tkvi_min(left, *of_tier[tier]);
-            *of_tier[tier] -= n_taken;
-            left -= n_taken;
-        }
-        now.n -= n_expired;
-        if (dry_run) {
-            ids += n_expired;
-        } else {
-            memmove(ids, ids + n_expired, (size_t)now.n * sizeof *ids);
-            *list = now;
-        }
-    }
-    for (i = now.sinks + now.archive; i < now.n; i++) {
-        int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
-        int is_full = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
-        tkv_tier due = tkvi_tier_by_age(&p->now, hot_age, end, len);
+}
+
+/* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
+ * at which blocks leave the hot tier. It is that of the plan, 0 for a flush, or TKVI_FOREVER for none. Positions from
+ * exact_from on stay exact. partial_too: 1 also recodes a last block that is not full. Returns 1 if a block changed
+ * its tier, 0 if none is due, -1 without memory. */
+static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exact_from, int partial_too) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first_hot = list->sinks + list->archive + list->warm;
+    int i = list->sinks + list->archive;
+    for (; i < list->n; i = first_hot) {
+        const int end = tkvi_block_end(kv, list, ids, i),
+                  is_full = i + 1 < list->n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+        tkv_tier due = tkvi_tier_by_age(&kv->tables.plan[layer].now, hot_age, end, list->len);
         while (tkvi_must_wait_for_table(kv, layer, due))
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
-        if (due == TKV_TIER_HOT || (!is_full && !partial_too)) break;
-        if (is_warm && due == TKV_TIER_WARM) {
-            i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
-            continue;
-        }
-        tkvi_demote_block(kv, seq, layer, i + (dry_run ? n_expired : 0),
-                          tkvi_layout_of(&kv->tables, layer, due), dry_run);
-        if (is_warm) now.warm--;
-        if (due == TKV_TIER_ARCHIVE) now.archive++;
-        else now.warm++;
+        if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return 0;
+        if (i < first_hot && due == TKV_TIER_WARM) continue; /* the younger warm blocks stay as well */
+        if (!tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, due))) return -1;
+        if (i < first_hot) list->warm--;
+        if (due == TKV_TIER_ARCHIVE) list->archive++;
+        else list->warm++;
+        return 1;
     }
-    if (!dry_run) *list = now;
+    return 0;
+}
+
+/* Ages all due blocks of a list. Returns 0 without memory. */
+static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too) {
+    int aged = 1;
+    while (aged > 0)
+        aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
+    return aged == 0;
 }
 
 #endif /* TKVI_RECLAIM_AGE_H */
@@ -21082,47 +21528,42 @@ static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
 }
 
 #endif /* TKVI_RECLAIM_EVICT_TOKENS_H */
-/* ======== reclaim/budget.h ======== */
+/* ======== reclaim/demand.h ======== */
 /*
- * reclaim/budget.h - keeps everything that a cache holds within its budget. When bytes are needed, blocks are
- * recoded into smaller formats, oldest first.
+ * reclaim/demand.h - the memory that a call needs: slots of new blocks, block entries, longer lists. It computes the
+ * bytes that the cache would hold, and allocates them.
  *
- *     append -> 1. forecast: does the append fit after some reclaim stages?             (tkvi_plan_reclaim)
- *                  If not: TKV_ERR_BUDGET. Nothing is recoded or evicted.
- *            -> 2. if the level's threshold is passed: recode some old blocks           (tkvi_recode_for_append)
- *            -> 3. while the append does not fit, the next of these reclaim stages:     (tkvi_reclaim_bytes)
- *                  a. recode every block that this level recodes, then go to the next level
- *                  b. offload the oldest blocks, if the config has a store (offload.h)
- *                  c. discard blocks that the caller's model can recompute (discard.h)
- *                  d. evict tokens (evict_tokens.h); first of all stages if only that order fits
- *
- * The forecast is arithmetic. A dry run (tkvi_peak) counts the slots that an operation takes. The number of blocks
- * of each size gives the pages in use exactly (cache/pool.h). Only eviction is not known exactly: how many blocks it
- * frees depends on the tokens that the policy chooses. tkvi_bound_eviction computes a lower bound. If the bound does
- * not suffice, tkvi_dry_run_floor is a dry run of the eviction: the policy chooses all victims that it may have. The
- * remaining tokens are merged into as few blocks as possible. The real eviction then does the same.
- *
- * Recoding needs a free page for each block size that it writes. These pages (pool.recode_pages) are held from the
- * first append on, and only recoding uses them. A list stores how many of its blocks the level has recoded
- * (tkvi_list.n_recoded, n_tightest). So the search for the next block looks at one or two blocks of a list.
- *
- * The level rises if the average pressure demands it and this level has nothing left to recode. It also rises in
- * stage a. It falls if the pressure fell and all blocks would fit at the lower level. Blocks then keep their formats.
+ * The numbers of blocks of each size give the pages in use exactly (cache/pool.h). So the bytes are exact too.
  */
-#ifndef TKVI_RECLAIM_BUDGET_H
-#define TKVI_RECLAIM_BUDGET_H
+#ifndef TKVI_RECLAIM_DEMAND_H
+#define TKVI_RECLAIM_DEMAND_H
 
 
-/* >>bytes */
-/* Bytes held, without free pages beyond pool.recode_pages. */
-static size_t tkvi_used_bytes(const tkv_cache *kv) {
-    const size_t recode_pages = (size_t)kv->pool.recode_pages, n_free = kv->pool.n_free_pages;
-    return kv->heap.held - (n_free > recode_pages ? n_free - recode_pages : 0) * kv->tables.page_bytes;
+/* What a call needs: tokens at the ends of lists, and other slots. */
+typedef struct tkvi_request {
+    const tkv_rows *rows; /* sequences and the tokens that their lists must take */
+    int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
+    tkvi_demand fixed;    /* other blocks; with layer -1 the blocks of the rows too */
+} tkvi_request;
+
+static tkvi_request tkvi_no_request(void) {
+    tkvi_request none;
+    memset(&none, 0, sizeof none);
+    return none;
 }
 
+/* >>bytes */
 /* Bytes held, without pages. */
 static size_t tkvi_bytes_without_pages(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
+}
+
+/* Bytes held, without free pages beyond pool.recode_pages. */
+static size_t tkvi_used_bytes(const tkv_cache *kv) {
+    const int64_t n_usable = tkvi_n_usable_pages(&kv->pool), n_recode = kv->pool.recode_pages;
+    const int64_t n_taken = (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages;
+    return tkvi_bytes_without_pages(kv) +
+           (size_t)(n_taken + (n_usable < n_recode ? n_usable : n_recode)) * kv->tables.page_bytes;
 }
 
 /* Bytes of the new array if `cap` entries cannot hold n_entries, else 0. The old array is not subtracted: it is freed
@@ -21131,7 +21572,7 @@ static size_t tkvi_growth_bytes(uint32_t cap, int64_t n_entries, size_t entry_by
     return n_entries > (int64_t)cap ? (size_t)tkvi_cap_for(n_entries) * entry_bytes : 0;
 }
 
-/* >>the memory request of a call */
+/* >>new tokens */
 /* Number of tokens that the last block of a list can still take. */
 static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids) {
@@ -21154,119 +21595,164 @@ static int tkvi_n_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi
     return *sink + (n_tokens > 0 ? (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
-/* Block numbers that a list must hold with n more tokens: its blocks, the new ones, and one more. */
-static int tkvi_n_list_entries(const tkv_cache *kv, int seq, int layer, int n) {
-    int sink;
+/* Adds the blocks that n more tokens of a list take, less the blocks that expire before. */
+static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, tkvi_demand *demand) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return list->n +
-           tkvi_n_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) + 1;
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
+    if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
+    tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
+    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+        tkvi_demand_blocks(&kv->pool, kv->pool.block[ids[list->n - 1]].layout, 1, demand); /* it is copied */
+    for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        if (b->refs > 1) continue;
+        if (tkvi_is_offloaded(b)) demand->entries--;
+        else tkvi_demand_blocks(&kv->pool, b->layout, -1, demand);
+    }
 }
 
-/* Block numbers that the longest list of a row of a memory request must hold. layer < 0: of all layers. uses_n_left:
- * 1 leaves out the blocks that the forecast frees (tkvi_list.n_left). */
-static int tkvi_n_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer, int uses_n_left) {
+/* Block numbers that the longest list of a row must hold: its blocks, the new ones, and one more. layer < 0: of all
+ * layers. */
+static int tkvi_n_row_entries(tkv_cache *kv, const tkv_rows *row, int layer) {
     const int len_after = layer < 0 ? tkv_get_length(kv, row->seq, TKV_ALL_LAYERS) + row->n : 0;
     int l, most = 0;
-    if (row->n == 0) return 0;
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
+        const tkvi_plan *p = &kv->tables.plan[l];
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
-        const int n_new = layer < 0 ? len_after - list->len : row->n,
-                  n_freed = uses_n_left ? list->n - list->n_left : 0;
-        if (kv->tables.plan[l].stored_layer == l && n_new > 0)
-            most = tkvi_max(most, tkvi_n_list_entries(kv, row->seq, l, n_new) - n_freed);
+        const int n = layer < 0 ? len_after - list->len : row->n;
+        int sink;
+        if (p->stored_layer == l && n > 0)
+            most = tkvi_max(most, list->n + 1 +
+                                      tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &sink));
     }
     return most;
 }
 
-/* Bytes of new arrays of the index (block table, lists, space of choices) if there are `blocks` blocks and the
- * memory request is served. uses_n_left: as in tkvi_n_row_entries. */
-static size_t tkvi_index_growth_bytes(const tkv_cache *kv, int64_t blocks, int uses_n_left) {
-    const tkvi_memory_request *request = &kv->memory_request;
-    size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, blocks + request->blocks,
-                                     tkvi_block_entry_bytes(&kv->tables.cfg));
+/* >>a request */
+/* The demand of a request in the present state of the lists. */
+static tkvi_demand tkvi_demand_of(const tkv_cache *kv, const tkvi_request *request) {
+    tkvi_demand demand = request->fixed;
+    int i;
+    for (i = 0; i < request->n_rows && request->layer >= 0; i++)
+        if (request->rows[i].n)
+            tkvi_demand_tokens(kv, request->rows[i].seq, request->layer, request->rows[i].n, &demand);
+    return demand;
+}
+
+/* Block numbers that the longest list of a row must hold: tkvi_n_row_entries, or fewer after blocks are freed. */
+typedef int (*tkvi_row_need)(tkv_cache *kv, const tkv_rows *row, int layer);
+
+/* Bytes of new arrays of the index (block table, lists, space of choices) that serve a request. n_entries: of the block
+ * table. */
+static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request, int64_t n_entries,
+                                      tkvi_row_need row_need) {
+    size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, n_entries, tkvi_block_entry_bytes(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < request->n_rows; i++) {
-        const int n_entries = tkvi_n_row_entries(kv, &request->rows[i], request->layer, uses_n_left);
-        bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n_entries, sizeof(uint32_t)) *
+        const int n = row_need(kv, &request->rows[i], request->layer);
+        bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n, sizeof(uint32_t)) *
                  (size_t)kv->tables.cfg.model.n_layers;
-        most = tkvi_max(most, n_entries);
+        most = tkvi_max(most, n);
     }
     return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
 }
 
-/* Clears the memory request. */
-static void tkvi_clear_request(tkv_cache *kv) {
-    memset(kv->slot_request, 0, (size_t)kv->tables.n_classes * sizeof *kv->slot_request);
-    memset(&kv->memory_request, 0, sizeof kv->memory_request);
+/* Allocates those arrays. Returns 0 without memory. */
+static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n_entries,
+                           tkvi_row_need row_need) {
+    int i;
+    if (n_entries > 0x7fffffff || (n_entries > 0 && !tkvi_grow_blocks(&kv->pool, (uint32_t)n_entries)))
+        return 0;
+    for (i = 0; i < request->n_rows; i++)
+        if (request->rows[i].n &&
+            !tkvi_grow_lists(kv, request->rows[i].seq, row_need(kv, &request->rows[i], request->layer)))
+            return 0;
+    return 1;
 }
 
-/* Sets the memory request of an operation: slots from its dry run, tokens of lists from its rows. If the
- * operation gives back slots of a class, the request for that class is 0, not negative. layer: as in
- * tkvi_memory_request. */
-static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
-                             int layer) {
-    int64_t blocks = kv->pool.n_offloaded;
-    int c;
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t taken = kv->pool.used_slots[c] + kv->pool.reserved_slots[c],
-                      n_more = dry_run->live[c] - taken;
-        kv->slot_request[c] = n_more > 0 ? n_more : 0;
-        blocks += taken + kv->slot_request[c];
-    }
-    kv->memory_request.rows = rows;
-    kv->memory_request.n_rows = n_rows;
-    kv->memory_request.layer = layer;
-    kv->memory_request.blocks = dry_run->most_blocks - blocks;
-}
-
-/* >>forecast */
-/* All forecasts share one array of slots (kv->slot_request): a new forecast overwrites the slots of the last one. */
-typedef struct tkvi_forecast {
-    int64_t *slots;      /* [n_classes] slots in use, reserved or requested */
-    int64_t n_offloaded; /* blocks without a slot: offloaded or discarded */
-    int uses_n_left;     /* 1: lists have tkvi_list.n_left blocks */
-    int64_t extra_pages; /* pages to add, because the classes of the freed slots are unknown */
-} tkvi_forecast;
-
-/* Forecast of the present state with the memory request, without any reclaim. */
-static tkvi_forecast tkvi_forecast_now(tkv_cache *kv) {
-    tkvi_forecast forecast;
-    int c;
-    forecast.slots = kv->slot_request + kv->tables.n_classes;
-    forecast.n_offloaded = kv->pool.n_offloaded;
-    forecast.uses_n_left = 0;
-    forecast.extra_pages = 0;
-    for (c = 0; c < kv->tables.n_classes; c++)
-        forecast.slots[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + kv->slot_request[c];
-    return forecast;
-}
-
-/* Bytes held in a forecast, with the pages for recoding and new arrays of the index and page table. *index, if not
- * NULL, gets the bytes of these arrays. Returns (size_t)-1 on overflow. */
-static size_t tkvi_forecast_bytes(const tkv_cache *kv, const tkvi_forecast *forecast, size_t *index) {
-    int64_t pages = kv->pool.recode_pages + forecast->extra_pages, blocks = forecast->n_offloaded;
-    size_t bytes, growth;
-    int c;
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t slots = forecast->slots[c] > 0 ? forecast->slots[c] : 0;
-        pages += tkvi_pages_for(&kv->tables.size_class[c], slots);
-        blocks += slots;
-    }
-    growth = tkvi_index_growth_bytes(kv, blocks, forecast->uses_n_left);
-    if (!tkvi_add(growth, tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)), &growth))
-        return (size_t)-1;
-    if (index) *index = growth;
+/* Bytes held if this demand of a request is served, with the pages for recoding. New arrays count beside the old
+ * ones. Returns (size_t)-1 on overflow. */
+static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
+    const int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
+    size_t bytes;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, growth, &bytes))
+        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) ||
+        !tkvi_add(bytes,
+                  tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
+                                          tkvi_n_row_entries) +
+                      tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)),
+                  &bytes))
         return (size_t)-1;
     return bytes;
 }
 
-/* Bytes held if the memory request is served without any reclaim. */
-static size_t tkvi_requested_bytes(tkv_cache *kv) {
-    const tkvi_forecast now = tkvi_forecast_now(kv);
-    return tkvi_forecast_bytes(kv, &now, NULL);
+static size_t tkvi_bytes_for(tkv_cache *kv, const tkvi_request *request) {
+    const tkvi_demand demand = tkvi_demand_of(kv, request);
+    return tkvi_bytes_for_demand(kv, request, &demand);
 }
+
+/* 1 if a demand of a request needs no further allocation. */
+static int tkvi_is_provided(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
+    const int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
+    return pages <= (int64_t)kv->pool.n_pages && (!kv->pool.max_pages || pages <= kv->pool.max_pages) &&
+           tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
+                                   tkvi_n_row_entries) == 0;
+}
+
+/* The most bytes that the heap may hold. In place no more memory comes. */
+static size_t tkvi_heap_limit(const tkv_cache *kv) {
+    if (kv->pool.keep_all) return kv->heap.held;
+    return kv->heap.limit ? kv->heap.limit : (size_t)-1;
+}
+
+/* Allocates what a request needs, as far as tkvi_heap_limit allows. First gives free pages back where the index needs
+ * their bytes. Returns 0 if the allocator failed; then no block has changed. */
+static int tkvi_provide_within_limit(tkv_cache *kv, const tkvi_request *request) {
+    const tkvi_demand demand = tkvi_demand_of(kv, request);
+    const int64_t n_entries = tkvi_entries_for_demand(&kv->pool, &demand),
+                  pages = tkvi_pages_for_demand(&kv->pool, &demand);
+    const size_t limit = tkvi_heap_limit(kv),
+                 growth = tkvi_index_growth_bytes(kv, request, n_entries, tkvi_n_row_entries);
+    if (growth && (kv->heap.held > limit || growth > limit - kv->heap.held)) tkvi_trim_to(&kv->pool, 0);
+    if (growth && kv->heap.held <= limit && growth <= limit - kv->heap.held &&
+        !tkvi_grow_index(kv, request, n_entries, tkvi_n_row_entries))
+        return 0;
+    while ((int64_t)kv->pool.n_pages < pages) {
+        const size_t page = kv->tables.page_bytes +
+                            tkvi_growth_bytes(kv->pool.page_cap, kv->pool.n_pages + 1, sizeof(tkvi_page));
+        if (kv->heap.held > limit || page > limit - kv->heap.held) return 1;
+        if (!tkvi_add_page(&kv->pool)) return 0;
+    }
+    return 1;
+}
+
+/* Allocates all that a request needs. Returns 0 without memory; then no block has changed. */
+static int tkvi_provide_request(tkv_cache *kv, const tkvi_request *request) {
+    const tkvi_demand demand = tkvi_demand_of(kv, request);
+    return tkvi_provide_within_limit(kv, request) && tkvi_is_provided(kv, request, &demand);
+}
+
+/* Writes the error of a call without memory. what, number, more: as in tkvi_fail. */
+static tkv_status tkvi_refuse_no_memory(tkv_cache *kv, const char *what, int64_t number, const char *more) {
+    if (kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit)
+        return tkvi_fail(kv, TKV_ERR_BUDGET, what, number, more);
+    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, what, number, more);
+}
+
+#endif /* TKVI_RECLAIM_DEMAND_H */
+/* ======== reclaim/stale.h ======== */
+/*
+ * reclaim/stale.h - under a budget: which blocks the level recodes, and the recoding of the oldest of them.
+ *
+ * Recoding needs a free page for each block size that it writes. These pages (pool.recode_pages) are held from the
+ * first append on, and only recoding uses them. A list stores how many of its blocks the level has recoded
+ * (tkvi_list.n_recoded, n_tightest). So the search for the next block looks at one or two blocks of a list.
+ */
+#ifndef TKVI_RECLAIM_STALE_H
+#define TKVI_RECLAIM_STALE_H
+
 
 /* >>stale blocks */
 /* A stale block: the tier spec of the level demands a layout with fewer bytes for it. */
@@ -21294,7 +21780,9 @@ static tkv_tier tkvi_due_tier_of(const tkv_cache *kv, int seq, int layer, int st
                                  const tkvi_tier_spec *spec, int can_learn) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_by_age(spec, spec->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk_start || (is_last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
+    if (kv->recodes_young && spec->hot != TKVI_FOREVER)
+        due = spec->warm == TKVI_FOREVER ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
+    if (end > tkvi_exact_from(kv, seq, layer) || (is_last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
     while (spec->needs_table[due] && kv->tables.current_version[layer] < 0 && !can_learn)
         due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
     return due;
@@ -21353,10 +21841,10 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
  * class. */
 typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
 
-static int tkvi_has_slot(const tkv_cache *kv, int layout, tkvi_where where) {
-    if (where == TKVI_ANYWHERE || kv->pool.partial_pages[kv->tables.layout[layout].size_class] != TKVI_NIL)
-        return 1;
-    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_reserved_pages(&kv->pool);
+static int tkvi_can_take(const tkv_cache *kv, int layout, tkvi_where where) {
+    const int size_class = kv->tables.layout[layout].size_class;
+    if (where == TKVI_IN_FREE_PAGES) return tkvi_has_slot(&kv->pool, size_class);
+    return where == TKVI_ANYWHERE || kv->pool.partial_pages[size_class] != TKVI_NIL;
 }
 
 /* Finds the oldest stale block of all lists that has a slot of the kind `where`. 0: there is none. learns: 1
@@ -21370,7 +21858,7 @@ static int tkvi_find_stale(tkv_cache *kv, tkvi_where where, int learns, tkvi_sta
             int age;
             if (list->n == 0 || !tkvi_find_stale_in(kv, seq, layer, can_learn, &stale)) continue;
             age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), stale.i);
-            if (age <= oldest_age || !tkvi_has_slot(kv, stale.layout, where)) continue;
+            if (age <= oldest_age || !tkvi_can_take(kv, stale.layout, where)) continue;
             oldest_age = age;
             *oldest = stale;
             found = 1;
@@ -21378,37 +21866,110 @@ static int tkvi_find_stale(tkv_cache *kv, tkvi_where where, int learns, tkvi_sta
     return found;
 }
 
-/* Writes the error of an operation that does not fit even after all reclaim stages. bytes: the fewest bytes found. */
+/* Recodes the oldest stale block that has a slot. Returns the bytes freed; 0: no block can be recoded at this
+ * level. limit, if not 0: the bytes that may be held. If a block would open a page beyond the limit, a block that
+ * opens none is recoded instead. Such a page pays only if more blocks follow. learns: as in tkvi_find_stale. */
+static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
+    tkvi_stale stale;
+    size_t old_bytes;
+    if (!tkvi_find_stale(kv, TKVI_IN_FREE_PAGES, learns, &stale)) return 0;
+    if (limit && !tkvi_can_take(kv, stale.layout, TKVI_IN_OPEN_PAGES)) {
+        const tkvi_request none = tkvi_no_request();
+        tkvi_demand recoded = none.fixed;
+        recoded.slots[tkvi_layout_at(kv, &stale)->size_class]--;
+        recoded.slots[kv->tables.layout[stale.layout].size_class]++;
+        if (tkvi_bytes_for_demand(kv, &none, &recoded) > limit &&
+            !tkvi_find_stale(kv, TKVI_IN_OPEN_PAGES, learns, &stale))
+            return 0;
+    }
+    old_bytes = tkvi_layout_at(kv, &stale)->bytes.total;
+    if (kv->tables.plan[stale.layer].now.needs_table[stale.due] &&
+        kv->tables.current_version[stale.layer] < 0) {
+        /* learns a table from the present blocks, because this block cannot wait */
+        if (!tkvi_make_due_table(kv, stale.layer, 1) || kv->tables.current_version[stale.layer] < 0) return 0;
+        stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.due);
+    }
+    if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;
+    tkvi_count_recoded(tkvi_list_of(kv, stale.seq, stale.layer), stale.i, stale.due);
+    kv->recoded[kv->tables.level]++;
+    return old_bytes - kv->tables.layout[stale.layout].bytes.total;
+}
+
+#endif /* TKVI_RECLAIM_STALE_H */
+/* ======== reclaim/budget.h ======== */
+/*
+ * reclaim/budget.h - keeps everything that a cache holds within its budget. When bytes are needed, blocks are
+ * recoded into smaller formats, oldest first.
+ *
+ *     append -> validate
+ *            -> reclaim   1. bytes that all stages together can free at most (tkvi_least_bytes). If they do not
+ *                            suffice: TKV_ERR_BUDGET, and nothing has changed.
+ *                         2. recode every block that this level recodes, then go to the next level
+ *                         3. offload the oldest blocks, if the config has a store (offload.h)
+ *                         4. bytes that stages 5 and 6 free at least (tkvi_bound_loss). If they do not suffice:
+ *                            TKV_ERR_BUDGET. No token was lost; blocks stay recoded and offloaded.
+ *                         5. discard blocks that the caller's model can recompute (discard.h)
+ *                         6. evict tokens (evict_tokens.h)
+ *                         7. in the place of a refusal by stage 4: recode blocks of any age for the archive, but
+ *                            not the last append
+ *            -> age -> store
+ *
+ * Each stage goes on until the request fits. All memory that the request needs is allocated before stage 5. So a call
+ * that discards or evicts cannot fail afterwards.
+ *
+ * The level rises if the average pressure demands it and this level has nothing left to recode. It also rises in
+ * stage 2. It falls if the pressure fell and all blocks would fit at the lower level. Blocks then keep their formats.
+ */
+#ifndef TKVI_RECLAIM_BUDGET_H
+#define TKVI_RECLAIM_BUDGET_H
+
+
+/* The largest part of what is held: its name, and its bytes. */
+static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
+    static const char *const names[] = {"exact tokens", "encoded tokens", "tables",
+                                        "work space, index and free pages"};
+    size_t parts[] = {0, 0, 0, 0};
+    int seq, layer, i, largest = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            for (i = 0; i < list->n; i++) {
+                const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+                if (!tkvi_is_offloaded(b))
+                    parts[tkvi_tier_at(list, i) != TKV_TIER_HOT] +=
+                        kv->tables.layout[b->layout].bytes.total / b->refs;
+            }
+        }
+    parts[2] = kv->table_bytes + tkvi_learning_bytes(kv);
+    parts[3] = kv->heap.held - parts[0] - parts[1] - parts[2];
+    for (i = 1; i < 4; i++)
+        if (parts[i] > parts[largest]) largest = i;
+    *bytes = parts[largest];
+    return names[largest];
+}
+
+/* Writes the error of a call that does not fit even after all stages. bytes: what it would take then. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
-    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the last level would need", (int64_t)bytes,
-                              " bytes, more than the budget; reset a sequence or raise it");
-    if (kv->store_failed)
-        st = tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.offload.write failed, and without it there is no room", 0,
-                       NULL);
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    size_t largest;
+    const char *part = tkvi_find_largest_part(kv, &largest);
+    if (kv->store_failed) {
+        tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
+    } else {
+        tkvi_append_text(&t, "the call needs ");
+        tkvi_append_int(&t, (int64_t)bytes);
+        tkvi_append_text(&t, " bytes, more than the budget; ");
+        tkvi_append_int(&t, (int64_t)largest);
+        tkvi_append_text(&t, " of those held are ");
+        tkvi_append_text(&t, part);
+        tkvi_append_text(&t, "; reset a sequence or raise it");
+    }
     kv->refused++;
     tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->error);
-    return st;
+    return TKV_ERR_BUDGET;
 }
 
 /* >>levels */
-/* Offloads the oldest block of all lists that can be offloaded. 0: there is none, or the store failed. */
-static int tkvi_offload_oldest(tkv_cache *kv) {
-    int seq, layer, oldest_age = -1, oldest_seq = 0, oldest_layer = 0;
-    if (!tkvi_can_store(kv)) return 0;
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-            const int i = tkvi_find_offloadable(kv, seq, layer);
-            int age;
-            if (i < 0) continue;
-            age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
-            if (age <= oldest_age) continue;
-            oldest_age = age;
-            oldest_seq = seq;
-            oldest_layer = layer;
-        }
-    return oldest_age >= 0 && tkvi_offload_next(kv, oldest_seq, oldest_layer);
-}
-
 /* Ends all reservations. Called when the plan changes without a budget, or when a budget begins or ends. Reserved
  * slots were counted for the old plan. */
 static void tkvi_end_reservations(tkv_cache *kv) {
@@ -21441,443 +22002,241 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
                                  : "the pressure fell: new tokens get more bits");
 }
 
-/* >>reclaim stages */
-/* Bits of kv->reclaim_stages. Every forecast at a level recodes all stale blocks, or with TKVI_LOOSEN does the
- * opposite. The other bits add stages. tkvi_reclaim_bytes applies the bits with which the forecast did fit. */
-typedef enum tkvi_reclaim_stages {
-    TKVI_LOOSEN = 1,          /* forecast only: blocks smaller than the level demands grow to its layout */
-    TKVI_OFFLOAD_ALL = 2,     /* offload and discard all blocks that can be */
-    TKVI_EVICT = 4,           /* evict tokens, except offloaded and discarded ones */
-    TKVI_EVICT_ALL = 8,       /* evict offloaded and discarded tokens as well */
-    TKVI_EVICT_TO_FLOOR = 16, /* evict each list to its floor and merge it; a dry run knows the victims */
-    TKVI_EVICT_FIRST = 32     /* evict before all other stages */
-} tkvi_reclaim_stages;
-
-/* The tokens of a sequence that eviction spares in a forecast with these reclaim stages. spec: of the level. */
-static tkvi_spared tkvi_build_spared(const tkv_cache *kv, int seq, const tkvi_tier_spec *spec, int level,
-                                     int reclaim_stages) {
-    tkvi_spared spared;
-    memset(&spared, 0, sizeof spared);
-    spared.offloaded = !(reclaim_stages & TKVI_EVICT_ALL);
-    if (reclaim_stages & TKVI_OFFLOAD_ALL) spared.tier_spec = spec;
-    if (TKVI_HAS_DISCARD && reclaim_stages & TKVI_OFFLOAD_ALL && kv->tables.cfg.budget.discard &&
-        tkvi_is_idle(kv, seq))
-        spared.discarded_to = tkvi_discardable_to(kv, seq, level);
-    return spared;
+/* >>offloading */
+/* Offloads the oldest block of all lists that can be offloaded. 0: there is none, or the store failed. */
+static int tkvi_offload_oldest(tkv_cache *kv) {
+    int seq, layer, oldest_age = -1, oldest_seq = 0, oldest_layer = 0;
+    if (!tkvi_can_store(kv)) return 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const int i = tkvi_find_offloadable(kv, seq, layer);
+            int age;
+            if (i < 0) continue;
+            age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
+            if (age <= oldest_age) continue;
+            oldest_age = age;
+            oldest_seq = seq;
+            oldest_layer = layer;
+        }
+    return oldest_age >= 0 && tkvi_offload_next(kv, oldest_seq, oldest_layer);
 }
 
-/* 1 if the policy chooses the same victims whether or not blocks are recoded or offloaded before. Otherwise a dry
- * run cannot choose them: policies that read keys would see recoded keys, and a user policy is the caller's. */
-static int tkvi_can_forecast_victims(const tkv_cache *kv) {
+/* >>bounds */
+/* A layout that a block of a list could have; -1: no slot. */
+typedef int (*tkvi_choose_layout)(tkv_cache *kv, int seq, int layer, int i);
+
+/* Changes a demand as if each block behind the sinks that is in RAM, and that one list holds, had another layout. */
+static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_demand *demand) {
+    int seq, layer, i;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            for (i = list->sinks; i < list->n; i++) {
+                const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+                const int own = b->layout;
+                int layout;
+                if (b->refs > 1 || tkvi_is_offloaded(b)) continue;
+                layout = choose(kv, seq, layer, i);
+                tkvi_demand_blocks(&kv->pool, own, -1, demand);
+                if (layout >= 0) tkvi_demand_blocks(&kv->pool, layout, 1, demand);
+            }
+        }
+}
+
+/* The smallest layout that block i can get by any stage; -1: a stage may free its slot. */
+static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
+    const int max_level = kv->pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
+    int level, least = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout;
+    if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->seq[seq].in_step &&
+        i + 1 < tkvi_list_of(kv, seq, layer)->n)
+        return -1;
+    for (level = kv->tables.level; level <= max_level; level++) {
+        const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &specs[level], can_learn);
+        if ((tkvi_can_store(kv) ||
+             (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))) &&
+            tkvi_can_offload(kv, seq, layer, i, &specs[level]))
+            return -1;
+        if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, least, specs[level].layout[due]))
+            least = specs[level].layout[due];
+    }
+    return least;
+}
+
+/* Lower bound of the bytes held after all stages, with the request: each block at its smallest, pages all full. */
+static size_t tkvi_least_bytes(tkv_cache *kv, const tkvi_request *request) {
+    tkvi_demand demand = tkvi_demand_of(kv, request);
+    size_t bytes = tkvi_bytes_without_pages(kv) + (size_t)kv->pool.recode_pages * kv->tables.page_bytes;
+    int c;
+    kv->recodes_young = 1;
+    tkvi_exchange_blocks(kv, tkvi_least_layout, &demand);
+    kv->recodes_young = 0;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t slots = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + demand.slots[c];
+        if (slots > 0) bytes += (size_t)slots * kv->tables.size_class[c].slot_bytes;
+    }
+    return bytes;
+}
+
+/* 1 if a policy evicts the same tokens in one batch as in many. Policies that pool scores see other neighbours in each
+ * batch. Those that read keys see other keys after blocks are merged. A user policy is the caller's. */
+static int tkvi_has_known_victims(const tkv_cache *kv) {
     const tkv_evict_policy policy = kv->tables.cfg.evict.policy;
-    return policy && policy != TKV_EVICT_USER && !(tkvi_evict_needs(policy) & TKVI_NEEDS_KEYS) &&
-           (!(tkvi_evict_needs(policy) & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
+    const int needs = tkvi_evict_needs(policy);
+    return policy && policy != TKV_EVICT_USER && !(needs & (TKVI_NEEDS_KEYS | TKVI_NEEDS_PROMPT_SCORES)) &&
+           (!(needs & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* The floor of a list: the number of tokens that TKVI_EVICT_TO_FLOOR leaves. It is the number of tokens that cannot
- * be evicted, and kv->kept_eighths eighths of the others. */
-static int tkvi_n_floor_tokens(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
-    const int n_staying = tkvi_n_staying(kv, seq, layer, spared);
-    const int64_t n_others = tkvi_max(0, tkvi_n_live(kv, seq, layer) - n_staying);
-    return n_staying + (int)(n_others * kv->kept_eighths / 8);
-}
-
-/* Evicts one list to its floor and merges its blocks. 0: the list is empty, or its sequence has an open step. */
-static int tkvi_evict_to_floor(tkv_cache *kv, int seq, int layer, int offloaded_too) {
-    tkvi_spared spared;
-    memset(&spared, 0, sizeof spared);
-    spared.offloaded = !offloaded_too;
-    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
-    tkvi_evict_or_oldest(kv, seq, layer, tkvi_n_floor_tokens(kv, seq, layer, &spared), &spared, 1);
-    return 1;
-}
-
-/* A block in a dry run. */
-typedef struct tkvi_planned_block {
-    uint64_t anchored;
-    int start, tokens, layout;
+/* A stretch: neighbours in RAM with one tier and one format. Only within a stretch blocks are merged. */
+typedef struct tkvi_stretch {
+    int n_blocks, n_used; /* blocks; used slots after eviction */
+    int first, layout;    /* first position */
+    int is_anchored;      /* 1: neighbours merge only if all tokens fit */
     tkv_tier tier;
-    int shared;    /* 1: several lists hold it, so it cannot be freed, merged or recoded */
-    int offloaded; /* 1: it has no slot (offloaded or discarded) */
-} tkvi_planned_block;
+} tkvi_stretch;
 
-/* Dry run of tkvi_join_blocks with as many tokens as tkvi_n_joinable allows with `fill`. end: end position of b.
- * Returns 1 if b is empty then. */
-static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
-    const tkvi_layout *layout = kv->tables.layout;
-    const int n_free = TKVI_BLOCK - a->tokens;
-    if (a->shared || b->shared || a->offloaded || b->offloaded || a->tier != b->tier ||
-        tkvi_has_fixed_slots(kv))
-        return 0;
-    if (layout[a->layout].key != layout[b->layout].key || end - a->start > 65536) return 0;
-    if (b->tokens > n_free && a->anchored | b->anchored) return 0;
-    a->anchored |= b->anchored;
-    a->tokens += tkvi_min(b->tokens, n_free);
-    b->tokens -= tkvi_min(b->tokens, n_free);
-    return b->tokens == 0;
+/* Ends a stretch at position `end`: subtracts the blocks that eviction and merging surely free. Merged blocks are
+ * full, except the last one, and span at most 65536 positions. n_staying: tokens of the list that may stay; -1: n_used
+ * is exact. */
+static void tkvi_end_stretch(const tkv_cache *kv, tkvi_stretch *stretch, int end, int n_staying,
+                             tkvi_demand *demand) {
+    const int n_used = n_staying < 0 ? stretch->n_used : tkvi_min(stretch->n_used, n_staying);
+    const int n_full =
+        stretch->is_anchored ? 2 * n_used / TKVI_BLOCK + 1 : (n_used + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int n_kept = n_full + (end - stretch->first) / 32768;
+    if (stretch->n_blocks > n_kept && !tkvi_has_fixed_slots(kv))
+        tkvi_demand_blocks(&kv->pool, stretch->layout, n_kept - stretch->n_blocks, demand);
+    memset(stretch, 0, sizeof *stretch);
 }
 
-/* Plans the blocks of a list after eviction to its floor and merging. Returns their number and points *out
- * to them. spec: all blocks are recoded by this tier spec before, and offloaded or discarded as `spared` says. NULL:
- * blocks are as they are now. *out is valid until the next choice of victims, because it lies in kv->choice_space. */
-static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
-                              const tkvi_tier_spec *spec, tkvi_planned_block **out) {
+/* Subtracts from a demand what stage 6 surely frees of a list: eviction of all tokens that may be evicted, and merging.
+ * victims: those of the policy, or NULL. Without them each stretch may keep all n_staying tokens. */
+static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discarded_to, int n_staying,
+                                  const tkvi_choice *victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int can_learn = !tkvi_has_open_step(kv);
-    tkvi_planned_block *planned;
-    tkvi_choice choice;
-    int i, t, token = 0, n = 0;
-    tkvi_choose_victims_or_oldest(kv, seq, layer, tkvi_n_floor_tokens(kv, seq, layer, spared), spared,
-                                  &choice);
-    *out = planned = (tkvi_planned_block *)(void *)choice.score; /* the scores are no longer needed */
-    for (i = 0; i < list->n; i++) {
+    tkvi_stretch stretch;
+    int i, t, token = 0, n_offloaded = 0;
+    memset(&stretch, 0, sizeof stretch);
+    for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const int in_ram =
+            !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to);
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
-        tkvi_planned_block *block = &planned[n];
-        for (t = 0; t < TKVI_BLOCK; t++)
-            if (choosable >> t & 1 && tkvi_has(choice.victims, token++)) used &= ~((uint64_t)1 << t);
-        block->anchored = kv->pool.token_meta[ids[i]].anchored_mask;
-        block->start = tkvi_block_start(kv, ids, i);
-        block->tokens = tkvi_n_bits(used);
-        block->layout = b->layout;
-        block->tier = tkvi_tier_at(list, i);
-        block->shared = b->refs > 1;
-        block->offloaded = !block->shared && tkvi_has_no_slot(kv, seq, layer, i, spared);
-        if (spec && i >= list->sinks && !block->shared && !block->offloaded) {
-            const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, spec, can_learn);
-            if (due != TKV_TIER_HOT) block->tier = due;
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]))
-                block->layout = spec->layout[due];
-        }
-        if (i + 1 < list->n && block->tokens == 0 && !block->shared && !(n > 0 && block[-1].shared)) continue;
-        if (i + 1 < list->n && i > list->sinks && n > 0 &&
-            tkvi_dry_run_join(kv, block - 1, block, tkvi_block_end(kv, list, ids, i)))
+        for (t = 0; t < TKVI_BLOCK && victims; t++)
+            if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
+        if (stretch.n_blocks &&
+            (!in_ram || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
+            tkvi_end_stretch(kv, &stretch, b->start, victims ? -1 : n_staying, demand);
+        if (victims && !used) { /* empty blocks are freed first */
+            demand->entries--;
+            if (in_ram) demand->slots[kv->tables.layout[b->layout].size_class]--;
             continue;
-        if (block->tokens < tkvi_n_bits(used)) { /* its first tokens moved: it starts at the next one */
-            used &= ~tkvi_first_bits(used, tkvi_n_bits(used) - block->tokens);
-            for (t = 0; !(used >> t & 1);) t++;
-            block->start = tkvi_slot_position(kv, ids[i], t);
         }
-        n++;
-    }
-    return n;
-}
-
-/* Number of sinks' blocks among the n blocks of tkvi_dry_run_floor: 0 or 1. */
-static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_planned_block *planned,
-                              int n) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return n && list->sinks && planned->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
-}
-
-/* Dry run of tkvi_discardable_to after all layers were evicted to their floor. */
-static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
-    int layer, i, n, to = TKVI_FOREVER;
-    if (!TKVI_HAS_DISCARD || !kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const int len = tkvi_list_of(kv, seq, layer)->len;
-        const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-        tkvi_planned_block *planned;
-        if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
-        n = tkvi_dry_run_floor(kv, seq, layer, spared, NULL, &planned);
-        i = tkvi_dry_run_sinks(kv, seq, layer, planned, n);
-        while (i + 2 < n && !planned[i].shared && tkvi_is_old(kv, seq, layer, planned[i + 1].start, spec))
-            i++;
-        to = tkvi_min(to, i < n ? planned[i].start : len);
-    }
-    return to;
-}
-
-/* Replaces a list in a forecast by its blocks at the floor. */
-static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
-                           tkvi_forecast *forecast) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-    const int evicts_first = reclaim_stages & TKVI_EVICT_FIRST;
-    const tkvi_spared spared = tkvi_build_spared(
-        kv, seq, spec, level, evicts_first ? reclaim_stages & ~TKVI_OFFLOAD_ALL : reclaim_stages);
-    const int discarded_to = evicts_first && reclaim_stages & TKVI_OFFLOAD_ALL
-                                 ? tkvi_dry_run_discardable_to(kv, seq, level, &spared)
-                                 : 0;
-    tkvi_planned_block *planned;
-    int i, sinks;
-    list->n_left = tkvi_dry_run_floor(kv, seq, layer, &spared, evicts_first ? NULL : spec, &planned);
-    for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (b->refs > 1) continue;
-        if (tkvi_is_offloaded(b)) forecast->n_offloaded--;
-        else forecast->slots[kv->tables.layout[b->layout].size_class]--;
-    }
-    sinks = tkvi_dry_run_sinks(kv, seq, layer, planned, list->n_left);
-    for (i = 0; i < list->n_left; i++) {
-        tkvi_planned_block *b = &planned[i];
-        const int end = i + 1 < list->n_left ? b[1].start : list->len;
-        if (b->shared) continue;
-        if (evicts_first && reclaim_stages & TKVI_OFFLOAD_ALL && i >= sinks &&
-            !b->offloaded) { /* then the other stages */
-            const tkv_tier due = tkvi_due_tier_of(kv, seq, layer, b->start, end, i + 1 == list->n_left, spec,
-                                                  !tkvi_has_open_step(kv));
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]))
-                b->layout = spec->layout[due];
-            b->offloaded = end <= discarded_to || (tkvi_can_store(kv) && i + 2 < list->n_left &&
-                                                   tkvi_is_old(kv, seq, layer, end, spec));
-        }
-        if (b->offloaded) forecast->n_offloaded++;
-        else forecast->slots[kv->tables.layout[b->layout].size_class]++;
-    }
-}
-
-/* Lower bounds of what eviction in batches takes from a list, after all other stages. */
-typedef struct tkvi_evict_bound {
-    int oldest_tokens;    /* tokens in RAM, if the policy evicts the oldest first; else 0 */
-    int blocks_in_ram;    /* blocks in RAM for other policies; which blocks is unknown */
-    int offloaded_blocks; /* blocks without a slot; each of the other blocks may keep one token */
-} tkvi_evict_bound;
-
-/* The tier and the layout of block i after all stale blocks are recoded by a tier spec. */
-static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer, int i,
-                                         const tkvi_tier_spec *spec, int *layout) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
-    const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv));
-    *layout = due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]) ? spec->layout[due]
-                                                                                       : b->layout;
-    return due != TKV_TIER_HOT ? due : tkvi_tier_at(list, i);
-}
-
-/* Computes these bounds for a list. They are 0 in an open step, or if several lists hold a block of it.
- *
- * Two neighbours that cannot be merged into one block hold more than 64 tokens together. So n_staying tokens leave at
- * most 2 * n_staying / 64 blocks, and one more at the end of each stretch. Blocks merge only within a stretch: a
- * range of one tier and one format, with at most 65536 positions. If tokens cannot move (tkvi_has_fixed_slots),
- * blocks are never merged. If the policy evicts the oldest tokens first, the freed blocks are known. They are
- * unknown if recoding can make anchors before. */
-static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int layer,
-                                            const tkvi_tier_spec *spec, const tkvi_spared *spared) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int oldest_first =
-        tkvi_evict_row_of(kv->tables.cfg.evict.policy)->in_order && !kv->tables.cfg.tiers.n_anchors;
-    int i, n_staying, stretches = 1 + list->len / 32768, is_shared = 0, previous_key = -1, n_offloaded = 0,
-                      offloaded_tokens = 0, tokens_in_ram = 0;
-    tkvi_evict_bound freed = {0, 0, 0};
-    tkv_tier previous_tier = TKV_TIER_HOT;
-    if (kv->seq[seq].in_step || list->n == 0) return freed;
-    n_staying = tkvi_n_staying(kv, seq, layer, spared);
-    for (i = 0; i < list->n; i++) {
-        const int n_live = tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
-        is_shared |= kv->pool.block[ids[i]].refs > 1;
         if (i < list->sinks) continue;
-        if (tkvi_has_no_slot(kv, seq, layer, i, spared)) {
-            n_offloaded++;
-            offloaded_tokens += n_live;
-            previous_key = -1;
-        } else {
-            int layout;
-            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, spec, &layout);
-            stretches += kv->tables.layout[layout].key != previous_key || tier != previous_tier;
-            previous_key = kv->tables.layout[layout].key;
-            previous_tier = tier;
-            tokens_in_ram += n_live;
-        }
+        n_offloaded += !in_ram;
+        if (!in_ram) continue;
+        if (!stretch.n_blocks) stretch.first = b->start;
+        stretch.n_blocks++;
+        stretch.n_used += tkvi_n_bits(used);
+        stretch.layout = b->layout;
+        stretch.tier = tkvi_tier_at(list, i);
+        stretch.is_anchored |= kv->pool.token_meta[ids[i]].anchored_mask != 0;
     }
-    if (is_shared || (tkvi_has_fixed_slots(kv) && !oldest_first)) return freed;
-    if (!spared->offloaded) freed.offloaded_blocks = tkvi_max(0, n_offloaded - n_staying);
-    else n_staying -= offloaded_tokens;
-    if (oldest_first) freed.oldest_tokens = tkvi_max(0, tokens_in_ram - n_staying);
-    else
-        freed.blocks_in_ram =
-            tkvi_max(0, list->n - list->sinks - n_offloaded - stretches - 2 * n_staying / TKVI_BLOCK);
-    return freed;
+    if (stretch.n_blocks) tkvi_end_stretch(kv, &stretch, list->len, victims ? -1 : n_staying, demand);
+    if (!victims) demand->entries -= tkvi_max(0, n_offloaded - n_staying);
 }
 
-/* Frees n blocks of a list in a forecast. n_in_class: the blocks of the list in each class. Which n blocks will be
- * freed is unknown. Assume the smallest (a lower bound). Any class of the list may then have one more page that is
- * not full. These classes are marked in `mixed`. */
-static void tkvi_subtract_smallest_blocks(tkv_cache *kv, int n, int64_t *n_in_class,
-                                          tkvi_forecast *forecast) {
-    int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
-    while (n > 0) {
-        int c, smallest = -1;
-        for (c = 0; c < kv->tables.n_classes; c++)
-            if (n_in_class[c] > 0 &&
-                (smallest < 0 || kv->tables.size_class[c].slots > kv->tables.size_class[smallest].slots))
-                smallest = c;
-        if (smallest < 0) return;
-        for (c = 0; c < kv->tables.n_classes; c++) mixed[c] |= n_in_class[c] > 0;
-        forecast->slots[smallest] -= tkvi_min((int)n_in_class[smallest], n);
-        n -= (int)n_in_class[smallest];
-        n_in_class[smallest] = 0;
-    }
-}
-
-/* Replaces the blocks of a list in a forecast by those after recoding at a level and after the reclaim stages. */
-static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
-                             tkvi_forecast *forecast) {
-    const tkvi_tables *t = &kv->tables;
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+/* Subtracts what stages 5 and 6 surely free of a list. knows_victims: 1 asks the policy which tokens it evicts. */
+static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_victims, tkvi_demand *demand) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
-    const tkvi_spared spared = tkvi_build_spared(kv, seq, spec, level, reclaim_stages);
-    int64_t *n_in_class = kv->slot_request + 2 * t->n_classes;
-    tkvi_evict_bound freed = {0, 0, 0};
-    tkv_evict_config evict;
-    int i;
-    memset(n_in_class, 0, (size_t)t->n_classes * sizeof *n_in_class);
-    if (TKVI_HAS_EVICT) (void)tkvi_evict_fill(&t->cfg.evict, &evict);
-    if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT)
-        freed = tkvi_bound_eviction(kv, seq, layer, spec, &spared);
-    list->n_left = list->n - freed.blocks_in_ram;
-    for (i = list->sinks; i < list->n; i++) {
+    int i, n_staying, discarded_to = 0, is_shared = 0;
+    tkvi_spared none;
+    tkvi_choice choice;
+    if (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
+        discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
+    for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        int is_freed = 0, layout;
-        if (b->refs > 1) continue;
-        if (tkvi_has_no_slot(kv, seq, layer, i, &spared)) {
-            is_freed = freed.offloaded_blocks-- > 0;
-            if (!tkvi_is_offloaded(b)) forecast->slots[t->layout[b->layout].size_class]--;
-            forecast->n_offloaded += !is_freed - tkvi_is_offloaded(b);
-            list->n_left -= is_freed;
-            continue;
-        }
-        if (TKVI_HAS_EVICT && freed.oldest_tokens > 0) {
-            freed.oldest_tokens -= tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
-            is_freed = freed.oldest_tokens >= 0 && i + 1 < list->n &&
-                       !tkvi_live_pinned_mask(kv, list, ids, i) &&
-                       tkvi_block_start(kv, ids, i) >= evict.sink_tokens;
-        }
-        if (reclaim_stages & TKVI_LOOSEN) {
-            layout = spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv))];
-            if (!tkvi_is_smaller(kv, layout, b->layout)) layout = b->layout;
-        } else {
-            (void)tkvi_tier_after_recoding(kv, seq, layer, i, spec, &layout);
-        }
-        forecast->slots[t->layout[b->layout].size_class]--;
-        forecast->slots[t->layout[layout].size_class] += !is_freed;
-        n_in_class[t->layout[layout].size_class]++;
-        list->n_left -= is_freed;
+        is_shared |= b->refs > 1;
+        if (i >= list->sinks && !tkvi_is_offloaded(b) && tkvi_block_end(kv, list, ids, i) <= discarded_to)
+            demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
-    tkvi_subtract_smallest_blocks(kv, freed.blocks_in_ram, n_in_class, forecast);
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || is_shared || !list->n)
+        return;
+    memset(&none, 0, sizeof none);
+    n_staying = tkvi_n_staying(kv, seq, layer, &none);
+    if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, &none, &choice);
+    tkvi_subtract_evicted(kv, seq, layer, discarded_to, n_staying, knows_victims ? &choice : NULL, demand);
 }
 
-/* Forecast at a level after these reclaim stages, with the memory request. */
-static tkvi_forecast tkvi_forecast_level(tkv_cache *kv, int level, int reclaim_stages) {
-    tkvi_forecast forecast = tkvi_forecast_now(kv);
-    int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
-    int seq, layer, c, n = 0;
-    forecast.uses_n_left = 1;
-    memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
+/* Block numbers that the longest list of a row needs when stage 6 surely freed blocks. */
+static int tkvi_n_entries_after(tkv_cache *kv, const tkv_rows *row, int layer, int knows_victims) {
+    int l, most = 0;
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
+        tkvi_demand demand = tkvi_no_demand();
+        if (tkvi_list_of(kv, row->seq, l)->n) tkvi_subtract_loss(kv, row->seq, l, knows_victims, &demand);
+        most = tkvi_max(most, tkvi_n_row_entries(kv, row, l) + (int)demand.entries);
+    }
+    return most;
+}
+
+static int tkvi_n_entries_by_counts(tkv_cache *kv, const tkv_rows *row, int layer) {
+    return tkvi_n_entries_after(kv, row, layer, 0);
+}
+
+static int tkvi_n_entries_by_victims(tkv_cache *kv, const tkv_rows *row, int layer) {
+    return tkvi_n_entries_after(kv, row, layer, 1);
+}
+
+/* What stages 5 and 6 surely leave. */
+typedef struct tkvi_bounds_after_loss {
+    int64_t entries, pages; /* of the block table; with the request */
+    tkvi_row_need row_need; /* block numbers of the lists then */
+    size_t growth;          /* bytes of larger index arrays that are needed even then */
+} tkvi_bounds_after_loss;
+
+static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request *request, int knows_victims) {
+    tkvi_bounds_after_loss bounds;
+    tkvi_demand demand = tkvi_demand_of(kv, request);
+    int seq, layer;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT_TO_FLOOR && !kv->seq[seq].in_step &&
-                tkvi_list_of(kv, seq, layer)->n)
-                tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &forecast);
-            else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &forecast);
-    for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
-    forecast.extra_pages = tkvi_max(0, n - 1);
-    return forecast;
+            tkvi_subtract_loss(kv, seq, layer, knows_victims, &demand);
+    bounds.row_need = knows_victims ? tkvi_n_entries_by_victims : tkvi_n_entries_by_counts;
+    bounds.pages = tkvi_pages_for_demand(&kv->pool, &demand);
+    bounds.entries = tkvi_entries_for_demand(&kv->pool, &demand);
+    bounds.growth = tkvi_index_growth_bytes(kv, request, bounds.entries, bounds.row_need);
+    return bounds;
 }
 
-/* 1 if the memory request fits into the budget at the last level after these reclaim stages. *bytes: lowered to the
- * bytes held then. Sets kv->reclaim_stages and kv->kept_eighths. */
-static int tkvi_try_stages(tkv_cache *kv, int reclaim_stages, int kept_eighths, size_t budget,
-                           size_t *bytes) {
-    tkvi_forecast forecast;
-    size_t needed;
-    kv->reclaim_stages = reclaim_stages;
-    kv->kept_eighths = kept_eighths;
-    forecast = tkvi_forecast_level(kv, kv->pressure.cfg.max_level, reclaim_stages);
-    needed = tkvi_forecast_bytes(kv, &forecast, NULL);
-    *bytes = needed < *bytes ? needed : *bytes;
-    return needed <= budget;
+/* Called after stage 4. If stages 5 and 6 surely make the request fit, allocates the larger index arrays that it needs
+ * even then, in the place of free pages. So those stages need no allocation. Returns TKV_ERR_BUDGET if they may not
+ * suffice. */
+static tkv_status tkvi_prepare_loss(tkv_cache *kv, const tkvi_request *request, size_t budget,
+                                    int knows_victims) {
+    const tkvi_bounds_after_loss bounds = tkvi_bound_loss(kv, request, knows_victims);
+    const size_t without_pages = tkvi_bytes_without_pages(kv), page = kv->tables.page_bytes;
+    int64_t n_pages;
+    if (bounds.growth > budget || without_pages > budget - bounds.growth) return TKV_ERR_BUDGET;
+    n_pages = (int64_t)((budget - without_pages - bounds.growth) / page);
+    if (bounds.pages > n_pages || bounds.pages > (int64_t)kv->pool.n_pages) return TKV_ERR_BUDGET;
+    if (!bounds.growth) return TKV_OK;
+    if ((int64_t)kv->pool.n_pages - n_pages > (int64_t)kv->pool.n_free_pages) return TKV_ERR_BUDGET;
+    tkvi_free_pages_above(&kv->pool, n_pages);
+    return tkvi_grow_index(kv, request, bounds.entries, bounds.row_need) ? TKV_OK : TKV_ERR_NOMEM;
 }
 
-/* 1 if the memory request fits with TKVI_EVICT_TO_FLOOR. Tries three orders: the other stages, then eviction;
- * eviction alone; eviction, then the other stages. It spares offloaded tokens in all orders first, then none. */
-static int tkvi_try_floor(tkv_cache *kv, int kept_eighths, size_t budget, size_t *bytes) {
-    static const int orders[] = {TKVI_OFFLOAD_ALL, TKVI_EVICT_FIRST, TKVI_OFFLOAD_ALL | TKVI_EVICT_FIRST};
-    const int n_orders = (int)(sizeof orders / sizeof *orders);
-    int i, fits = 0;
-    for (i = 0; i < 2 * n_orders && !fits; i++) {
-        /* recoding before the eviction makes anchors, and a dry run does not know them */
-        if (kv->tables.cfg.tiers.n_anchors && !(orders[i % n_orders] & TKVI_EVICT_FIRST)) continue;
-        fits = tkvi_try_stages(
-            kv, TKVI_EVICT | TKVI_EVICT_TO_FLOOR | orders[i % n_orders] | (i < n_orders ? 0 : TKVI_EVICT_ALL),
-            kept_eighths, budget, bytes);
-    }
-    return fits;
+/* tkvi_prepare_loss by counts alone, then with the victims of the policy. */
+static tkv_status tkvi_prepare_any_loss(tkv_cache *kv, const tkvi_request *request, size_t budget) {
+    tkv_status st = TKV_ERR_NOMEM;
+    if (tkvi_provide_within_limit(kv, request)) st = tkvi_prepare_loss(kv, request, budget, 0);
+    if (st == TKV_ERR_BUDGET && tkvi_has_known_victims(kv)) st = tkvi_prepare_loss(kv, request, budget, 1);
+    return st;
 }
 
-/* Finds reclaim stages after which the memory request fits into the budget, and sets kv->reclaim_stages. Tries none,
- * then each level that cfg.budget.pressure allows, then more stages at the last level. It tries every level, because
- * the last one need not take the fewest bytes: more block sizes leave more pages that are not full. Returns 1 if it
- * fits. *bytes: the fewest bytes found. */
-static int tkvi_choose_stages(tkv_cache *kv, size_t budget, size_t *bytes) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    int level, kept_eighths;
-    kv->reclaim_stages = 0;
-    *bytes = tkvi_requested_bytes(kv);
-    for (level = kv->tables.level; *bytes > budget && level <= kv->pressure.cfg.max_level; level++) {
-        const tkvi_forecast forecast = tkvi_forecast_level(kv, level, 0);
-        const size_t needed = tkvi_forecast_bytes(kv, &forecast, NULL);
-        *bytes = needed < *bytes ? needed : *bytes;
-    }
-    if (*bytes <= budget) return 1;
-    if ((tkvi_can_store(kv) || (TKVI_HAS_DISCARD && cfg->budget.discard)) &&
-        tkvi_try_stages(kv, TKVI_OFFLOAD_ALL, 0, budget, bytes))
-        return 1;
-    if (!TKVI_HAS_EVICT || !cfg->evict.policy) return 0;
-    if (tkvi_try_stages(kv, TKVI_OFFLOAD_ALL | TKVI_EVICT, 0, budget, bytes)) return 1;
-    if (tkvi_try_stages(kv, TKVI_OFFLOAD_ALL | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
-    if (!tkvi_can_forecast_victims(kv) || !tkvi_try_floor(kv, 0, budget, bytes)) return 0;
-    for (kept_eighths = 7; kept_eighths > 0 && !tkvi_try_floor(kv, kept_eighths, budget, bytes);)
-        kept_eighths--;
-    return kept_eighths > 0 || tkvi_try_floor(kv, 0, budget, bytes);
-}
-
-/* tkvi_choose_stages at the start of a call. A store that failed in an earlier call is tried again. */
-static int tkvi_plan_reclaim(tkv_cache *kv, size_t budget, size_t *bytes) {
-    kv->store_failed = 0;
-    return tkvi_choose_stages(kv, budget, bytes);
-}
-
-/* >>work */
-/* Recodes the oldest stale block that has a slot. Returns the bytes freed; 0: no block can be recoded at this
- * level. limit, if not 0: the bytes that may be held. If a block would open a page beyond the limit, a block that
- * opens none is recoded instead. Such a page pays only if more blocks follow. learns: as in tkvi_find_stale. */
-static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
-    tkvi_stale stale;
-    size_t old_bytes;
-    const int recode_pages = kv->pool.recode_pages;
-    if (!tkvi_find_stale(kv, TKVI_IN_FREE_PAGES, learns, &stale)) return 0;
-    if (limit && !tkvi_has_slot(kv, stale.layout, TKVI_IN_OPEN_PAGES)) {
-        const tkvi_forecast recoded = tkvi_forecast_now(kv);
-        recoded.slots[tkvi_layout_at(kv, &stale)->size_class]--;
-        recoded.slots[kv->tables.layout[stale.layout].size_class]++;
-        if (tkvi_forecast_bytes(kv, &recoded, NULL) > limit &&
-            !tkvi_find_stale(kv, TKVI_IN_OPEN_PAGES, learns, &stale))
-            return 0;
-    }
-    old_bytes = tkvi_layout_at(kv, &stale)->bytes.total;
-    if (kv->tables.plan[stale.layer].now.needs_table[stale.due] &&
-        kv->tables.current_version[stale.layer] < 0) {
-        int8_t old_version; /* learns a table from the present blocks, because this block cannot wait */
-        if (!tkvi_begin_table(kv, stale.layer, 1, &old_version) ||
-            kv->tables.current_version[stale.layer] < 0)
-            return 0;
-        tkvi_end_table(kv, stale.layer, old_version, 1);
-        stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.due);
-    }
-    kv->pool.recode_pages = 0;
-    tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout, NULL);
-    kv->pool.recode_pages = recode_pages;
-    tkvi_count_recoded(tkvi_list_of(kv, stale.seq, stale.layer), stale.i, stale.due);
-    kv->recoded[kv->tables.level]++;
-    return old_bytes - kv->tables.layout[stale.layout].bytes.total;
-}
-
+/* >>work spread over appends */
 /* Bytes in use above which a level recodes blocks: its threshold of the budget. It is lower if the budget must
  * leave memory for the blocks that all layers of a sequence open at the same token. Level 0 recodes nothing:
  * (size_t)-1. */
@@ -21929,17 +22288,26 @@ static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
     return n;
 }
 
+/* The layout that block i of a list would have at the level below. */
+static int tkvi_looser_layout(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[kv->tables.level - 1];
+    const int own = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout,
+              due = spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv))];
+    return tkvi_is_smaller(kv, due, own) ? due : own;
+}
+
 /* 1 if everything held would fit at the level below, under its threshold less the hysteresis. Three more blocks of
  * each layer must fit as well. Otherwise the next blocks could soon bring this level back. */
-static int tkvi_can_relax(tkv_cache *kv) {
+static int tkvi_can_relax(tkv_cache *kv, const tkvi_request *request) {
     const int level = kv->tables.level;
     const tkv_pressure_config *p = &kv->pressure.cfg;
     const double budget = (double)kv->tables.cfg.budget.bytes;
-    tkvi_forecast looser;
+    tkvi_demand looser;
     double bytes;
     if (tkvi_used_bytes(kv) >= kv->relax_at) return 0;
-    looser = tkvi_forecast_level(kv, level - 1, TKVI_LOOSEN);
-    bytes = (double)tkvi_forecast_bytes(kv, &looser, NULL);
+    looser = tkvi_demand_of(kv, request);
+    tkvi_exchange_blocks(kv, tkvi_looser_layout, &looser);
+    bytes = (double)tkvi_bytes_for_demand(kv, request, &looser);
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
@@ -21965,34 +22333,57 @@ static void tkvi_learn_missing_tables(tkv_cache *kv) {
         return;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
-        int8_t old_version;
         if (p->stored_layer != i || !tkvi_plan_learns(p) || kv->tables.current_version[i] >= 0) continue;
-        if (tkvi_begin_table(kv, i, 1, &old_version)) tkvi_end_table(kv, i, old_version, 1);
+        (void)tkvi_make_due_table(kv, i, 1);
     }
+}
+
+/* 1 if the next block of every layer does not fit. */
+static int tkvi_is_full(const tkv_cache *kv) {
+    return tkvi_used_bytes(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes;
+}
+
+/* Goes to the next level if this one has nothing left to recode. Returns 1 if it did. An open step learns no tables, so
+ * it waits if one is missing. */
+static int tkvi_raise_level(tkv_cache *kv) {
+    tkvi_stale stale;
+    if (kv->tables.level >= kv->pressure.cfg.max_level ||
+        (tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)) ||
+        tkvi_find_stale(kv, TKVI_ANYWHERE, 1, &stale))
+        return 0;
+    tkvi_change_level(kv, kv->tables.level + 1);
+    return 1;
+}
+
+/* Recodes a block in idle time: if it is time, or if the next block of every layer does not fit. The level can rise for
+ * that. Returns 0 if there is nothing to do. */
+static int tkvi_recode_in_idle_time(tkv_cache *kv) {
+    if (!tkvi_has_budget(kv)) return 0;
+    if (tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 9))) return 1;
+    while (tkvi_is_full(kv)) {
+        if (tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1)) return 1;
+        if (!tkvi_raise_level(kv)) return 0;
+    }
+    return 0;
 }
 
 /* Called with each append. Updates the average pressure and perhaps the level. If memory is short, or at
  * cfg.budget.pressure.min_level, recodes blocks until they have freed 1.5 times the new bytes. So the work is
  * spread evenly over the appends. recode_backlog carries the rest to the next append. */
-static void tkvi_recode_for_append(tkv_cache *kv, size_t new_bytes) {
+static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, size_t new_bytes) {
     const tkv_pressure_config *p = &kv->pressure.cfg;
     const float used_pressure = (float)((double)tkvi_used_bytes(kv) / (double)kv->tables.cfg.budget.bytes);
     float reported_pressure;
     int level = kv->tables.level, target;
-    tkvi_stale stale;
     tkvi_lock(&kv->pressure.lock);
     reported_pressure = kv->reported_pressure;
     tkvi_unlock(&kv->pressure.lock);
     target = tkvi_pressure_sample(
         &kv->pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
-    if (target < level && tkvi_can_relax(kv)) tkvi_change_level(kv, level - 1);
+    if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
     level = kv->tables.level;
     kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->recode_backlog > 0 && level < p->max_level &&
-        !(tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)) &&
-        (target > level || tkvi_used_bytes(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes) &&
-        !tkvi_find_stale(kv, TKVI_ANYWHERE, 1, &stale))
-        tkvi_change_level(kv, ++level);
+    if (kv->recode_backlog > 0 && (target > level || tkvi_is_full(kv))) level += tkvi_raise_level(kv);
     while (kv->recode_backlog > 0) {
         const size_t freed = tkvi_recode_if_due(
             kv, tkvi_is_pressed(kv, 10) || (level > 0 && reported_pressure > tkvi_threshold(p, level - 1)));
@@ -22003,48 +22394,78 @@ static void tkvi_recode_for_append(tkv_cache *kv, size_t new_bytes) {
     }
 }
 
-/* Evicts a batch of tokens. With TKVI_EVICT_TO_FLOOR it evicts the next list (number *list) to its floor. 0: there is
- * nothing left to evict. */
-static int tkvi_evict_next(tkv_cache *kv, int *list) {
-    const int n_layers = kv->tables.cfg.model.n_layers,
-              offloaded_too = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
-    int evicted = 0;
-    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy) return 0;
-    if (!(kv->reclaim_stages & TKVI_EVICT_TO_FLOOR))
-        return tkvi_evict_batch(kv, 0) || (offloaded_too && tkvi_evict_batch(kv, 1));
-    for (; !evicted && *list < kv->tables.cfg.limits.max_seqs * n_layers; (*list)++)
-        evicted = tkvi_evict_to_floor(kv, *list / n_layers, *list % n_layers, offloaded_too);
-    return evicted;
-}
-
-/* Called before the first token is evicted. 0: the store failed, and without it even eviction does not make the
- * memory request fit. */
-static int tkvi_can_evict(tkv_cache *kv, size_t budget) {
-    size_t bytes;
-    return !kv->store_failed || tkvi_choose_stages(kv, budget, &bytes);
-}
-
-/* Applies reclaim stages until the memory request fits. tkvi_plan_reclaim must have returned 1. Returns 0 if the
- * store failed, and the request does not fit without it. */
-static int tkvi_reclaim_bytes(tkv_cache *kv, size_t budget) {
-    int next_list = 0, may_evict = 0;
-    for (;;) {
-        const tkvi_forecast now = tkvi_forecast_now(kv);
-        size_t index_growth;
-        if (tkvi_forecast_bytes(kv, &now, &index_growth) <= budget) {
-            if (kv->heap.held > budget || index_growth > budget - kv->heap.held)
-                tkvi_trim_to(&kv->pool, 0); /* gives free pages back, as the index needs their bytes */
-            return 1;
+/* >>reclaim */
+/* Merges the blocks of the first list in which that frees a block. 0: no list has such blocks. */
+static int tkvi_fill_next(tkv_cache *kv) {
+    int seq, layer;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers && !kv->seq[seq].in_step; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const int n_before = list->n;
+            tkvi_compact_blocks(kv, seq, layer, 1);
+            if (list->n < n_before) return 1;
         }
-        if (TKVI_HAS_EVICT && kv->reclaim_stages & TKVI_EVICT_FIRST &&
-            (may_evict || (may_evict = tkvi_can_evict(kv, budget))) && tkvi_evict_next(kv, &next_list))
-            continue;
+    return 0;
+}
+
+/* Evicts a batch of tokens, or merges blocks. needs_pages: 1 evicts tokens in RAM before offloaded ones, because those
+ * take bytes only in the index. 0: there is nothing left. */
+static int tkvi_evict_next(tkv_cache *kv, int needs_pages) {
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy) return 0;
+    return (needs_pages && tkvi_evict_batch(kv, 0)) || tkvi_evict_batch(kv, 1) || tkvi_fill_next(kv);
+}
+
+/* 1 if the pages of a demand exceed the budget, or those that the pool has. 0: at most the index is too small. */
+static int tkvi_is_short_of_pages(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand,
+                                  size_t budget) {
+    const size_t growth =
+        tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand), tkvi_n_row_entries);
+    return tkvi_pages_for_demand(&kv->pool, demand) > (int64_t)kv->pool.n_pages ||
+           tkvi_bytes_for_demand(kv, request, demand) - growth > budget;
+}
+
+/* Refuses a request that all stages together cannot serve. Nothing has changed then. */
+static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request, size_t budget) {
+    size_t least;
+    kv->store_failed = 0; /* a store that failed in an earlier call is tried again */
+    if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
+    least = tkvi_least_bytes(kv, request);
+    return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
+}
+
+/* Frees bytes, stage by stage, until the request fits into the budget. tkvi_check_request comes before. After stage 4
+ * the request needs no allocation any more. Returns TKV_ERR_BUDGET or TKV_ERR_NOMEM before a token is lost. */
+static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_t budget) {
+    tkv_status st;
+    for (;;) {
+        if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
         if (kv->tables.level < kv->pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
-        else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
-        else if (!TKVI_HAS_EVICT) return 0;
-        else if (!may_evict && !(may_evict = tkvi_can_evict(kv, budget))) return 0;
-        else if (!tkvi_evict_next(kv, &next_list)) return 0;
+        else if (!tkvi_offload_oldest(kv)) break;
+    }
+    st = tkvi_prepare_any_loss(kv, request, budget);
+    if (st == TKV_ERR_BUDGET) {
+        kv->recodes_young = 1;
+        while (tkvi_bytes_for(kv, request) > budget && tkvi_recode_oldest(kv, 0, 1)) {}
+        kv->recodes_young = 0;
+        if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
+        st = tkvi_prepare_any_loss(kv, request, budget);
+    }
+    if (st == TKV_ERR_BUDGET) return tkvi_refuse_over_budget(kv, tkvi_bytes_for(kv, request));
+    if (st) return tkvi_fail(kv, st, "the allocator gave no memory within the budget", 0, NULL);
+    for (;;) {
+        const tkvi_demand demand = tkvi_demand_of(kv, request);
+        const size_t bytes = tkvi_bytes_for_demand(kv, request, &demand);
+        int found;
+        if (bytes <= budget) {
+            (void)tkvi_provide_within_limit(
+                kv, request); /* if the allocator fails, more blocks are freed instead */
+            if (tkvi_is_provided(kv, request, &demand)) return TKV_OK;
+        }
+        found = tkvi_discard_idle(kv) ||
+                tkvi_evict_next(kv, tkvi_is_short_of_pages(kv, request, &demand, budget));
+        TKVI_ASSERT(found); /* tkvi_prepare_loss checked a lower bound */
+        if (!found) return tkvi_refuse_over_budget(kv, tkvi_bytes_for(kv, request));
     }
 }
 
@@ -22074,7 +22495,8 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     const size_t old_budget = kv ? kv->tables.cfg.budget.bytes : 0;
-    size_t needed;
+    const tkvi_request none = tkvi_no_request();
+    tkv_status st;
     if (!kv) return TKV_ERR_ARG;
     if (!kv->tables.recode_pages)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without a budget", 0, NULL);
@@ -22090,27 +22512,24 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
-    tkvi_clear_request(kv);
     kv->clock++;
     if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
-        tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.recode_pages = kv->tables.recode_pages;
-        if (!tkvi_allocate_peak(&kv->pool, &dry_run)) {
+        if (!tkvi_provide(&kv->pool, &none.fixed)) {
             kv->pool.recode_pages = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
-    if (!tkvi_plan_reclaim(kv, bytes, &needed)) {
-        if (!old_budget) kv->pool.recode_pages = 0;
-        tkvi_trim(&kv->pool);
-        return tkvi_refuse_over_budget(kv, needed);
-    }
-    kv->tables.cfg.budget.bytes = bytes;
-    if (!tkvi_reclaim_bytes(kv, bytes)) {
+    st = tkvi_check_request(kv, &none, bytes);
+    kv->tables.cfg.budget.bytes = bytes; /* reclaim works towards it */
+    if (!st) st = tkvi_reclaim(kv, &none, bytes);
+    if (st) {
         kv->tables.cfg.budget.bytes = old_budget;
         if (!old_budget) kv->pool.recode_pages = 0;
-        return tkvi_refuse_over_budget(kv, needed);
+        tkvi_trim(&kv->pool);
+        return st;
     }
+    if (kv->heap.held > bytes) tkvi_trim_to(&kv->pool, 0);
     if (!old_budget) tkvi_end_reservations(kv); /* reserved slots were counted for recoding by age */
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* in place, only the number of pages changes */
@@ -22132,28 +22551,20 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
 }
 
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
-    size_t i, n;
+    int layer, level;
     if (!kv) return TKV_ERR_ARG;
     if (hot_tokens < 1 || hot_tokens >= TKVI_FOREVER)
         return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
-    n = (size_t)kv->tables.cfg.model.n_layers * (size_t)kv->tables.n_levels;
-    for (i = 0; i < n; i++)
-        if (kv->tables.tier_specs[i].hot != TKVI_FOREVER) kv->tables.tier_specs[i].hot = hot_tokens;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        for (level = 0; level < kv->tables.n_levels; level++) {
+            tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+            if (spec->hot != TKVI_FOREVER)
+                spec->hot = tkvi_add_delay(hot_tokens, kv->tables.plan[layer].hot_delay);
+        }
     tkvi_apply_plans(kv, kv->tables.level);
     kv->hot_tokens_changed = 1;
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
-    int n = 0;
-    if (!kv) return TKV_ERR_ARG;
-    if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
-    tkvi_clear_request(kv);
-    while (tkvi_has_budget(kv) && n < max_work && tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 9))) n++;
-    tkvi_trim(&kv->pool);
-    if (done) *done = n;
     return tkvi_ok(kv);
 }
 
@@ -22176,8 +22587,9 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
 #define TKVI_RECLAIM_ADAPT_H
 
 
-/* hot_tokens of the current level: that of its first layer that does not keep all tokens exact. If the level has no
- * such layer, the nearest level counts, the looser one first. Returns 0 if all levels keep all tokens exact. */
+/* hot_tokens of the current level: that of its first layer that does not keep all tokens exact, without the layer's
+ * delay. If the level has no such layer, the nearest level counts, the looser one first. Returns 0 if all levels keep
+ * all tokens exact. */
 static int tkvi_hot_tokens(const tkv_cache *kv) {
     const int n = kv->tables.n_levels;
     int away, side, layer;
@@ -22186,7 +22598,8 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
             const int level = kv->tables.level + side * away;
             for (layer = 0; layer < kv->tables.cfg.model.n_layers && level >= 0 && level < n; layer++) {
                 const int hot = tkvi_tier_specs_of(&kv->tables, layer)[level].hot;
-                if (kv->tables.plan[layer].stored_layer == layer && hot != TKVI_FOREVER) return hot;
+                if (kv->tables.plan[layer].stored_layer == layer && hot != TKVI_FOREVER)
+                    return tkvi_max(0, hot - kv->tables.plan[layer].hot_delay);
             }
         }
     return 0;
@@ -23890,8 +24303,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
 
 static const tkvi_consumer *const tkvi_consumers[] = {
     &tkvi_stats_consumer, /* statistics for tables of formats (learn/sample_queries.h) */
-    TKVI_IF(TKVI_HAS_SQUAT,
-            &tkvi_query_stats_consumer),                /* q q^T for SQUAT formats (learn/sample_queries.h) */
+    TKVI_IF(TKVI_HAS_QUERY_LEARNERS,
+            &tkvi_query_stats_consumer), /* q q^T for formats that learn from it (learn/sample_queries.h) */
     TKVI_IF(TKVI_HAS_METER, &tkvi_comparison_consumer), /* the quality meter (attention/compare.h) */
     TKVI_IF(TKVI_HAS_EVICT, &tkvi_score_consumer), /* attention scores of tokens (reclaim/sample_scores.h) */
     &tkvi_score_output_consumer, /* the call's own output of attention scores (attention/score_output.h) */
@@ -23917,18 +24330,154 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
 }
 
 #endif /* TKVI_STEP_CONSUMERS_H */
+/* ======== step/shrink.h ======== */
+/*
+ * step/shrink.h - after a reset or a truncation: gives memory of the index back, and free pages.
+ *
+ * Appends only let the arrays of the index grow. Here each array moves into a smaller one. It gets the size that the
+ * present blocks and reservations would have grown it to. The smaller array exists beside the old one for a moment. If
+ * the allocator or the budget has no room for it, the old one stays.
+ *
+ * Blocks get other numbers, so that the block table can end earlier. A block that the store has, or a copy of it,
+ * keeps its number: that is its key.
+ */
+#ifndef TKVI_STEP_SHRINK_H
+#define TKVI_STEP_SHRINK_H
+
+
+/* Gets zeroed memory for `cap` entries of an array with old_cap. Returns 0 if it would not be smaller, or without
+ * memory. *smaller: NULL for no entries. */
+static int tkvi_get_smaller(tkvi_heap *heap, uint32_t cap, uint32_t old_cap, size_t entry_bytes,
+                            void **smaller) {
+    *smaller = NULL;
+    if (cap >= old_cap) return 0;
+    if (cap == 0) return 1;
+    *smaller = tkvi_get(heap, cap * entry_bytes);
+    if (*smaller) memset(*smaller, 0, cap * entry_bytes);
+    return *smaller != NULL;
+}
+
+/* The capacity that n entries would have grown an array to. */
+static uint32_t tkvi_least_cap(int64_t n) { return n > 0 ? tkvi_cap_for(n) : 0; }
+
+/* Shrinks the block lists of a sequence to its blocks and its reservation. */
+static void tkvi_shrink_lists(tkv_cache *kv, int seq) {
+    tkvi_seq *s = &kv->seq[seq];
+    const size_t layers = (size_t)kv->tables.cfg.model.n_layers;
+    tkv_rows row;
+    uint32_t cap;
+    size_t l;
+    void *smaller;
+    int most;
+    row.seq = seq;
+    row.n = tkvi_max(0, s->reserved_len - tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    most = tkvi_n_row_entries(kv, &row, -1);
+    for (l = 0; l < layers; l++)
+        if (tkvi_list_of(kv, seq, (int)l)->n) most = tkvi_max(most, tkvi_list_of(kv, seq, (int)l)->n + 1);
+    cap = tkvi_least_cap(most);
+    if (!tkvi_get_smaller(&kv->heap, cap, s->cap, layers * sizeof(uint32_t), &smaller)) return;
+    for (l = 0; l < layers && cap; l++)
+        memcpy((uint32_t *)smaller + l * cap, s->block + l * s->cap, cap * sizeof(uint32_t));
+    tkvi_put(&kv->heap, s->block, layers * s->cap * sizeof(uint32_t));
+    s->block = (uint32_t *)smaller;
+    s->cap = cap;
+}
+
+/* Shrinks the work space of eviction to the longest lists. */
+static void tkvi_shrink_choice(tkv_cache *kv) {
+    uint32_t cap = 0;
+    void *smaller;
+    int seq;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        if (kv->seq[seq].cap > cap) cap = kv->seq[seq].cap;
+    if (!tkvi_get_smaller(&kv->heap, cap, kv->choice_cap, TKVI_CHOICE_BYTES, &smaller)) return;
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
+    kv->choice_space = (uint8_t *)smaller;
+    kv->choice_cap = cap;
+}
+
+/* Entries that the block table must keep: the blocks, reserved ones too, and all up to the last one with a key. */
+static int64_t tkvi_n_kept_entries(const tkvi_pool *pool) {
+    const tkvi_demand none = tkvi_no_demand();
+    const int64_t n_blocks = tkvi_entries_for_demand(pool, &none);
+    int64_t n = pool->block_cap;
+    for (; n > n_blocks; n--) {
+        const tkvi_block *b = &pool->block[n - 1];
+        if (b->refs && (b->copy_layout || (tkvi_is_offloaded(b) && !tkvi_is_discarded(b)))) break;
+    }
+    return n;
+}
+
+/* Shrinks the block table. Blocks beyond its new end get the first free numbers. */
+static void tkvi_shrink_blocks(tkv_cache *kv) {
+    tkvi_pool *pool = &kv->pool;
+    tkvi_block *old = pool->block;
+    const tkvi_token_meta *old_meta = pool->token_meta;
+    const size_t entry = tkvi_block_entry_bytes(&kv->tables.cfg);
+    const uint32_t old_cap = pool->block_cap, cap = tkvi_least_cap(tkvi_n_kept_entries(pool));
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    uint32_t id, first_free = 0;
+    void *smaller;
+    int list, i;
+    if (!tkvi_get_smaller(pool->heap, cap, old_cap, entry, &smaller)) return;
+    tkvi_use_block_table(pool, (uint8_t *)smaller, cap);
+    for (id = 0; id < cap; id++) pool->block[id].copy_mark = old[id].copy_mark; /* it belongs to the number */
+    for (id = 0; id < old_cap; id++) {
+        uint32_t to = id;
+        if (id >= cap && old[id].copy_mark > pool->first_copy_mark) pool->first_copy_mark = old[id].copy_mark;
+        if (!old[id].refs) continue;
+        for (; id >= cap && old[first_free].refs; first_free++) {}
+        if (id >= cap) to = first_free++;
+        pool->block[to] = old[id];
+        pool->block[to].copy_mark = old[to].copy_mark;
+        if (TKVI_HAS_EVICT && old_meta) pool->token_meta[to] = old_meta[id];
+        if (!tkvi_is_offloaded(&old[id])) pool->page[old[id].page].owner[old[id].slot] = to;
+        old[id].page = to; /* for the lists below */
+    }
+    for (list = 0; list < kv->tables.cfg.limits.max_seqs * n_layers; list++)
+        for (i = 0; i < kv->list[list].n; i++) {
+            uint32_t *number = &tkvi_ids(kv, list / n_layers, list % n_layers)[i];
+            *number = old[*number].page;
+        }
+    pool->free_block = TKVI_NIL;
+    tkvi_link_free_blocks(pool, 0);
+    tkvi_put(pool->heap, old, old_cap * entry);
+}
+
+static void tkvi_shrink_pages(tkvi_pool *pool) {
+    const uint32_t cap = tkvi_least_cap(pool->n_pages);
+    void *smaller;
+    if (!tkvi_get_smaller(pool->heap, cap, pool->page_cap, sizeof *pool->page, &smaller)) return;
+    if (cap) memcpy(smaller, pool->page, pool->n_pages * sizeof *pool->page);
+    tkvi_put(pool->heap, pool->page, pool->page_cap * sizeof *pool->page);
+    pool->page = (tkvi_page *)smaller;
+    pool->page_cap = cap;
+}
+
+/* Shrinks all that a sequence made the cache allocate. Free pages go first, so a budget has room for the copies. In
+ * place nothing shrinks. */
+static void tkvi_shrink_index(tkv_cache *kv, int seq) {
+    if (kv->pool.keep_all) return;
+    tkvi_trim_to(&kv->pool, 0);
+    tkvi_shrink_lists(kv, seq);
+    tkvi_shrink_choice(kv);
+    tkvi_shrink_blocks(kv);
+    tkvi_shrink_pages(&kv->pool);
+}
+
+#endif /* TKVI_STEP_SHRINK_H */
 /* ======== step/sequence.h ======== */
 /*
  * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
  * reset; and tkv_read.
  *
- * A change runs in three steps:
- *     dry run    counts the slots that it takes and gives back, in order, and computes the peak (tkvi_peak)
- *     memory     allocates the memory of that peak, or fails
- *     change     cannot fail
- * So a call that fails stores and removes no token. Under a budget, reclaim stages run between dry run and memory
- * (reclaim/budget.h). If the call then fails, recoded blocks stay recoded. Evicted tokens and expired blocks stay
- * removed.
+ * An append runs in four steps:
+ *     validate   refuses bad arguments, and requests that no reclaim stage can serve; nothing has changed then
+ *     reclaim    frees bytes under a budget (reclaim/budget.h)
+ *     age        recodes blocks that are old enough, and allocates what the new tokens need
+ *     store      expires old tokens and stores new ones; cannot fail
+ * An append that fails stores no token. It changes no position, no length and no answer about which tokens are there.
+ * Blocks that were recoded or offloaded for it may stay so, and a table that was learned stays.
  */
 #ifndef TKVI_STEP_SEQUENCE_H
 #define TKVI_STEP_SEQUENCE_H
@@ -23939,18 +24488,6 @@ static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
     return &kv->reserved_slots[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
 }
 
-/* Dry run of storing n tokens in one layer. */
-static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int sink, i, blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
-    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].layout); /* a shared block is copied first */
-    for (i = 0; i < blocks; i++)
-        tkvi_peak_take(dry_run, i < sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT]);
-}
-
 /* >>reservations */
 /* most[tier]: the most blocks of a tier that a list can still gain. TKVI_FOREVER: no bound, under a budget or if a
  * flush recoded a block that was not full. */
@@ -23958,7 +24495,8 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p
                                          const uint32_t *ids, int64_t *most) {
     int i, all_full = 1;
     tkvi_compute_most_blocks(&kv->tables.cfg, p, most);
-    if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
+    if (tkvi_plan_learns(p) &&
+        kv->tables.current_version[p->stored_layer] < 0) { /* blocks wait for a table */
         most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         most[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
@@ -23971,11 +24509,11 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p
     for (i = 0; i < TKV_TIER_COUNT && (!all_full || tkvi_has_budget(kv)); i++) most[i] = TKVI_FOREVER;
 }
 
-/* Adds to live[class], `sign` times, the slots that a list may still take until it has the reserved length. It counts
- * each new block and each block that ages, but no more blocks of a tier than the list can ever have. It does not
- * subtract slots that are freed meanwhile, so appends of any size fit. A slot taken lowers the need by one, and a
- * slot given back raises it by at most one. So live + need never grows. Returns 0 if no slot is needed any more. */
-static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+/* Adds to slots[class] those that a list may still take until it has the reserved length. It counts each new block and
+ * each block that ages, but no more blocks of a tier than the list can ever have. It does not subtract slots that are
+ * freed meanwhile, so appends of any size fit. A slot taken lowers the need by one, and a slot given back raises it by
+ * at most one. So slots in use and needed together never grow. Returns 0 if no slot is needed any more. */
+static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slots) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -24000,46 +24538,77 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int sign, in
         need[TKV_TIER_WARM] += due != TKV_TIER_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_TIER_HOT);
         need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
+    if (kv->pool.keep_all)
+        need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
     tkvi_compute_most_new_blocks(kv, p, list, ids, most);
-    if (sink) live[layout[p->sink_layout].size_class] += sign;
+    if (sink) slots[layout[p->sink_layout].size_class]++;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
-        if (need[tier] > 0) live[layout[p->now.layout[tier]].size_class] += sign * need[tier];
+        if (need[tier] > 0) slots[layout[p->now.layout[tier]].size_class] += need[tier];
     }
     return 1;
+}
+
+/* Lets the sequence use all slots that are reserved for it. tkvi_release_unused reserves again what it still needs. */
+static void tkvi_unreserve_slots(tkv_cache *kv, int seq) {
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        kv->pool.reserved_slots[c] -= own[c];
+        own[c] = 0;
+    }
 }
 
 /* Reserves the slots that all layers of a sequence need up to length `len`. 0: ends the reservation. */
 static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
     int layer, c, is_needed = 0;
     int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.reserved_slots[c] -= own[c];
-        own[c] = 0;
-    }
+    tkvi_unreserve_slots(kv, seq);
     kv->seq[seq].reserved_len = len;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
-        is_needed |= tkvi_add_needed_slots(kv, seq, layer, 1, own);
+        is_needed |= tkvi_add_needed_slots(kv, seq, layer, own);
     for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += own[c];
     if (!is_needed) kv->seq[seq].reserved_len = 0;
 }
 
-/* Dry run of an append of n tokens to one layer, ageing included. It uses the slots that are reserved for the layer:
- * below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
- * length keeps the reservation as well, because it may be aborted. */
-static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
-    const tkvi_seq *s = &kv->seq[seq];
-    int64_t *live_before = dry_run->live + kv->tables.n_classes;
-    size_t bytes = (size_t)kv->tables.n_classes * sizeof *live_before;
-    int is_reserved, len = tkvi_list_of(kv, seq, layer)->len + n;
-    memcpy(live_before, dry_run->live, bytes);
-    is_reserved = tkvi_add_needed_slots(kv, seq, layer, -1, dry_run->live);
-    if (!s->in_step) tkvi_age_list(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
-    tkvi_dry_run_append(kv, seq, layer, n, dry_run);
-    if (is_reserved && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
-        memcpy(dry_run->live, live_before, bytes);
-    else if (is_reserved && s->in_step) (void)tkvi_add_needed_slots(kv, seq, layer, 1, dry_run->live);
-    tkvi_peak_note(dry_run);
+/* Takes slots out of the reservation of a sequence, in slots[class], so that this sequence can use them. Returns 0 if
+ * fewer were reserved. */
+static int tkvi_take_from_reservation(tkv_cache *kv, int seq, const int64_t *slots) {
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
+    int c, is_covered = 1;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t n = slots[c] < own[c] ? slots[c] : own[c];
+        is_covered &= slots[c] <= own[c];
+        if (n <= 0) continue;
+        own[c] -= n;
+        kv->pool.reserved_slots[c] -= n;
+    }
+    return is_covered;
+}
+
+/* Lets an append use the slots that are reserved for its new blocks. Returns 1 if that covers all of them. Beyond the
+ * reserved length nothing stays reserved for the layer, but an open step keeps its reservation, because it may be
+ * aborted. tkvi_release_unused reserves again what is still needed. */
+static int tkvi_use_reservations(tkv_cache *kv, const tkvi_request *request) {
+    int i, c, is_covered = 1;
+    for (i = 0; i < request->n_rows; i++) {
+        const int seq = request->rows[i].seq, n = request->rows[i].n, in_step = kv->seq[seq].in_step;
+        const int len = tkvi_list_of(kv, seq, request->layer)->len + n,
+                  reserved_len = kv->seq[seq].reserved_len;
+        tkvi_demand demand = tkvi_no_demand();
+        if (n == 0) continue;
+        if (len <= reserved_len) tkvi_demand_tokens(kv, seq, request->layer, n, &demand);
+        if (len > reserved_len) is_covered = 0;
+        if (!in_step && len >= reserved_len && reserved_len) {
+            tkvi_demand all = tkvi_no_demand();
+            (void)tkvi_add_needed_slots(kv, seq, request->layer, all.slots);
+            for (c = 0; c < kv->tables.n_classes; c++) is_covered &= demand.slots[c] <= all.slots[c];
+            (void)tkvi_take_from_reservation(kv, seq, all.slots);
+        } else if (len <= reserved_len) {
+            is_covered &= tkvi_take_from_reservation(kv, seq, demand.slots);
+        }
+    }
+    return is_covered;
 }
 
 /* Number of pages in use, and of pages that reservations will need. */
@@ -24138,7 +24707,11 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
         id = tkvi_new_block(&kv->pool, layout, list->len);
-        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.layout[layout].bytes.total);
+        /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
+         * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
+        if (sink || (TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write))
+            memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0,
+                   kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
         ids[list->n++] = id;
         return id;
@@ -24251,49 +24824,97 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     return TKV_OK;
 }
 
-/* Dry run of an append. */
-static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
-    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    int i;
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n) tkvi_dry_run_row(kv, rows[i].seq, layer, rows[i].n, &dry_run);
-    return dry_run;
+/* Ages a list before an append, with the slots that are reserved for the layer. Returns 0 without memory. */
+static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer) {
+    const int reserved_len = kv->seq[seq].reserved_len;
+    tkvi_demand needed = tkvi_no_demand();
+    int aged;
+    if (kv->seq[seq].in_step) return 1;
+    if (reserved_len && tkvi_add_needed_slots(kv, seq, layer, needed.slots))
+        (void)tkvi_take_from_reservation(kv, seq, needed.slots);
+    aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0);
+    if (reserved_len) tkvi_reserve_slots(kv, seq, reserved_len);
+    return aged;
 }
 
-/* Under a budget: lets reclaim recode the tokens of the previous append. failed: 1 undoes that. */
-static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                                       int failed) {
-    int i;
-    for (i = 0; i < n_rows; i++) {
-        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_has_budget(kv)) continue;
-        if (failed) {
-            list->chunk_start = list->previous_chunk_start;
-        } else {
-            list->previous_chunk_start = list->chunk_start;
-            list->chunk_start = list->len;
-        }
+static tkv_status tkvi_refuse_tokens(tkv_cache *kv, int n) {
+    if (kv->pool.keep_all && !tkvi_has_budget(kv))
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_create_in_place is full", 0, NULL);
+    return tkvi_refuse_no_memory(kv, "the allocator gave no memory for", n, " more tokens");
+}
+
+/* The steps of an append after validation: reclaim, age, store. first: row of k and v of the first token. */
+static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, int total,
+                                   const tkvi_source *k, const tkvi_source *v) {
+    const int layer = request->layer;
+    const tkv_rows *rows = request->rows;
+    const int hot = kv->tables.plan[layer].now.layout[TKV_TIER_HOT], has_budget = tkvi_has_budget(kv);
+    const size_t budget = kv->tables.cfg.budget.bytes,
+                 token_bytes = kv->tables.layout[hot].bytes.total / TKVI_BLOCK;
+    int i, first = 0, has_step = 0, is_covered = 0;
+    tkv_status st = TKV_OK;
+    for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
+    if (has_budget) {
+        is_covered = tkvi_use_reservations(kv, request);
+        if (!is_covered) st = tkvi_check_request(kv, request, budget);
+        if (st) return st;
     }
+    if (!has_step && !tkvi_make_due_table(kv, layer, 0)) return tkvi_refuse_tokens(kv, total);
+    if (has_budget) {
+        tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
+        if (!is_covered) st = tkvi_reclaim(kv, request, budget);
+        if (st) return st;
+    }
+    if (!has_step) tkvi_query_stats_learn(kv, layer);
+    if (!has_budget) {
+        for (i = 0; i < request->n_rows; i++)
+            if (rows[i].n && !tkvi_age_for_append(kv, rows[i].seq, layer))
+                return tkvi_refuse_tokens(kv, total);
+        (void)tkvi_use_reservations(kv, request);
+    }
+    if (!is_covered && !tkvi_provide_request(kv, request)) return tkvi_refuse_tokens(kv, total);
+    for (i = 0; i < request->n_rows;
+         i++) /* all rows first, because new blocks take the slots of expired ones */
+        if (rows[i].n && !kv->seq[rows[i].seq].in_step) tkvi_expire_list(kv, rows[i].seq, layer);
+    for (i = 0; i < request->n_rows; first += rows[i].n, i++) {
+        if (rows[i].n == 0) continue;
+        tkvi_start_metering(kv, rows[i].seq);
+        if (!kv->seq[rows[i].seq].in_step) tkvi_evict_excess(kv, rows[i].seq, layer, rows[i].n);
+        tkvi_store_tokens(kv, rows[i].seq, layer, k, v, first, rows[i].n);
+    }
+    tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
+    return tkvi_ok(kv);
+}
+
+/* Describes K or V of an append. Strides of 0: dense rows. */
+static tkvi_source tkvi_describe_source(const tkv_cache *kv, const void *data, tkv_type type, int dim,
+                                        ptrdiff_t token_stride, ptrdiff_t head_stride) {
+    tkvi_source s;
+    s.data = data;
+    s.type = type;
+    s.dim = dim;
+    s.head_stride = head_stride ? head_stride : dim;
+    s.token_stride = token_stride ? token_stride : (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * dim;
+    return s;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
+    tkvi_request request = tkvi_no_request();
     tkv_rows single_row;
-    const tkv_rows *rows;
     tkvi_source k, v;
-    tkvi_peak dry_run;
-    int8_t old_version;
     tkv_status st;
-    int n_rows, i, total, has_step, first = 0;
+    int i, total;
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     single_row.seq = p->seq;
     single_row.n = p->n;
-    rows = p->batch ? p->batch : &single_row;
-    n_rows = p->batch ? p->n_batch : 1;
-    if (n_rows < 0 || n_rows > cfg->limits.max_seqs)
-        return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
+    request.rows = p->batch ? p->batch : &single_row;
+    request.n_rows = p->batch ? p->n_batch : 1;
+    request.layer = p->layer;
+    if (request.n_rows < 0 || request.n_rows > cfg->limits.max_seqs)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", request.n_rows, "; it must be at most max_seqs");
     if (p->layer < 0 || p->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
     if (kv->tables.plan[p->layer].stored_layer != p->layer)
@@ -24301,90 +24922,27 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
         return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
-    st = tkvi_check_rows(kv, p->layer, rows, n_rows, p->positions, &total);
+    st = tkvi_check_rows(kv, p->layer, request.rows, request.n_rows, p->positions, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
-    k.data = p->k;
-    k.type = p->k_type;
-    k.dim = cfg->model.head_dim;
-    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->model.head_dim;
-    k.token_stride =
-        p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.head_dim;
-    v.data = p->v;
-    v.type = p->v_type;
-    v.dim = cfg->model.v_head_dim;
-    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->model.v_head_dim;
-    v.token_stride =
-        p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.v_head_dim;
+    k = tkvi_describe_source(kv, p->k, p->k_type, cfg->model.head_dim, p->k_token_stride, p->k_head_stride);
+    v = tkvi_describe_source(kv, p->v, p->v_type, cfg->model.v_head_dim, p->v_token_stride, p->v_head_stride);
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_is_source_finite(&k, total, cfg->model.n_kv_heads) ||
          !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
-    for (i = 0, has_step = 0; i < n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
-    old_version = kv->tables.current_version[p->layer];
-    if (!has_step && !tkvi_begin_table(kv, p->layer, 0, &old_version)) goto no_table;
-    if (tkvi_has_budget(kv))
-        for (i = 0; i < n_rows; i++) /* frees the slots of expired blocks */
-            if (rows[i].n && !kv->seq[rows[i].seq].in_step)
-                tkvi_age_list(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
-    dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
-    tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
-    for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
-    if (tkvi_has_budget(kv)) {
-        const size_t budget = cfg->budget.bytes,
-                     token_bytes =
-                         kv->tables.layout[kv->tables.plan[p->layer].now.layout[TKV_TIER_HOT]].bytes.total /
-                         TKVI_BLOCK;
-        size_t needed;
-        int fits;
-        tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
-        fits = tkvi_plan_reclaim(kv, budget, &needed);
-        tkvi_end_table(kv, p->layer, old_version,
-                       fits); /* before blocks are recoded, because they may use the table */
-        if (fits && !(kv->reclaim_stages & TKVI_EVICT_FIRST))
-            tkvi_recode_for_append(kv, (size_t)total * token_bytes);
-        if (!fits || !tkvi_reclaim_bytes(kv, budget)) {
-            tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
-            return tkvi_refuse_over_budget(kv, needed);
-        }
-        old_version =
-            kv->tables.current_version[p->layer]; /* blocks may use a table that reclaim learned: keep it */
-        dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
+    kv->append_layer = p->layer;
+    for (i = 0, kv->clock++; i < request.n_rows; i++) {
+        kv->seq[request.rows[i].seq].used = kv->clock;
+        kv->seq[request.rows[i].seq].is_appending = request.rows[i].n > 0;
     }
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n &&
-            !tkvi_grow_lists(kv, rows[i].seq, tkvi_n_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
-            goto no_memory;
-    if (!tkvi_allocate_peak(&kv->pool, &dry_run)) goto no_memory;
-    tkvi_end_table(kv, p->layer, old_version, 1);
-    if (!has_step) tkvi_query_stats_learn(kv, p->layer);
-    for (i = 0; i < n_rows; i++) {
-        if (rows[i].n == 0) continue;
-        tkvi_start_metering(kv, rows[i].seq);
-        if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_age_list(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
-            tkvi_evict_excess(kv, rows[i].seq, p->layer,
-                              rows[i].n); /* after ageing, because the dry run aged all blocks */
-        }
-        tkvi_store_tokens(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
-        first += rows[i].n;
-    }
-    if (kv->tokens_seen && kv->tokens_seen[p->layer] >= 0)
-        kv->tokens_seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->tokens_seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
-    tkvi_query_stats_count(kv, p->layer, total);
-    for (i = 0; i < n_rows; i++)
-        tkvi_release_unused(kv, rows[i].seq); /* only after all rows, because rows share pages */
-    return tkvi_ok(kv);
-no_memory:
-    tkvi_end_table(kv, p->layer, old_version, 0);
-    tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
-no_table:
-    if (kv->pool.keep_all)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_create_in_place is full", 0, NULL);
-    return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
+    st = tkvi_append_rows(kv, &request, total, &k, &v);
+    for (i = 0; i < request.n_rows; i++) kv->seq[request.rows[i].seq].is_appending = 0;
+    for (i = 0; i < request.n_rows; i++)
+        tkvi_release_unused(kv, request.rows[i].seq); /* only after all rows, because rows share pages */
+    return st;
 }
 
 static tkv_status tkvi_append(tkv_cache *kv, int seq, int layer, const int *position, const float *k,
@@ -24410,44 +24968,24 @@ static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
-/* Ages all layers of a sequence, or none. flush: 1 takes blocks of any age. partial_too: as in tkvi_age_list. */
+/* Ages all layers of a sequence, then expires tokens. flush: 1 takes blocks of any age. partial_too: as in
+ * tkvi_age_list. If it fails, blocks of some layers may be recoded. */
 static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_too) {
-    int8_t old_versions[TKVI_MAX_LAYERS];
-    tkvi_peak dry_run;
-    int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
-    for (layer = 0; layer < n; layer++) {
-        old_versions[layer] = kv->tables.current_version[layer];
-        if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
-            ready = tkvi_begin_table(kv, layer, flush, &old_versions[layer]);
+    int layer, n = kv->tables.cfg.model.n_layers, ready = 1;
+    tkvi_unreserve_slots(kv, seq);
+    for (layer = 0; layer < n && ready; layer++) {
+        const int hot = kv->tables.plan[layer].now.hot;
+        if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
+        ready = tkvi_make_due_table(kv, layer, flush);
+        if (!ready) break;
+        tkvi_query_stats_learn(kv, layer);
+        ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
+                              partial_too);
     }
-    dry_run = tkvi_begin_dry_run(kv);
-    for (layer = 0; layer < n; layer++) tkvi_add_needed_slots(kv, seq, layer, -1, dry_run.live);
-    for (pass = 0; pass < 2 && ready; pass++) {
-        for (layer = 0; layer < n && kv->seq[seq].block; layer++)
-            if (kv->tables.plan[layer].stored_layer == layer)
-                tkvi_age_list(
-                    kv, seq, layer,
-                    flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
-                    partial_too, pass ? NULL : &dry_run);
-        if (pass) continue;
-        ready = (tkvi_has_budget(kv) && !flush) ||
-                tkvi_allocate_peak(&kv->pool, &dry_run); /* under a budget blocks only expire: no memory */
-        for (layer = 0; layer < n; layer++) {
-            tkvi_end_table(kv, layer, old_versions[layer], ready);
-            if (ready && tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_query_stats_learn(kv, layer);
-        }
-    }
-    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, old_versions[layer], 0);
-    if (!ready) {
-        const int is_budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
-        return tkvi_fail(kv,
-                         is_budget           ? TKV_ERR_BUDGET
-                         : kv->pool.keep_all ? TKV_ERR_CAPACITY
-                                             : TKV_ERR_NOMEM,
-                         "no memory to recode blocks", 0, NULL);
-    }
+    for (layer = 0; layer < n && ready; layer++)
+        if (tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_expire_list(kv, seq, layer);
     tkvi_release_unused(kv, seq);
-    return tkvi_ok(kv);
+    return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
 }
 
 TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
@@ -24463,6 +25001,64 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
         tkvi_trim(&kv->pool);
     }
     return st;
+}
+
+/* >>idle time */
+typedef struct tkvi_idle_work {
+    uint64_t demoted_to; /* kv->demoted after the last block of work */
+    tkv_is_time_up is_time_up;
+    void *user;
+} tkvi_idle_work;
+
+static int tkvi_has_time(const tkv_cache *kv, const tkvi_idle_work *work) {
+    return kv->demoted < work->demoted_to && !(work->is_time_up && work->is_time_up(work->user));
+}
+
+/* Makes the tables that are due, as the next append would. Returns 0 without memory. */
+static int tkvi_make_due_tables(tkv_cache *kv, const tkvi_idle_work *work) {
+    int layer, ready = 1;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready; layer++) {
+        if (kv->tables.plan[layer].stored_layer != layer || !tkvi_has_time(kv, work)) continue;
+        ready = tkvi_make_due_table(kv, layer, 0);
+        if (ready) tkvi_query_stats_learn(kv, layer);
+    }
+    return ready;
+}
+
+/* Ages blocks of a sequence, as its next append would. Then expires tokens. Returns 0 without memory. */
+static int tkvi_age_in_idle_time(tkv_cache *kv, int seq, const tkvi_idle_work *work) {
+    int layer, aged = 0;
+    tkvi_unreserve_slots(kv, seq);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && aged >= 0; layer++) {
+        if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
+        do { /* the tokens of the last append stay exact until the next one */
+            if (!tkvi_has_time(kv, work)) break;
+            aged = tkvi_age_next(kv, seq, layer, tkvi_hot_age(kv, layer), tkvi_exact_from(kv, seq, layer), 0);
+            if (aged == 0) tkvi_expire_list(kv, seq, layer);
+        } while (aged > 0);
+    }
+    tkvi_release_unused(kv, seq);
+    return aged >= 0;
+}
+
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_time_up, void *user,
+                                int *done) {
+    tkvi_idle_work work;
+    uint64_t before;
+    int seq, ready = 1;
+    if (!kv) return TKV_ERR_ARG;
+    if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
+    before = kv->demoted;
+    work.demoted_to = before + (uint64_t)max_work;
+    work.is_time_up = is_time_up;
+    work.user = user;
+    if (!tkvi_has_open_step(kv)) ready = tkvi_make_due_tables(kv, &work);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && ready; seq++)
+        if (!kv->seq[seq].in_step) ready = tkvi_age_in_idle_time(kv, seq, &work);
+    while (ready && tkvi_has_time(kv, &work) && tkvi_recode_in_idle_time(kv)) {}
+    tkvi_trim(&kv->pool);
+    if (done) *done = (int)(kv->demoted - before);
+    return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
 }
 
 /* >>steps */
@@ -24514,6 +25110,25 @@ static void tkvi_truncate_packed(tkv_cache *kv, uint32_t id, int len) {
     }
 }
 
+/* Overwrites the positions from len on in block i of a list, unless another list holds it (cfg.host.wipe_freed). */
+static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
+    static const float zeros[TKV_MAX_HEAD_DIM] = {0};
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_layout *layout = &kv->tables.layout[b->layout];
+    const int n = b->n_packed ? b->n_packed : layout->tokens;
+    int t, h;
+    if (b->refs > 1 || tkvi_is_offloaded(b) || tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
+        return;
+    for (t = 0; t < n; t++)
+        for (h = 0; h < kv->tables.cfg.model.n_kv_heads && tkvi_slot_position(kv, id, t) >= len; h++) {
+            const tkvi_record *r = &layout->record[h];
+            uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
+            r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, zeros, t, bytes);
+            r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, zeros, t, bytes + r->v_at);
+        }
+}
+
 /* Truncates a list to its first `len` tokens. Position `len` must be in the hot tail or in the sinks. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -24524,6 +25139,10 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
         tkvi_release_block(&kv->pool, ids[list->n]);
     }
     list->n_offloaded = tkvi_min(list->n_offloaded, list->n - list->sinks);
+    if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
+        tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
+        if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
+    }
     list->len = len;
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
@@ -24541,20 +25160,33 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         int n = list->len - list->step_len;
         if (n <= 0) continue;
-        if (kv->tokens_seen && kv->tokens_seen[layer] > 0)
-            kv->tokens_seen[layer] = tkvi_max(0, kv->tokens_seen[layer] - n);
-        if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens > 0)
-            kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
+        tkvi_count_seen_tokens(kv, layer, -n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
+/* Sets the demand of a request to the slots that a reservation up to length `len` takes beyond the present one. */
+static void tkvi_demand_reservation(tkv_cache *kv, int seq, int len, tkvi_request *request) {
+    const int old_len = kv->seq[seq].reserved_len;
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
+    int c;
+    request->fixed = tkvi_no_demand();
+    for (c = 0; c < kv->tables.n_classes; c++) request->fixed.slots[c] = -own[c];
+    tkvi_reserve_slots(kv, seq, len);
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        request->fixed.slots[c] += own[c];
+        request->fixed.entries += request->fixed.slots[c];
+    }
+    tkvi_reserve_slots(kv, seq, old_len);
+}
+
 TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
-    tkvi_peak dry_run;
+    tkvi_request request = tkvi_no_request();
+    tkv_status st = TKV_OK;
     tkv_rows row;
-    int len, layer, old_len, n_entries, ready = 1;
+    int len, layer, reserved_len;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -24564,33 +25196,27 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
                          kv->tables.cfg.limits.max_tokens - len, " more tokens");
     row.seq = seq;
     row.n = n;
-    old_len = kv->seq[seq].reserved_len;
+    request.rows = &row;
+    request.n_rows = 1;
+    request.layer = -1;
+    reserved_len = tkvi_max(kv->seq[seq].reserved_len, len + n);
     kv->seq[seq].used = ++kv->clock;
-    tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
-    dry_run = tkvi_begin_dry_run(kv);
+    tkvi_demand_reservation(kv, seq, reserved_len, &request);
     if (tkvi_has_budget(kv)) {
-        const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t needed;
-        tkvi_reserve_slots(kv, seq, old_len); /* during reclaim: recoding needs pages that are not reserved */
-        tkvi_set_request(kv, &dry_run, &row, 1, -1);
-        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget)) {
-            tkvi_trim(&kv->pool);
-            return tkvi_refuse_over_budget(kv, needed);
-        }
-        tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
-        dry_run = tkvi_begin_dry_run(kv);
+        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) tkvi_demand_reservation(kv, seq, reserved_len, &request); /* the level may have changed */
     }
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* the first table may become due; later tables can wait */
-        if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0)
-            ready = tkvi_allocate_version(kv, 0);
-    n_entries = tkvi_n_row_entries(kv, &row, -1, 0);
-    if (ready && tkvi_grow_lists(kv, seq, n_entries) && tkvi_allocate_peak(&kv->pool, &dry_run))
-        return tkvi_ok(kv);
-    tkvi_reserve_slots(kv, seq, old_len); /* restores the old reservation */
+        if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0 &&
+            !tkvi_allocate_version(kv, 0))
+            st = tkvi_refuse_no_memory(kv, "no memory to reserve", n, " tokens");
+    if (!st && !tkvi_provide_request(kv, &request))
+        st = tkvi_refuse_no_memory(kv, "no memory to reserve", n, " tokens");
+    if (!st) tkvi_reserve_slots(kv, seq, reserved_len);
     tkvi_trim(&kv->pool);
-    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
-                     " tokens");
+    return st ? st : tkvi_ok(kv);
 }
 
 /* >>truncation */
@@ -24624,30 +25250,24 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
         tkvi_reserve_slots(kv, seq, 0);
+    tkvi_shrink_index(kv, seq);
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
-    tkvi_seq *s;
     int layer;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    s = &kv->seq[seq];
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
-    s->in_step = 0;
+    kv->seq[seq].in_step = 0;
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
-    if (!kv->pool.keep_all) {
-        tkvi_put(&kv->heap, s->block,
-                 (size_t)s->cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
-        s->block = NULL;
-        s->cap = 0;
-    }
-    tkvi_trim(&kv->pool);
+    tkvi_wipe_work_space(kv);
+    tkvi_shrink_index(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -24863,18 +25483,13 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
 /* Gets memory for one more block of this layout. It recodes, offloads and evicts nothing for that: a full budget
  * gives TKV_ERR_BUDGET. */
 static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
-    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    tkvi_peak_take(&dry_run, layout);
-    if (tkvi_has_budget(kv)) {
-        tkvi_set_request(kv, &dry_run, NULL, 0, -1);
-        if (tkvi_requested_bytes(kv) > kv->tables.cfg.budget.bytes)
-            return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
-                             NULL);
-        tkvi_trim_to(&kv->pool, 0);
-    }
-    if (tkvi_allocate_peak(&kv->pool, &dry_run)) return TKV_OK;
-    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                     "no memory for a block in a better format", 0, NULL);
+    tkvi_request request = tkvi_no_request();
+    request.fixed.slots[kv->tables.layout[layout].size_class] = 1; /* the block has its entry already */
+    if (tkvi_has_budget(kv) && tkvi_bytes_for(kv, &request) > kv->tables.cfg.budget.bytes)
+        return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
+                         NULL);
+    if (tkvi_provide_request(kv, &request)) return TKV_OK;
+    return tkvi_refuse_no_memory(kv, "no memory for a block in a better format", 0, NULL);
 }
 
 /* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of layout `layout`. */
@@ -24918,7 +25533,6 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
     st = tkvi_promote_ready(kv, layout);
     if (st) return st;
-    b = &kv->pool.block[id]; /* the table may have grown */
     tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, id, &page, &slot);
     st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
@@ -24972,8 +25586,8 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
  * block was before. A block stores its last two layouts after the hot one. If it had no others, its bytes are the
- * same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a budget
- * recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
+ * same as before, unless tokens of it were evicted or what its format learned from queries has changed. A block that
+ * a budget recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
@@ -25130,7 +25744,6 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
     freed_bytes = tkvi_discard_to(kv, seq, to, 1, &last);
     if (n_to_recode) {
-        tkvi_clear_request(kv);
         tkvi_change_level(kv, tkvi_level_to_recode_to(kv));
         for (i = 0; i < n_to_recode * kv->tables.cfg.model.n_layers && freed_bytes < need; i++)
             freed_bytes += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
@@ -25166,7 +25779,7 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
 }
 
 /* Stores the tokens of the discarded block i and recodes them. Row 0 of k and v belongs to position `start`. Cannot
- * fail: tkvi_allocate_peak has allocated its slots. */
+ * fail: its slots are provided (tkvi_demand_restore). */
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -25211,23 +25824,36 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     kv->recomputed++;
 }
 
-/* Dry run of restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
- * Blocks are recoded one after the other. So slots of the other layouts are counted once, for the block with the
- * most layouts. */
-static tkvi_peak tkvi_dry_run_restore(tkv_cache *kv, int seq, int layer, int first, int last) {
+/* The slots for restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
+ * Blocks are recoded one after the other, so the slots of other layouts are counted for one block: that with which the
+ * pool needs the most pages. */
+static tkvi_demand tkvi_demand_restore(const tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    int i, s, n_longest = 0, layouts[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
-    for (i = first; i < last; i++) {
-        int n_layouts;
-        if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
-        dry_run.n_offloaded--;
-        tkvi_peak_take(&dry_run, layouts[n_layouts - 1]);
-        if (n_layouts > n_longest) memcpy(longest, layouts, sizeof layouts), n_longest = n_layouts;
+    tkvi_demand stored = tkvi_no_demand(), most = stored;
+    int layouts[TKV_TIER_COUNT + 1], i, s, pass;
+    for (pass = 0; pass < 2; pass++) {
+        if (pass) most = stored;
+        for (i = first; i < last; i++) {
+            tkvi_demand with_others = stored;
+            int n_layouts;
+            if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
+            n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
+            if (!pass) { /* the block has its entry already */
+                stored.slots[kv->tables.layout[layouts[n_layouts - 1]].size_class]++;
+                continue;
+            }
+            for (s = 0; s + 1 < n_layouts; s++) with_others.slots[kv->tables.layout[layouts[s]].size_class]++;
+            if (tkvi_pages_for_demand(&kv->pool, &with_others) > tkvi_pages_for_demand(&kv->pool, &most))
+                most = with_others;
+        }
     }
-    for (s = 0; s + 1 < n_longest; s++) tkvi_peak_take(&dry_run, longest[s]);
-    return dry_run;
+    return most;
+}
+
+/* End position of the tokens of block i. Eviction can free the next block; then this one covers its positions too. */
+static int tkvi_tokens_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const int n = tkvi_block_tokens(kv, list, ids, i);
+    return n ? tkvi_slot_position(kv, ids[i], n - 1) + 1 : tkvi_block_start(kv, ids, i);
 }
 
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
@@ -25236,7 +25862,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
-    tkvi_peak dry_run;
+    tkvi_request request = tkvi_no_request();
     int i, first = -1, last = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
@@ -25247,7 +25873,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     if (start > list->len || n > list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
-        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_tokens_end(kv, list, ids, i);
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
             return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
@@ -25260,34 +25886,26 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         last = i + 1;
     }
     if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
-    memset(&from_k, 0, sizeof from_k);
-    from_k.data = k;
-    from_k.dim = kv->tables.cfg.model.head_dim;
-    from_k.head_stride = from_k.dim;
-    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_k.dim;
-    from_v = from_k;
-    from_v.data = v;
-    from_v.dim = kv->tables.cfg.model.v_head_dim;
-    from_v.head_stride = from_v.dim;
-    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_v.dim;
+    from_k = tkvi_describe_source(kv, k, TKV_TYPE_F32, kv->tables.cfg.model.head_dim, 0, 0);
+    from_v = tkvi_describe_source(kv, v, TKV_TYPE_F32, kv->tables.cfg.model.v_head_dim, 0, 0);
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_is_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
          !tkvi_is_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
-    dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
+    request.fixed = tkvi_demand_restore(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
-        const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t needed;
-        tkvi_set_request(kv, &dry_run, NULL, 0, layer);
-        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget))
-            return tkvi_refuse_over_budget(kv, needed);
-        dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
+        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
+        request.fixed = tkvi_demand_restore(kv, seq, layer, first, last); /* the level may have changed */
     }
-    if (!tkvi_allocate_peak(&kv->pool, &dry_run))
-        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                         "no memory to restore tokens, in number", n, "");
+    if (!st && !tkvi_provide_request(kv, &request))
+        st = tkvi_refuse_no_memory(kv, "no memory to restore tokens, in number", n, "");
+    if (st) {
+        tkvi_trim(&kv->pool);
+        return st;
+    }
     for (i = first; i < last; i++)
         if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
             tkvi_restore_block(kv, seq, layer, i, &from_k, &from_v, start);
@@ -25874,17 +26492,20 @@ static int64_t tkvi_n_ended_blocks(int64_t whole, int64_t end) {
 }
 
 /* The blocks and tokens of a layer after n tokens. waiting 1: formats that need a table wait, as there is none
- * yet. */
-static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
+ * yet. young 1: blocks of any age go to the archive. */
+static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting, int young) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
     int64_t gone, archived, coded, margin = (int64_t)p->kept_window + tkvi_expiry_margin(p);
+    const int is_young = young && p->now.hot != TKVI_FOREVER;
+    const int64_t hot = is_young ? 0 : p->now.hot,
+                  warm = is_young && p->now.warm != TKVI_FOREVER ? 0 : p->now.warm;
     int tier;
     memset(&s, 0, sizeof s);
     gone = p->kept_window ? tkvi_n_ended_blocks(whole, due - margin) : 0;
-    archived = tkvi_n_ended_blocks(whole, due - p->now.hot - p->now.warm);
-    coded = tkvi_n_ended_blocks(whole, due - p->now.hot);
+    archived = tkvi_n_ended_blocks(whole, due - hot - warm);
+    coded = tkvi_n_ended_blocks(whole, due - hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
     if (waiting && p->now.needs_table[TKV_TIER_ARCHIVE]) archived = gone;
@@ -25903,6 +26524,7 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
 typedef struct tkvi_not_in_ram {
     int64_t blocks;
     int discarded; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
+    int young;     /* 1: blocks younger than hot_tokens are recoded too (stage 7 of reclaim/budget.h) */
 } tkvi_not_in_ram;
 
 /* Moves the oldest blocks of a list out of RAM, in `s` and `m`. Blocks of the hot tail and the last two blocks
@@ -25947,7 +26569,7 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, in
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
                               int n_tokens, int64_t n_seqs, int waiting, const tkvi_not_in_ram *away,
                               int64_t *live) {
-    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
+    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting, away->young);
     int64_t here =
         (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] + s.blocks[TKV_TIER_ARCHIVE];
     int tier;
@@ -25972,6 +26594,7 @@ static size_t tkvi_cap_before(int64_t want) {
 typedef struct tkvi_blocks_not_in_ram {
     int64_t offloaded_blocks; /* per list */
     int64_t discarded;        /* blocks per list, except in one sequence */
+    int young;                /* as in tkvi_not_in_ram */
 } tkvi_blocks_not_in_ram;
 
 /* Estimates the bytes of n_seqs sequences of n_tokens each at one level. not_in_ram: the blocks not in RAM. */
@@ -25984,13 +26607,14 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     tkv_memory_info m;
     size_t page_bytes;
     tkvi_not_in_ram offloaded_blocks, discarded;
-    int i, c;
+    int i, c, last_delay = 0; /* last_delay: of the last layer that makes tables */
     const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
     offloaded_blocks.blocks = not_in_ram->offloaded_blocks;
     discarded.blocks = not_in_ram->discarded;
     offloaded_blocks.discarded = 0;
     discarded.discarded = 1;
+    offloaded_blocks.young = discarded.young = not_in_ram->young;
     if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
@@ -26004,6 +26628,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
             waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
+            last_delay = tkvi_max(last_delay, p.hot_delay);
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &offloaded_blocks, live);
         all += here * (n_seqs - waiting);
@@ -26023,7 +26648,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     m.scratch = fixed.solve + fixed.recode + fixed.split_sums;
     m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
-    if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
+    if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
+        m.tables += tkvi_stats_bytes(&h->cfg);
     if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
@@ -26043,8 +26669,9 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
 }
 
 /* Does this many tokens fit the budget at some level, or beyond the last one? *m: the estimate of the first way
- * that fits. Order: the levels, then offloading, then discarding. */
-static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+ * that fits. Order: the levels, then offloading, then discarding. young: as in tkvi_not_in_ram; only the last level. */
+static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int n_seqs, int young,
+                                       tkv_memory_info *m) {
     const size_t budget = h->cfg.budget.bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
     tkvi_blocks_not_in_ram not_in_ram;
@@ -26052,7 +26679,8 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
     tkv_status st;
     int level;
     memset(&not_in_ram, 0, sizeof not_in_ram);
-    for (level = h->cfg.budget.pressure.min_level;; level++) {
+    not_in_ram.young = young;
+    for (level = young ? h->cfg.budget.pressure.max_level : h->cfg.budget.pressure.min_level;; level++) {
         st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
@@ -26072,6 +26700,12 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
     not_in_ram.discarded = most;
     st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
+}
+
+/* tkvi_estimate_stages; the last stage recodes blocks younger than hot_tokens too. */
+static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+    const tkv_status st = tkvi_estimate_stages(h, n_tokens, n_seqs, 0, m);
+    return st == TKV_ERR_BUDGET ? tkvi_estimate_stages(h, n_tokens, n_seqs, 1, m) : st;
 }
 
 /* Eviction for bytes can reduce a list to this number of tokens, which allows for blocks that are not full.
@@ -26210,8 +26844,8 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (TKVI_HAS_EVICT && kv->pool.token_meta ? list->n && list->len == list->expired
-                                              : (list->n == 0) != (list->len == list->expired))
+    if (tkvi_keeps_token_meta(&kv->tables.cfg) ? list->n && list->len == list->expired
+                                               : (list->n == 0) != (list->len == list->expired))
         return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
     if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->expired
                                                           : tkvi_block_start(kv, ids, 0) != list->expired))
@@ -26528,28 +27162,15 @@ typedef struct tkvi_span {
     size_t n;
 } tkvi_span;
 
-typedef struct tkvi_word {
-    const char *name;
-    int value;
-} tkvi_word;
-
-struct tkvi_row; /* the three types refer to each other */
-struct tkvi_parser;
+struct tkvi_parser; /* the two types refer to each other */
 
 typedef struct tkvi_kind {
     const char *want; /* describes a valid value, for error sentences */
     /* Reads s into the field at `at`; NULL: only checks. Returns 0 if s is no such value. */
-    int (*read)(struct tkvi_parser *r, const struct tkvi_row *row, tkvi_span s, void *at);
+    int (*read)(struct tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at);
     /* Writes the field. NULL: a key that is only read, before all other keys */
-    void (*write)(const struct tkvi_row *row, const void *at, tkvi_out *o);
+    void (*write)(const tkvi_row *row, const void *at, tkvi_out *o);
 } tkvi_kind;
-
-typedef struct tkvi_row {
-    const char *name;
-    int kind; /* index into tkvi_kinds */
-    size_t offset, size;
-    const tkvi_word *words; /* names of values, ended by a NULL name; NULL: none */
-} tkvi_row;
 
 typedef struct tkvi_fields { /* rows of one struct */
     const char *name;        /* NULL: keys are `field`; else `name.field` */
@@ -26559,7 +27180,7 @@ typedef struct tkvi_fields { /* rows of one struct */
     int n_rows;
 } tkvi_fields;
 
-#define TKVI_MAX_FIELDS 8
+#define TKVI_MAX_FIELDS 10
 #define TKVI_SEEN_BYTES 8192 /* a bit per field: 15 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
@@ -26578,19 +27199,6 @@ typedef struct tkvi_parser {
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
 } tkvi_parser;
-
-/* Kinds, as in tkvi_kinds. */
-enum {
-    TKVI_INT,
-    TKVI_SIZE,
-    TKVI_FLOAT,
-    TKVI_FLOATS,
-    TKVI_PAIR,
-    TKVI_FLAGS,
-    TKVI_NAME,
-    TKVI_FREQUENCIES,
-    TKVI_PRESET
-};
 
 /* >>spans */
 static int tkvi_span_is(tkvi_span s, const char *name) {
@@ -26658,16 +27266,20 @@ static int tkvi_field_int(const tkvi_row *row, const void *at) {
     return x;
 }
 
+/* Name number i of a field's values, and its value; NULL after the last. */
+static const char *tkvi_word_at(const tkvi_row *row, int i, int *value) {
+    *value = row->words ? row->words[i].value : i;
+    return row->words ? row->words[i].name : tkv_get_name(row->names, i);
+}
+
 static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    const tkvi_word *w;
     const int negative = s.n > 0 && s.at[0] == '-';
+    const char *word;
     uint64_t n = 0;
-    int x = 0;
+    int x = 0, i;
     (void)r;
-    for (w = row->words; w && w->name && !tkvi_span_is(s, w->name); w++) continue;
-    if (w && w->name) {
-        x = w->value;
-    } else {
+    for (i = 0; (word = tkvi_word_at(row, i, &x)) != NULL && !tkvi_span_is(s, word); i++) continue;
+    if (!word) {
         s.at += negative;
         s.n -= (size_t)negative;
         if (!tkvi_digits(s, &n) || n > 0x7fffffffu + (negative ? 1u : 0u)) return 0;
@@ -26680,16 +27292,17 @@ static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void 
 }
 
 static void tkvi_write_int(const tkvi_row *row, const void *at, tkvi_out *o) {
-    const tkvi_word *w;
     const int x = tkvi_field_int(row, at);
-    for (w = row->words; w && w->name && w->value != x; w++) continue;
-    if (!w || !w->name) {
+    const char *word;
+    int i, value;
+    for (i = 0; (word = tkvi_word_at(row, i, &value)) != NULL && value != x; i++) continue;
+    if (!word) {
         tkvi_print_int(o, x);
         return;
     }
-    if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
-    tkvi_print(o, w->name);
-    if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
+    if (strcmp(word, "true") != 0) tkvi_print_quote(o);
+    tkvi_print(o, word);
+    if (strcmp(word, "true") != 0) tkvi_print_quote(o);
 }
 
 /* Reads bytes such as 4096, 512K, 1.5G, 64MiB. K, M, G, T are powers of 1024. At most four digits after the
@@ -26959,60 +27572,22 @@ static const tkvi_kind tkvi_kinds[] = {
 };
 
 /* >>the table of all fields */
-static const tkvi_word tkvi_words_switch[] = {{"false", 0}, {"true", 1}, {NULL, 0}};
 static const tkvi_word tkvi_words_off[] = {{"off", TKV_OFF}, {NULL, 0}};
 static const tkvi_word tkvi_words_length[] = {{"off", TKV_OFF}, {"unlimited", TKV_UNLIMITED}, {NULL, 0}};
-static const tkvi_word tkvi_words_fit[] = {
-    {"clip", TKV_FIT_CLIP}, {"norm", TKV_FIT_NORM}, {"unbiased", TKV_FIT_UNBIASED}, {NULL, 0}};
-static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
-static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_ROPE},
-                                               {"uniform", TKV_KVQUANT_UNIFORM},
-                                               {"norm", TKV_KVQUANT_NORM},
-                                               {"dense", TKV_KVQUANT_DENSE},
-                                               {NULL, 0}};
 static const tkvi_word tkvi_words_nonfinite[] = {
     {"refuse", TKV_NONFINITE_REFUSE}, {"saturate", TKV_NONFINITE_SATURATE}, {NULL, 0}};
-static const tkvi_word tkvi_words_isa[] = {{"auto", TKV_ISA_AUTO},
-                                           {"scalar", TKV_ISA_SCALAR},
-                                           {"avx2", TKV_ISA_AVX2},
-                                           {"avx512", TKV_ISA_AVX512},
-                                           {"neon", TKV_ISA_NEON},
-                                           {"wasm", TKV_ISA_WASM},
-                                           {NULL, 0}};
-
-static const tkvi_word tkvi_words_profile[] = {{"default", TKV_PROFILE_DEFAULT},
-                                               {"fp16_only", TKV_PROFILE_FP16_ONLY},
-                                               {"aggressive", TKV_PROFILE_AGGRESSIVE},
-                                               {NULL, 0}};
-
-static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
-                                             {"sliding", TKV_EVICT_SLIDING},
-                                             {"h2o", TKV_EVICT_H2O},
-                                             {"snapkv", TKV_EVICT_SNAPKV},
-                                             {"pyramidkv", TKV_EVICT_PYRAMIDKV},
-                                             {"tova", TKV_EVICT_TOVA},
-                                             {"knorm", TKV_EVICT_KNORM},
-                                             {"keydiff", TKV_EVICT_KEYDIFF},
-                                             {"scissorhands", TKV_EVICT_SCISSORHANDS},
-                                             {"fifo", TKV_EVICT_FIFO},
-                                             {"random", TKV_EVICT_RANDOM},
-                                             {"scores", TKV_EVICT_SCORES},
-                                             {"user", TKV_EVICT_USER},
-                                             {NULL, 0}};
 static const tkvi_word tkvi_words_heads[] = {
     {"mean", TKV_IMPORTANCE_MEAN}, {"max", TKV_IMPORTANCE_MAX}, {"sum", TKV_IMPORTANCE_SUM}, {NULL, 0}};
-static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBRID},
-                                                  {"accumulation", TKV_IMPORTANCE_ACCUMULATION},
-                                                  {"heavy_hitter", TKV_IMPORTANCE_HEAVY_HITTER},
-                                                  {"recency", TKV_IMPORTANCE_RECENCY},
-                                                  {"persistence", TKV_IMPORTANCE_PERSISTENCE},
-                                                  {NULL, 0}};
-
 #define TKVI_ROW(type, field, kind, words)                                                                   \
-    { #field, kind, offsetof(type, field), sizeof(((type *)0)->field), words }
+    {                                                                                                        \
+#field, kind, offsetof(type, field), sizeof(((type *)0)->field), words, TKV_NAME_COUNT, 0, 0, 0, 0,  \
+            NULL                                                                                             \
+    }
+#define TKVI_NAMED(type, field, names)                                                                       \
+    { #field, TKVI_INT, offsetof(type, field), sizeof(((type *)0)->field), NULL, names, 0, 0, 0, 0, NULL }
 
 static const tkvi_row tkvi_config_rows[] = {
-    {"preset", TKVI_PRESET, 0, 0, NULL},
+    {"preset", TKVI_PRESET, 0, 0, NULL, TKV_NAME_COUNT, 0, 0, 0, 0, NULL},
     TKVI_ROW(tkv_config, model.n_layers, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
@@ -27029,17 +27604,14 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, tiers.hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_config, tiers.warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_config, tiers.archive, TKVI_PAIR, NULL),
-    TKVI_ROW(tkv_config, format.group_size, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, format.allocation_unit, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, format.fit, TKVI_FLAGS, tkvi_words_fit),
-    TKVI_ROW(tkv_config, format.rotate, TKVI_FLAGS, tkvi_words_rotate),
-    TKVI_ROW(tkv_config, format.center_k, TKVI_INT, tkvi_words_switch),
-    TKVI_ROW(tkv_config, format.squat_block, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, format.subspaces, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, format.kvquant, TKVI_FLAGS, tkvi_words_kvquant),
+};
+
+static const tkvi_row tkvi_later_rows[] = {
+    /* fields that a text has after those of cfg.format */
     TKVI_ROW(tkv_config, host.nonfinite, TKVI_INT, tkvi_words_nonfinite),
     TKVI_ROW(tkv_config, host.precise, TKVI_INT, tkvi_words_switch),
-    TKVI_ROW(tkv_config, host.isa, TKVI_INT, tkvi_words_isa),
+    TKVI_ROW(tkv_config, host.wipe_freed, TKVI_INT, tkvi_words_switch),
+    TKVI_NAMED(tkv_config, host.isa, TKV_NAME_ISA),
     TKVI_ROW(tkv_config, meter.heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.every, TKVI_INT, NULL),
@@ -27077,7 +27649,7 @@ static const tkvi_row tkvi_level_rows[] = {
 };
 
 static const tkvi_row tkvi_pressure_rows[] = {
-    TKVI_ROW(tkv_pressure_config, profile, TKVI_INT, tkvi_words_profile),
+    TKVI_NAMED(tkv_pressure_config, profile, TKV_NAME_PROFILE),
     TKVI_ROW(tkv_pressure_config, threshold, TKVI_FLOATS, NULL),
     TKVI_ROW(tkv_pressure_config, hysteresis, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_pressure_config, alpha, TKVI_FLOAT, NULL),
@@ -27090,7 +27662,7 @@ static const tkvi_row tkvi_offload_rows[] = {
 };
 
 static const tkvi_row tkvi_evict_config_rows[] = {
-    TKVI_ROW(tkv_evict_config, policy, TKVI_INT, tkvi_words_evict),
+    TKVI_NAMED(tkv_evict_config, policy, TKV_NAME_EVICT_POLICY),
     TKVI_ROW(tkv_evict_config, keep_tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_off),
@@ -27101,7 +27673,7 @@ static const tkvi_row tkvi_evict_config_rows[] = {
 };
 
 static const tkvi_row tkvi_importance_rows[] = {
-    TKVI_ROW(tkv_importance_config, strategy, TKVI_INT, tkvi_words_importance),
+    TKVI_NAMED(tkv_importance_config, strategy, TKV_NAME_IMPORTANCE),
     TKVI_ROW(tkv_importance_config, decay, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, attention, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, recency, TKVI_FLOAT, NULL),
@@ -27119,6 +27691,8 @@ typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES 
 
 enum {
     TKVI_OF_CONFIG,
+    TKVI_OF_FORMAT,
+    TKVI_OF_LATER,
     TKVI_OF_ROPE,
     TKVI_OF_PRESSURE,
     TKVI_OF_EVICT,
@@ -27131,6 +27705,8 @@ enum {
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
+    {"format", 0, offsetof(tkv_config, format), 0, TKVI_ROWS_OF(tkvi_option_rows)},
+    {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_later_rows)},
     {"model.rope", 0, offsetof(tkv_config, model.rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
     {"budget.pressure", 0, offsetof(tkv_config, budget.pressure), 0, TKVI_ROWS_OF(tkvi_pressure_rows)},
     {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_config_rows)},
@@ -27240,15 +27816,16 @@ static void tkvi_append_unknown(tkvi_parser *r) {
 
 static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     tkvi_text *t = tkvi_append_line(r, r->key_line);
-    const tkvi_word *w = row->words;
+    const char *word;
+    int i, value;
     tkvi_append_span(t, r->key);
     tkvi_append_text(t, r->value.n ? " is " : " has no value");
     tkvi_append_span(t, r->value);
     tkvi_append_text(t, "; it must be ");
     tkvi_append_text(t, tkvi_kinds[row->kind].want);
-    for (; w && w->name; w++) {
-        tkvi_append_text(t, w > row->words ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
-        tkvi_append_text(t, w->name);
+    for (i = 0; (word = tkvi_word_at(row, i, &value)) != NULL; i++) {
+        tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_append_text(t, word);
     }
 }
 
@@ -27474,12 +28051,6 @@ static int tkvi_line_of(tkvi_parser *r, const char *key) {
     tkvi_rewind(r);
     while (tkvi_next(r) > 0 && !tkvi_span_is(r->key, key)) continue;
     return r->key_line;
-}
-
-static int tkvi_member_int(const void *base, size_t offset) {
-    int x;
-    memcpy(&x, (const char *)base + offset, sizeof x);
-    return x;
 }
 
 /* Reads a pointer field. It assumes that pointers to all object types have one representation. */

@@ -35,33 +35,6 @@
 
 enum { LAST = 1024, READ = 1024, READ_START = 64, READS = 25 };
 
-typedef struct spread {
-    double mean, median, p99, most;
-} spread;
-
-static spread spread_of(const double *x, int n) { /* in microseconds */
-    double *sorted = (double *)bench_alloc((size_t)n * sizeof(double));
-    spread s = {0.0, 0.0, 0.0, 0.0};
-    for (int i = 0; i < n; i++) {
-        sorted[i] = x[i] * 1e6;
-        s.mean += sorted[i] / n;
-    }
-    s.median = bench_median(sorted, n);
-    s.p99 = sorted[n - 1 - n / 100];
-    s.most = sorted[n - 1];
-    free(sorted);
-    return s;
-}
-
-static double clock_cost(void) {
-    double x[1001];
-    for (int i = 0; i < 1001; i++) {
-        double t = bench_seconds(1);
-        x[i] = bench_seconds(1) - t;
-    }
-    return bench_median(x, 1001);
-}
-
 static void least(double *x, double seconds, int run) {
     if (seconds < 0.0) seconds = 0.0;
     if (run == 0 || seconds < *x) *x = seconds;
@@ -77,7 +50,7 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
     bench_error error = bench_check(shape, plan, 1, values, q);
     if (!bench_plan(&cfg, plan)) bench_fail("unknown plan \"%s\", or not for this shape", plan);
     for (int run = 0; run < runs; run++) {
-        const double tick = clock_cost();
+        const double tick = bench_clock_cost();
         tkv_cache *kv;
         bench_must(tkv_create(&cfg, &kv), "tkv_create");
         for (int t = 0; t < tokens; t++) {
@@ -96,12 +69,12 @@ static void measure_steps(const tkv_config *shape, const char *plan, int tokens,
         bench_must(tkv_check(kv, NULL, 0), "tkv_check");
         tkv_destroy(kv);
     }
-    spread a = spread_of(append, tokens);
+    bench_spread a = bench_spread_of(append, tokens);
     for (int t = 0; t < LAST; t++) {
         step[t] += append[tokens - LAST + t];
         sum += append[tokens - LAST + t] * 1e6;
     }
-    spread s = spread_of(step, LAST);
+    bench_spread s = bench_spread_of(step, LAST);
     bench_clear_line();
     printf(csv ? "%s,%d,%.2f,%.2f,%.2f,%.1f,%.1f,%.1f,%.1f,%.1f,%.3f,%.2f,%.2e,%.2e\n"
                : "%-10s %6d %8.2f %7.2f %7.2f %8.1f %9.1f %8.1f %8.1f %8.1f %6.2f%% %10.2f %9.1e %8.1e\n",

@@ -402,4 +402,34 @@ static inline bench_error bench_check(const tkv_config *shape, const char *plan,
     return e;
 }
 
+/* Figures of n times. */
+typedef struct bench_spread {
+    double mean, median, p90, p99, most; /* in microseconds */
+} bench_spread;
+
+static inline bench_spread bench_spread_of(const double *seconds, int n) {
+    double *sorted = (double *)bench_alloc((size_t)n * sizeof(double));
+    bench_spread s = {0.0, 0.0, 0.0, 0.0, 0.0};
+    for (int i = 0; i < n; i++) {
+        sorted[i] = seconds[i] * 1e6;
+        s.mean += sorted[i] / n;
+    }
+    s.median = bench_median(sorted, n);
+    s.p90 = sorted[n - 1 - n / 10];
+    s.p99 = sorted[n - 1 - n / 100];
+    s.most = sorted[n - 1];
+    free(sorted);
+    return s;
+}
+
+/* Seconds that reading the clock takes. */
+static inline double bench_clock_cost(void) {
+    double x[1001];
+    for (int i = 0; i < 1001; i++) {
+        double t = bench_seconds(1);
+        x[i] = bench_seconds(1) - t;
+    }
+    return bench_median(x, 1001);
+}
+
 #endif /* TKV_BENCH_H */

@@ -5,7 +5,8 @@
  * cc -O2 bench/quality.c -o quality -lm -pthread && ./quality model.gguf
  *
  * The text is read in chunks that end where a block leaves the hot tail. So every position sees the same coded tokens
- * as in decoding token by token. The logits are compared with those of the same model and an exact F32 cache. The
+ * as in decoding token by token. For this all layers demote at the same token (llama_align_layers). A cache as it is
+ * demotes later in most layers, and loses less. The logits are compared with those of the same model and an exact F32 cache. The
  * exact logits are kept in a file for later runs. QUALITY.md explains the measurement. `./quality --help` lists the
  * options.
  */
@@ -609,7 +610,16 @@ static subject subject_create(const plan *p, int max_tokens) {
         if (p->percent)
             cfg.budget.bytes =
                 2 * dims * (size_t)all.model.n_layers * (size_t)max_tokens * (size_t)p->percent / 100;
+        tkv_layer_config *layers =
+            (tkv_layer_config *)bench_alloc((size_t)all.model.n_layers * sizeof *layers);
+        memset(layers, 0, (size_t)all.model.n_layers * sizeof *layers);
+        if (cfg.layers) memcpy(layers, cfg.layers, (size_t)all.model.n_layers * sizeof *layers);
+        if (!cfg.budget.bytes) {
+            llama_align_layers(&cfg, layers);
+            cfg.layers = layers;
+        }
         tkv_create(&cfg, &s.kv);
+        free(layers);
     }
     if (!s.r && !s.kv) fail("%s: out of memory", p->name);
     if (p->tables && tkv_load_calibration(s.kv, p->tables->tables, p->tables->bytes) != TKV_OK)

@@ -272,6 +272,7 @@ static double print_memory(const session *s) {
     char buf[32];
     if (tkv_get_layer(s->kv, 0, 0, &tiers) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK || n == 0)
         return 0;
+    const size_t layers = (size_t)s->model.n_layers; /* their tiers differ in length; rows show the mean */
     char map[65];
     int i;
     for (i = 0; i < 64; i++)
@@ -283,8 +284,8 @@ static double print_memory(const session *s) {
     for (i = 0; i < TKV_TIER_COUNT; i++) {
         double bytes = (double)mem.tier[i].codes + (double)mem.tier[i].metadata;
         left -= bytes;
-        print_row(tier_marks[i], tier_names[i], tiers.tokens[i], pair_name(&tiers.format[i], buf, sizeof buf),
-                  bytes, (double)mem.tier[i].tokens * values);
+        print_row(tier_marks[i], tier_names[i], (int)((mem.tier[i].tokens + layers / 2) / layers),
+                  pair_name(&tiers.format[i], buf, sizeof buf), bytes, (double)mem.tier[i].tokens * values);
     }
     print_row(' ', "other", -1, "tables, index, ...", left, 0);
     print_row(' ', "total", n, "", (double)mem.total, all);
@@ -376,7 +377,7 @@ int main(int argc, char **argv) {
 
     const double prompt_start = seconds();
     int n_logits = 1;
-    /* Reads the prompt in chunks whose results equal those of single tokens (llama_chunk). */
+    /* Reads the prompt in chunks that end where a block leaves the hot tail (llama_chunk). */
     for (int pos = 0; pos < n_prompt;) {
         const int chunk =
             llama_chunk(&s.cfg, pos, n_prompt - pos < TKV_BLOCK_TOKENS ? n_prompt - pos : TKV_BLOCK_TOKENS);

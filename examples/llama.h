@@ -1225,8 +1225,21 @@ static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* s
     cfg->model.rope.interleaved = !m->rope_halves;
 }
 
-/* Returns the size of the next chunk, at most `left`, after pos tokens. The chunk ends where a block leaves the hot
- * tail. With such chunks every query sees the same coded tokens as with single tokens. */
+/* Shortens the tiers of layers[n_layers] by the layers' delays (api.h, hot_tokens). All layers then demote at the same
+ * token, as layer 0 does. cfg: lengths in tokens, or 0 for 64 and 448; no budget. A layer's own lengths are kept. */
+static inline void llama_align_layers(const tkv_config *cfg, tkv_layer_config *layers) {
+    const int n = cfg->model.n_layers, hot = cfg->tiers.hot_tokens ? cfg->tiers.hot_tokens : 64;
+    const int warm = cfg->tiers.warm_tokens ? cfg->tiers.warm_tokens : 448;
+    for (int i = 0; i < n && n > 1; i++) {
+        const int hot_delay = 64 * i / n, warm_delay = (64 * i + 32) / n - hot_delay;
+        if (!layers[i].hot_tokens && hot > hot_delay) layers[i].hot_tokens = hot - hot_delay;
+        if (!layers[i].warm_tokens && warm > warm_delay) layers[i].warm_tokens = warm - warm_delay;
+    }
+}
+
+/* Returns the size of the next chunk, at most `left`, after pos tokens. The chunk ends where a block of layer 0 leaves
+ * the hot tail. Other layers demote up to 63 tokens later (api.h, hot_tokens), in a chunk at the next chunk. With
+ * llama_align_layers, every query sees the same coded tokens as with single tokens. */
 static inline int llama_chunk(const tkv_config *cfg, int pos, int left) {
     const int sinks = cfg->tiers.sink_tokens == TKV_OFF ? 0
                       : cfg->tiers.sink_tokens          ? cfg->tiers.sink_tokens

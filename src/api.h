@@ -53,11 +53,11 @@ extern "C" {
 #define TKV_ZERO (-1e-30f)
 
 /* >>status. Every function that can fail returns a status. A negative status is an error. A call that fails leaves
- * the cache as it was, with these exceptions:
- *   under a budget          tokens that were evicted, or blocks that were compressed or offloaded, to make room
- *                           stay so if an allocator or a store fails afterwards (see tkv_get_budget)
- *   under a budget          a refused append may remove expired tokens, which have left every window
- *   allocation that failed  the index, or memory for the tables of formats, may be larger than before
+ * tokens, positions and lengths as they were, and every answer about which tokens are there. Some other work may
+ * stay:
+ *   blocks   that were recoded or offloaded for the call, and the level that the budget then had
+ *   tables   that were learned, and memory for the index or for tables
+ * A bad argument changes nothing at all. Nor does a request that no reclaim stage can serve.
  * A function that a switch leaves out (TKV_NO_EVICT and others) returns TKV_ERR_UNSUPPORTED. */
 #define TKV_STATUS_LIST(X)                                                                                   \
     X(TKV_OK, 0, "ok")                                                                                       \
@@ -378,7 +378,12 @@ typedef struct tkv_tiers_config { /* the plan: [sinks][archive ...][warm][hot ta
     int hot_tokens;  /* at least this many newest tokens stay exact; 0: 64; or TKV_OFF, TKV_UNLIMITED */
     int warm_tokens; /* length of the warm tier, behind the hot tail; 0: 448; or TKV_OFF, TKV_UNLIMITED */
     tkv_format_pair hot, warm, archive;
-    /* Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
+    /* Layers demote at different tokens, so that no step codes all of them. Layer number i, from 0, of the n layers
+     * with K and V of their own, has these delays, rounded down: 64 i / n tokens more in the hot tier, and
+     * (64 i + 32) / n more in the hot and warm tiers together. So some layers keep up to 63 tokens longer. No delay:
+     * a length of 0 tokens or without end; n = 1; a cache that was created with a budget.
+     *
+     * Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
      * sinks. At most 28, and at most 32 with the sinks. Every layer needs sinks and must have no window. A token
      * may become an anchor when its block is compressed. A more important token may replace it. Attention then
      * reads its coded value again. */
@@ -419,6 +424,10 @@ typedef struct tkv_host_config { /* the program around the cache */
     tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
     tkv_nonfinite nonfinite;
     int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
+    /* 1: overwrites keys and values with zeros when their memory becomes free: recoded, cut, evicted or reset. Learned
+     * tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until their
+     * block moves. */
+    int wipe_freed;
 } tkv_host_config;
 
 typedef struct tkv_config {
@@ -512,7 +521,8 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
 TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t text_size, tkv_cache **out,
                                  char *reason, size_t size);
 /* Computes the bytes that the caller must provide. A NULL result is not computed; one of both must be asked for.
- *   in_place   bytes that tkv_create_in_place needs for every sequence at max_tokens. Blocks that TKV_FLUSH_ALL left
+ *   in_place   bytes that tkv_create_in_place needs for every sequence at max_tokens. Each 64 tokens of max_append
+ *              take one more exact block in every layer and sequence. Blocks that TKV_FLUSH_ALL left
  *              short are not included: appends may then return TKV_ERR_CAPACITY
  *   offload    the most bytes stored under one key of cfg.offload, for a store with slots of one size
  * Errors:
@@ -642,15 +652,18 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
  * count evicted, expired and discarded tokens too. Returns 0 for a bad seq, or a layer without a cache. */
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
 /* Keeps the first n_tokens of every layer; shorter layers do not change. It can remove only exact tokens in RAM.
- * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number.
+ * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number. Memory comes
+ * back as in tkv_seq_reset.
  * Errors, nothing changed:
  *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_get_last_error names the least n_tokens
  *   TKV_ERR_STATE     a step is open
  *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
- * reset.
- * Errors: TKV_ERR_ARG (no such sequence). Cost: O(blocks). */
+ * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
+ * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
+ * its last stored block. In place nothing goes back.
+ * Errors: TKV_ERR_ARG (no such sequence). Cost: O(blocks of all sequences). */
 TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq);
 
 typedef struct tkv_tier_bytes {
@@ -699,10 +712,10 @@ typedef struct tkv_pressure_info {
  *     2  4 bits behind hot_tokens                        5  archive A20 + R15
  * The average pressure (cfg.budget.pressure) starts the next level: by default the first at 80 %, the others at 95
  * % of the budget. All old blocks must be at the present level first. If an append does not fit, the next level
- * begins at any average. If the last level is not enough, the append returns TKV_ERR_BUDGET and changes nothing,
- * with two exceptions. If an allocator or a store fails half-way, the blocks already reclaimed stay so. And a
- * refused append may free expired tokens. In an open step, blocks from before the step may be recoded, and an
- * abort does not undo it.
+ * begins at any average. An append that cannot fit returns TKV_ERR_BUDGET. If all reclaim stages together cannot
+ * free enough, nothing has changed. Otherwise blocks may have been recoded or offloaded, but no token is discarded
+ * or evicted. Before an append is refused, blocks younger than hot_tokens are recoded too, but not the last append.
+ * In an open step, blocks from before the step may be recoded, and an abort does not undo it.
  *
  * cfg.budget.pressure.max_level is the last level allowed ("fp16_only": level 0). cfg.budget.pressure.min_level is
  * the first. At min_level, blocks are recoded when due by age, even while memory is free. After a cut or a reset,
@@ -755,7 +768,7 @@ TKV_API const char *tkv_get_last_error(const tkv_cache *kv);
  *     for (layer = 0; layer < 4 && !st; layer++) st = tkv_append(kv, seq, layer, k, v, n);
  *     if (!st) st = tkv_seq_commit(kv, seq);
  *     else (void)tkv_seq_abort(kv, seq);                 // every layer is as long as before
- *     (void)tkv_maintain(kv, 16, &done);                 // at most 16 blocks, while nobody waits
+ *     (void)tkv_maintain(kv, 16, NULL, NULL, &done);     // at most 16 blocks, while nobody waits
  *     if (!tkv_estimate_memory(&cfg, 32768, 1, &memory)) printf("%.0f MB\n", (double)memory.total / 1e6);
  */
 /* >>step. A step appends tokens to all layers of a sequence as one unit.
@@ -800,19 +813,26 @@ typedef enum tkv_flush_mode {
  *   TKV_ERR_ARG        bad sequence or mode
  * Cost: one encoding per block. */
 TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode);
-/* Does the work of future appends in an idle moment. It recodes until a tenth of the level's bytes is free. At
- * cfg.budget.pressure.min_level it also recodes all blocks that are due by age. Without a budget it does nothing.
- *   max_work   most blocks to recode
- *   done       (may be NULL) receives the number of blocks recoded
- * Errors: TKV_ERR_ARG. Cost: O(sequences * layers) per block. */
-TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done);
+typedef int (*tkv_is_time_up)(void *user); /* returns 0 while there is time for another block */
+/* Does the work of the next appends in an idle moment: it makes tables that are due and expires tokens. Without a
+ * budget it recodes what the next append would, except tokens of the last append. Under a budget it recodes until a
+ * tenth of the level's bytes is free and one more block of each layer fits, at cfg.budget.pressure.min_level also by
+ * age.
+ *   max_work     most blocks to recode
+ *   is_time_up   (may be NULL) called before each block with `user`; not 0 stops
+ *   done         (may be NULL) receives the number of blocks recoded
+ * Errors, the work before stays done:
+ *   TKV_ERR_ARG, TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   as in tkv_seq_flush
+ * Cost: O(sequences * layers) per block. */
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_time_up, void *user,
+                                int *done);
 
 /* Moves to a level of the ladder. Under a budget, the pressure controller continues from there. If the level is
  * tighter, stored blocks follow as bytes are needed.
  * Errors: TKV_ERR_ARG   the level is not within cfg.budget.pressure, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
-/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Without a budget, this ends
- * reservations, as tkv_set_level does.
+/* Sets hot_tokens of all levels and layers, except those that keep everything exact. Layers keep their delays
+ * (tkv_tiers_config). Without a budget, this ends reservations, as tkv_set_level does.
  * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
 /* Gives the cache a pressure from elsewhere, such as that of the whole process, limited to 0 to 1. Until the next
@@ -899,13 +919,11 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
  *
  * Under a budget, eviction is the last reclaim stage, after the last level of the ladder. It also works a batch at
  * a time. Each layer keeps its pinned tokens, its sinks, twice its recent tokens, and 64 more. Recent tokens are
- * one half of a budget, as in rules/evict.h, hence "twice". Down to this size, an append gets TKV_ERR_BUDGET only
- * if all reclaim stages together free too little.
- *
- * Some policies may be refused a few blocks earlier: "keydiff", "user", "knorm" with cfg.importance.sample_every,
- * and any policy with cfg.tiers.n_anchors. Their choice depends on the blocks compressed before. With anchors, if
- * batches are not enough, tokens are evicted before tiers are recoded. TKV_ERR_NOMEM can occur after tokens were
- * evicted, because index and pages grow into the freed bytes. TKV_EVICT_SCORES uses tkv_get_importance. Policies
+ * one half of a budget, as in rules/evict.h, hence "twice". Tokens are evicted only if that surely makes room. So an
+ * append can be refused although eviction would have made room. That is rare: 1 in 50 refusals at most, in random
+ * caches (tests/test_resorts.c). It is more often so with "snapkv", "pyramidkv", "keydiff", "user", "knorm" with
+ * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before.
+ * TKV_EVICT_SCORES uses tkv_get_importance. Policies
  * treat all heads of a layer as one.
  *
  * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
@@ -1231,7 +1249,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
  * learns the necessary statistics while it runs:
  *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
  *                       stay in the next better tier until then.
- *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics.
+ *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics. Layers
+ *                       take turns: some do so up to 63 tokens later.
  *
  * The caller need not do anything. If the first tokens were not typical, call tkv_refresh_calibration. A table cuts
  * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save
@@ -1628,8 +1647,8 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
 
 /* >>ages and presets. Returns the tier for an age by the lengths of cfg (NULL: defaults). It is hot below
  * hot_tokens, warm for warm_tokens more, then archive. The newest token has age 0. This is a pure function. In a
- * cache, whole blocks move, before an append. So a token can change its tier about 64 ages later (tkv_get_tiers), and
- * sinks stay hot. */
+ * cache, whole blocks move, before an append, and layers have delays (tkv_tiers_config). So a token can change its
+ * tier up to 126 ages later (tkv_get_tiers), and sinks stay hot. */
 TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age);
 
 typedef struct tkv_pressure { /* private: initialise with tkv_init_pressure, read with tkv_get_pressure */

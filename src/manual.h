@@ -84,6 +84,7 @@
  *   TKV_STATIC               any, implies it    makes everything static: a private copy in this file
  *   TKV_PREFIX name_         every include      prefixes public functions and types: two copies in one program
  *   TKV_API decl             every include      stands before public functions (dllexport, visibility)
+ *   TKV_ASSERT(condition)    implementation     turns on the library's own assertions, e.g. to assert(condition)
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
@@ -154,8 +155,9 @@
  *   tier       sinks: HOT | ARCHIVE                               | WARM              | tail: HOT
  *
  *   An append first moves the blocks that are due, then stores the new tokens. A block is due for WARM when its
- *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. A chunk is therefore exact while its
- *   own queries run. With a budget, blocks move when bytes are needed instead (tkv_get_budget).
+ *   newest token is hot_tokens old, and for ARCHIVE at hot_tokens + warm_tokens. Some layers keep blocks up to 63
+ *   tokens longer (chapter 8). A chunk is exact while its own queries run. With a budget, blocks move when bytes are
+ *   needed instead (tkv_get_budget).
  *
  *   Four words name tokens that are not in RAM:
  *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.offload)
@@ -317,7 +319,12 @@
  *   Counting. All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
  *   (tkv_get_memory). Pages hold blocks of one size, so blocks of different sizes do not fragment memory. tkv_attend
  *   never allocates. An append gets all memory that it needs before it stores a token. If that fails, no token is
- *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache.
+ *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache. tkv_seq_reset and tkv_seq_truncate
+ *   give memory back: pages, and the ends of the tables.
+ *
+ *   Several tenants. With cfg.host.wipe_freed = 1, keys and values are overwritten with zeros when their memory becomes
+ *   free. After tkv_seq_reset nothing of a sequence remains in pages and work space. A reset took 6.3 ms in place of
+ *   4.2 (16 layers, 4 KV heads of 64, 8,192 tokens); appends took the same time.
  *
  *   In place. tkv_create_in_place works inside one buffer of yours and never allocates. tkv_get_required_bytes gives
  *   the size of the buffer. It needs cfg.limits.max_tokens. Under a budget, the size is the budget.
@@ -422,19 +429,19 @@
  *
  *   Small contexts. A cache has costs that do not grow with its tokens. tkv_estimate_memory with one token shows
  *   them: the block of that token, tables, index and work space. A block has room for 64 tokens from its first token
- *   on. The exact part of the default plan is 4 sinks and 64 to 127 tokens. A and R formats code nothing before a
+ *   on. The exact part of the default plan is 4 sinks and 64 to 190 tokens. A and R formats code nothing before a
  *   layer has seen 512 tokens. Up to there, the default plan takes more bytes than plain FP16. Three things help
  *   below about 500 tokens:
  *     - A loaded calibration (R3): A and R formats then code from their first block on.
  *     - A format that learns nothing, such as KIVI4.
- *     - A shorter tail: hot_tokens = 16 keeps 16 to 79 newest tokens exact.
+ *     - A shorter tail: hot_tokens = 16 keeps 16 to 142 newest tokens exact.
  *   The ratio is the bytes of plain FP16 / the bytes of the cache. The third row was measured, because an estimate
  *   assumes that no calibration is loaded. For the model in R7:
  *
  *     tokens                                128    192    256    384    512
  *     default plan                          0.90   0.92   0.94   0.95   0.96
- *     KIVI4 behind 16 hot tokens            1.30   1.66   1.90   2.24   2.47
- *     default, calibration, 16 hot tokens   1.30   1.72   1.95   2.34   2.60
+ *     KIVI4 behind 16 hot tokens            1.19   1.50   1.73   2.12   2.32
+ *     default, calibration, 16 hot tokens   1.15   1.46   1.77   2.16   2.43
  *
  *   These are tokens that come one by one. A chunk is exact until the next append, so use small chunks.
  *
@@ -467,24 +474,27 @@
  *   this work. A step has at most max_append tokens per layer. Use a step where a failure in one layer must not leave
  *   layers of different lengths, and for draft tokens that may be refused.
  *
- *   Work comes in blocks. After each 64 tokens, each layer has one block to code for WARM and one for ARCHIVE. With
- *   equal lengths, all layers are due at the same token. Without care, that token takes longer than its neighbours.
+ *   Work comes in blocks. After each 64 tokens, each layer has one block to code for WARM and one for ARCHIVE. Layers
+ *   take turns: with n layers, these 2 n blocks are spread evenly over 64 tokens (tkv_tiers_config). So a step of up
+ *   to 32 layers codes one block at most. `bench/steps` measures this. With a budget there are no turns, because need
+ *   decides when blocks are coded: a token can take longer than its neighbours.
  *     tkv_seq_reserve   takes the memory of the next tokens now
  *     tkv_seq_flush     TKV_FLUSH_DUE codes now what the next append would code anyway
- *     tkv_maintain      under a budget: codes at most max_work blocks, until a tenth of the bytes is free
- *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends,
- *   a few blocks each. Without a budget tkv_maintain does nothing: use tkv_seq_flush. max_work of twice the number of
- *   layers per token leaves nothing to the appends. A learning layer makes its tables during two appends, at 512 and
- *   2,048 tokens. A loaded calibration (R3) avoids that.
+ *     tkv_maintain      the same for all sequences, at most max_work blocks, or until your function says stop
+ *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
+ *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
+ *   leaves nothing to the appends. A learning layer makes its tables at 512 and 2,048 tokens, in tkv_maintain or in an
+ *   append. Without a budget, all layers make the first table at the same token, and take turns for the second. A
+ *   loaded calibration (R3) avoids both.
  *
  * Recipe R4: an even frame time
- *     cfg.budget.bytes = 4 << 20;                          // tkv_maintain works under a budget only
+ *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table
  *     cfg.budget.pressure.min_level = 3;                   // the plan of the config from the first token on
  *     if (tkv_create(&cfg, &kv)) return 1;
  *     int idle = 0, done;
  *     for (int frame = 0; frame < 2000; frame++) {
  *         // Between frames: code up to 4 blocks, and take the memory of the next token.
- *         if (tkv_maintain(kv, 2 * LAYERS, &done)) return 1;
+ *         if (tkv_maintain(kv, 2 * LAYERS, NULL, NULL, &done)) return 1;
  *         if (tkv_seq_reserve(kv, 0, 1)) return 1;
  *         idle += done;
  *         // In the frame: one token.
@@ -545,16 +555,16 @@
  * 10. QUALITY
  *
  *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
- *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Blocks that are due
- *   before the first table stay in the next better tier until then. tkv_save_calibration gives the tables as bytes,
- *   which are the same on every machine. A cache that loads them compresses from its first block on.
- *   tkv_refresh_calibration learns again, for example after a change of subject. tkv_freeze_calibration makes missing
- *   tables at once and stops learning.
+ *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Some layers make the
+ *   second one up to 63 tokens later. Blocks that are due before the first stay in the next better tier until then.
+ *   tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
+ *   compresses from its first block on. tkv_refresh_calibration learns again, for example after a change of subject.
+ *   tkv_freeze_calibration makes missing tables at once and stops learning.
  *
  * Recipe R3: loading a calibration
  *     size_t size;
  *     if (tkv_create(&cfg, &kv)) return 1;
- *     for (int n = 0; n < 2112; n += 64) {                 // a table is final at the first append after 2,048 tokens
+ *     for (int n = 0; n < 2176; n += 64) {                 // tables are final at the first append after 2,111 tokens
  *         for (int layer = 0; layer < LAYERS; layer++) {
  *             run_model(64);
  *             if (tkv_append(kv, 0, layer, k, v, 64) || tkv_attend(kv, 0, layer, q, 64, out)) return 1;

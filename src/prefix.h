@@ -97,6 +97,7 @@
 #define tkv_init_feedback TKV_NAME_(tkv_init_feedback)
 #define tkv_init_pressure TKV_NAME_(tkv_init_pressure)
 #define tkv_init_remat TKV_NAME_(tkv_init_remat)
+#define tkv_is_time_up TKV_NAME_(tkv_is_time_up)
 #define tkv_isa TKV_NAME_(tkv_isa)
 #define tkv_kvquant TKV_NAME_(tkv_kvquant)
 #define tkv_layer_config TKV_NAME_(tkv_layer_config)

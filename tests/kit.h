@@ -45,6 +45,19 @@ static inline void note_config(const tkv_config *cfg) {
 
 static inline int has_own_kv(int layer) { return last_has_own_kv[layer]; }
 
+/* >>delays (api.h, hot_tokens): tokens by which a layer's tiers are longer than given. rank: number of the layer among
+ * the n layers with K and V of their own. For a cache without a budget. */
+static inline int hot_delay_of(int rank, int n) { return n > 1 ? 64 * rank / n : 0; }
+
+static inline int warm_delay_of(int rank, int n) {
+    return n > 1 ? (64 * rank + 32) / n - hot_delay_of(rank, n) : 0;
+}
+
+/* A length with its delay. 0 and lengths from `unlimited` on have none. */
+static inline int add_delay(int length, int delay, int unlimited) {
+    return length == 0 || length >= unlimited ? length : length + delay;
+}
+
 /* Exits with the reason if creation fails. */
 static inline tkv_cache *create_cache(const tkv_config *cfg) {
     tkv_cache *kv = NULL;

@@ -150,6 +150,29 @@ static inline snapshot snapshot_of(tkv_cache *kv) {
     return p;
 }
 
+/* What a failed call must keep: lengths, and which tokens are there. Their values may have been recoded. */
+static inline snapshot snapshot_of_tokens(tkv_cache *kv) {
+    snapshot p;
+    int seq, layer, i;
+    p.bytes = NULL;
+    p.n = 0;
+    for (seq = 0; seq < last_config.limits.max_seqs; seq++)
+        for (layer = 0; layer < last_config.model.n_layers; layer++) {
+            const int len = tkv_get_length(kv, seq, layer);
+            tkv_layer_info info;
+            if (tkv_get_layer(kv, seq, layer, &info)) continue; /* no cache */
+            add_to_snapshot(&p, &len, sizeof len);
+            add_to_snapshot(&p, &info.expired, sizeof info.expired);
+            add_to_snapshot(&p, &info.evicted, sizeof info.evicted);
+            add_to_snapshot(&p, &info.discarded, sizeof info.discarded);
+            for (i = 0; i < len; i++) {
+                const tkv_status st = tkv_read(kv, seq, layer, i, 1, k_out, v_out);
+                add_to_snapshot(&p, &st, sizeof st);
+            }
+        }
+    return p;
+}
+
 static inline snapshot snapshot_of_seq(tkv_cache *kv, int seq) {
     snapshot p;
     p.bytes = NULL;

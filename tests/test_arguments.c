@@ -115,7 +115,7 @@ static void configure_cache(rig *r) {
     if (r->kind == BUDGET) {
         tkv_memory_info m;
         CHECK_EQ(tkv_estimate_memory(cfg, LENGTH, SEQS, &m), TKV_OK);
-        cfg->budget.bytes = m.total / 16 * 13;
+        cfg->budget.bytes = m.total / 16 * 12;
     }
 }
 
@@ -599,7 +599,7 @@ static void try_budget(rig *r) {
          compute_level(OF(tkv_pressure_config, max_level), x, 0));
     EACH("tkv_set_level", "level", EVERY, LEVELS, "AAAAAA", tkv_set_level(r->kv, x));
     EACH("tkv_set_hot_tokens", "hot_tokens", EVERY, (1 << 30) - 2, "AAAOAA", tkv_set_hot_tokens(r->kv, x));
-    EACH("tkv_maintain", "max_work", EVERY, 1, "AAAOOO", tkv_maintain(r->kv, x, &r->o.a));
+    EACH("tkv_maintain", "max_work", EVERY, 1, "AAAOOO", tkv_maintain(r->kv, x, NULL, NULL, &r->o.a));
     EACH("tkv_offload", "seq", EVERY, SEQS, "AAAAAA", tkv_offload(r->kv, x, 0, 1, &r->o.a));
     EACH("tkv_offload", "layer", EVERY, LAYERS, "AAAAAAAA", tkv_offload(r->kv, 0, x, 1, &r->o.a));
     EACH("tkv_offload", "layer", OFFLOAD | BUDGET, TKV_ALL_LAYERS, "...O",

@@ -208,6 +208,14 @@ class Direction(unittest.TestCase):
                       if name == "core/tile.h" else text) for name, text in self.parts()]
             self.assertEqual(self.upward(parts)[0], ["core/tile.h uses %s of %s" % (symbol, where)])
 
+    def test_only_tables_name_learned_formats(self):
+        """Outside their own files, the kernels and the interface, only tables name them (CONTRIBUTING.md, To add)."""
+        for name, parts in (("kvquant", {"cache/preset.h", "core/switches.h", "formats/table.h"}),
+                            ("squat", {"cache/preset.h", "core/switches.h", "formats/table.h"})):
+            code = [(part, self.COMMENT_OR_STRING.sub(" ", text)) for part, text in self.parts()]
+            self.assertEqual({part for part, text in code if name in text.lower() and name not in part
+                              and not part.startswith("kernels/")}, parts)
+
     def test_folders_stand_together(self):
         folders = [name.rpartition("/")[0] for name, _ in self.parts()]
         runs = [f for i, f in enumerate(folders) if i == 0 or folders[i - 1] != f]

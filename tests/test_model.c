@@ -334,6 +334,7 @@ static double measure_chunk_divergence(const llama_model *m, const int *tokens, 
     tkv_config cfg = tkv_default_config();
     const size_t vocab = (size_t)m->vocab;
     float *one = (float *)malloc(vocab * sizeof *one), *many = (float *)malloc(256 * vocab * sizeof *many);
+    tkv_layer_config layers[8];
     tkv_cache *a, *b;
     tkv_layer_info tiers;
     int pos, chunk, j;
@@ -344,6 +345,11 @@ static double measure_chunk_divergence(const llama_model *m, const int *tokens, 
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     cfg.tiers.warm_tokens = 128; /* so that the archive gets tokens */
     cfg.host.precise = 1;        /* prefill kernels round in another order than those for one query */
+    memset(layers, 0, sizeof layers);
+    CHECK_LE(m->n_layers, (int)(sizeof layers / sizeof *layers));
+    cfg.model.n_layers = m->n_layers;
+    llama_align_layers(&cfg, layers);
+    cfg.layers = layers;
     a = make_model_cache(m, &cfg);
     b = make_model_cache(m, &cfg);
     *largest = 0;

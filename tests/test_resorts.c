@@ -1,9 +1,9 @@
 /*
- * test_resorts.c - an append may fail with TKV_ERR_BUDGET only if no reclaim stage can free enough memory. The test
- * takes small budgets, and appends single tokens and chunks. It tries all combinations of the reclaim stages:
- * levels, offloading, discarding blocks that can be recomputed, evicting. After a refusal the test runs the stages
- * by hand as far as they go. The append must then be refused again (with anchors it may succeed). A refused append
- * evicts nothing.
+ * test_resorts.c - an append fails with TKV_ERR_BUDGET only if no reclaim stage can free enough memory. The test takes
+ * small budgets, and appends single tokens and chunks. It tries all combinations of the reclaim stages: levels,
+ * offloading, discarding blocks that can be recomputed, evicting. After a refusal the test runs the stages by hand as
+ * far as they go. The append must then be refused again. With eviction at most one refusal in 50 may be too early,
+ * because a bound decides before tokens are lost (api.h); with anchors more. A refused append evicts nothing.
  *
  *     TKV_RANDOM_OPS=20000 TKV_RANDOM_SEED=7 ./test_resorts     appends of each run, first seed
  */
@@ -101,7 +101,7 @@ static void reclaim_by_hand(tkv_cache *kv, const run_options *r, int appending_s
     if (r->evict_first) evict_to_minimum(kv, r);
     CHECK_EQ(tkv_get_budget(kv, &b), TKV_OK);
     CHECK_EQ(tkv_set_level(kv, b.n_levels - 1), TKV_OK);
-    CHECK_EQ(tkv_maintain(kv, 100000, NULL), TKV_OK);
+    CHECK_EQ(tkv_maintain(kv, 100000, NULL, NULL, NULL), TKV_OK);
     for (seq = 0; seq < SEQS; seq++) {
         if (r->offloads) CHECK_EQ(tkv_offload(kv, seq, TKV_ALL_LAYERS, 100000, NULL), TKV_OK);
         if (r->discards && seq != appending_seq) CHECK_EQ(tkv_seq_discard(kv, seq, LONGEST, NULL), TKV_OK);
@@ -176,7 +176,7 @@ static void run_appends(const run_options *r, uint64_t seed, int n_appends, run_
                 reclaim_by_hand(kv, r, seq);
                 again = append_random(kv, seq, layer, n);
                 counts->n_had_memory += again != TKV_ERR_BUDGET && !r->anchors;
-                CHECK_MSG(again == TKV_ERR_BUDGET || r->anchors,
+                CHECK_MSG(again == TKV_ERR_BUDGET || r->policy,
                           "offload %d, discard %d, %s, chunk %d, evict first %d, +%lu bytes: token %d, layer "
                           "%d, sequence %d: %s",
                           r->offloads, r->discards, tkv_get_name(TKV_NAME_EVICT_POLICY, (int)r->policy), n,
@@ -221,6 +221,7 @@ TEST(refused_appends_had_no_memory) {
     printf("\n    %d runs, %d appends, %d refused, of these %d had memory, %d cost tokens", counts.n_runs,
            counts.n_appends, counts.n_refused, counts.n_had_memory, counts.n_changed);
     CHECK(counts.n_refused > counts.n_runs / 4);
+    CHECK_LE(counts.n_had_memory, counts.n_refused / 50); /* api.h */
     CHECK_EQ(counts.n_changed, 0);
 }
 
@@ -252,13 +253,18 @@ TEST(a_full_index_evicts_offloaded_tokens) {
         if (evict) {
             tkv_budget_info b;
             tkv_layer_info t;
+            int n_left = 0, n_offloaded = 0;
             memset(&t, 0, sizeof t);
             CHECK_EQ(st, TKV_OK);
             CHECK_EQ(tkv_get_budget(kv, &b), TKV_OK);
             CHECK(b.evicted > 0);
-            CHECK_EQ(tkv_get_layer(kv, 0, 0, &t), TKV_OK);
-            printf(", %d of them left, %d blocks offloaded", n - t.evicted, t.offloaded);
-            CHECK(t.offloaded > 5 && n - t.evicted > 10 * BLOCK);
+            for (layer = 0; layer < LAYERS; layer++) {
+                CHECK_EQ(tkv_get_layer(kv, 0, layer, &t), TKV_OK);
+                n_left += n - t.evicted;
+                n_offloaded += t.offloaded;
+            }
+            printf(", %d of them left in all layers, %d blocks offloaded", n_left, n_offloaded);
+            CHECK(n_offloaded > 5 * LAYERS && n_left > 10 * BLOCK * LAYERS);
         } else {
             CHECK_EQ(st, TKV_ERR_BUDGET);
             n_without_eviction = n;
@@ -337,9 +343,7 @@ static int failing_store_read(void *user, uint32_t key, size_t offset, void *byt
     return memory_store_read(&((failing_store *)user)->c, key, offset, bytes, size);
 }
 
-/* An append that fails because of the store or the allocator seldom costs tokens. The store is called before tokens
- * are evicted, unless eviction must come first. A failed allocation costs tokens only if the index grows into memory
- * that eviction freed. */
+/* An append that fails because of the store or the allocator costs no token. Both are asked before tokens are lost. */
 TEST(failed_appends_keep_tokens) {
     int step, policy, offloads, n_refused = 0, n_nomem = 0, n_changed[2] = {0, 0};
     for (step = 0; step < 40; step++)
@@ -385,8 +389,8 @@ TEST(failed_appends_keep_tokens) {
     printf("\n    %d refused, %d cost tokens; %d without memory, %d cost tokens", n_refused, n_changed[0],
            n_nomem, n_changed[1]);
     CHECK(n_refused > 0 && n_nomem > 0);
-    CHECK_LE(n_changed[0] * 100, n_refused);
-    CHECK_LE(n_changed[1] * 50, n_nomem);
+    CHECK_EQ(n_changed[0], 0);
+    CHECK_EQ(n_changed[1], 0);
 }
 
 int main(int argc, char **argv) {

@@ -123,6 +123,7 @@ TEST(config_each_field) {
     BAD(host.nonfinite, tkv_nonfinite, -1, 2);
     GOOD(host.nonfinite, tkv_nonfinite, TKV_NONFINITE_SATURATE);
     BAD(host.precise, int, -1, 2);
+    BAD(host.wipe_freed, int, -1, 2);
     GOOD(host.precise, int, 1);
     BAD(host.isa, tkv_isa, -1, TKV_ISA_COUNT);
     /* valid in a config; tkv_create returns TKV_ERR_ISA where it is missing */
@@ -374,10 +375,13 @@ static int resolve_length(int written, int standard) {
     return written == 0 ? standard : written == TKV_OFF ? 0 : written == TKV_UNLIMITED ? 1 << 29 : written;
 }
 
-/* Predicts the tokens and blocks of each tier for n tokens. The last append began at length `chunk_start`. */
-static tkv_layer_info predict_tiers(plan p, int n, int chunk_start) {
+/* Predicts the tokens and blocks of each tier for n tokens, in one of n_layers layers. The last append began at length
+ * `chunk_start`. */
+static tkv_layer_info predict_tiers(plan p, int layer, int n_layers, int n, int chunk_start) {
     tkv_layer_info e;
-    int sink = resolve_length(p.sink, 4), hot = resolve_length(p.hot, 64), warm = resolve_length(p.warm, 448);
+    int sink = resolve_length(p.sink, 4);
+    int hot = add_delay(resolve_length(p.hot, 64), hot_delay_of(layer, n_layers), 1 << 29);
+    int warm = add_delay(resolve_length(p.warm, 448), warm_delay_of(layer, n_layers), 1 << 29);
     int coded = at_least_0(chunk_start - hot - sink) / BLOCK,
         archive = at_least_0(chunk_start - hot - warm - sink) / BLOCK;
     int rest = at_least_0(n - sink) - coded * BLOCK;
@@ -441,7 +445,7 @@ TEST(tiers_token_by_token) {
         cfg.tiers.warm_tokens = plans[i].warm;
         kv = create_cache(&cfg);
         for (n = 0; n <= longest; n++) {
-            tkv_layer_info want = predict_tiers(plans[i], n, at_least_0(n - 1));
+            tkv_layer_info want = predict_tiers(plans[i], 0, 1, n, at_least_0(n - 1));
             int edge = (n - sink + BLOCK) % BLOCK;
             if (n && append_tokens(kv, 0, 0, 1, 1)) break;
             check_tier_counts(kv, 0, 0, &want, what, n);
@@ -469,7 +473,7 @@ TEST(tiers_in_chunks) {
             kv = create_cache(&cfg);
             while (n < 1500) {
                 int chunk = 1 + tkv_rng_below(&rng, max_chunk);
-                tkv_layer_info want = predict_tiers(plans[i], n + chunk, n);
+                tkv_layer_info want = predict_tiers(plans[i], 0, 1, n + chunk, n);
                 CHECK_EQ(append_tokens(kv, 0, 0, 1, chunk), TKV_OK);
                 n += chunk;
                 check_tier_counts(kv, 0, 0, &want, "chunks", n);
@@ -478,6 +482,46 @@ TEST(tiers_in_chunks) {
             }
             tkv_destroy(kv);
         }
+}
+
+/* Appends n steps of one token in all layers. Returns the most blocks that a step demoted; *total: those of all. */
+static int most_demoted(tkv_cache *kv, int n, int *total) {
+    int most = 0;
+    for (*total = 0; n > 0; n--) {
+        const uint64_t before = budget_of(kv).demoted;
+        int demoted;
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1, 1), TKV_OK);
+        demoted = (int)(budget_of(kv).demoted - before);
+        *total += demoted;
+        if (demoted > most) most = demoted;
+    }
+    return most;
+}
+
+TEST(layers_take_turns_to_demote) {
+    static const int n_layers[] = {1, 2, 7, 16, 32, 40};
+    int i;
+    for (i = 0; i < COUNT(n_layers); i++) {
+        const int n = n_layers[i], most = n == 1 ? 2 : (2 * n + 63) / 64;
+        tkv_layer_config layers[42];
+        tkv_config cfg = make_config(n + 2, 1);
+        tkv_cache *kv;
+        int total;
+        memset(layers, 0, sizeof layers);
+        layers[1].no_cache = 1; /* neither of these layers has a turn */
+        layers[n + 1].share_kv = 1;
+        cfg.layers = layers;
+        kv = create_cache(&cfg);
+        CHECK_LE(most_demoted(kv, 700, &total), most);
+        CHECK_EQ(most_demoted(kv, 128, &total), most);
+        CHECK_EQ(total, 4 * n);
+        CHECK_EQ(tkv_set_hot_tokens(kv, 100), TKV_OK);
+        (void)most_demoted(kv, 128, &total);
+        CHECK_LE(most_demoted(kv, 128, &total), n == 1 ? 2 : most + 1); /* 100 is no multiple of 64 */
+        CHECK_EQ(total, 4 * n);
+        check_cache(kv);
+        tkv_destroy(kv);
+    }
 }
 
 /* >>values read from the tiers */
@@ -753,7 +797,7 @@ TEST(batch_is_all_or_nothing) {
     tkv_cache *kv;
     tkv_rows rows[5];
     tkv_append_params a;
-    snapshot before;
+    snapshot before, after;
     int i;
     cfg.host.allocator = counting_allocator_of(&p);
     cfg.limits.max_append = 100;
@@ -813,8 +857,14 @@ TEST(batch_is_all_or_nothing) {
     for (i = 0; i < 4; i++) rows[i].n = i == 3 ? 10 : 100; /* needs new pages */
     fill_batch(kv, 0, rows, 4);
     p.fail_at = 1;
-    before = snapshot_of(kv);
-    check_refusal(kv, tkv_append_ex(kv, &a), TKV_ERR_NOMEM, "310", &before);
+    before = snapshot_of_tokens(kv);
+    CHECK_EQ(tkv_append_ex(kv, &a), TKV_ERR_NOMEM);
+    CHECK(strstr(tkv_get_last_error(kv), "310"));
+    after = snapshot_of_tokens(kv); /* blocks of rows may have been recoded */
+    CHECK(is_same_snapshot(&before, &after));
+    check_cache_at(kv, "a batch without memory", 0);
+    free_snapshot(&before);
+    free_snapshot(&after);
     p.fail_at = 0;
     CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
     CHECK_STR(tkv_get_last_error(kv), "");
@@ -1528,7 +1578,7 @@ TEST(reserve_limits) {
 /* >>truncation */
 /* The shortest length that a truncation may leave: sinks and coded tokens, or 0 if no token is coded. */
 static int min_length(plan p, int n, int chunk_start) {
-    tkv_layer_info e = predict_tiers(p, n, chunk_start);
+    tkv_layer_info e = predict_tiers(p, 0, 1, n, chunk_start);
     int coded = e.tokens[TKV_TIER_WARM] + e.tokens[TKV_TIER_ARCHIVE];
     return coded ? resolve_length(p.sink, 4) + coded : 0;
 }
@@ -1695,7 +1745,8 @@ TEST(flush_due) {
         for (n = 0; n < 700; n += tkv_test_quick() ? 99 : 23) {
             tkv_config cfg = make_config(2, 1);
             tkv_cache *kv;
-            tkv_layer_info want = predict_tiers(plans[i], n, n);
+            const tkv_layer_info want[2] = {predict_tiers(plans[i], 0, 2, n, n),
+                                            predict_tiers(plans[i], 1, 2, n, n)};
             snapshot before;
             cfg.tiers.sink_tokens = plans[i].sink;
             cfg.tiers.hot_tokens = plans[i].hot;
@@ -1703,8 +1754,8 @@ TEST(flush_due) {
             kv = create_cache(&cfg);
             CHECK_EQ(append_to_all_layers(kv, 0, 1, n, 300), TKV_OK);
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK);
-            check_tier_counts(kv, 0, 0, &want, "flushed", n);
-            check_tier_counts(kv, 0, 1, &want, "flushed", n);
+            check_tier_counts(kv, 0, 0, &want[0], "flushed", n);
+            check_tier_counts(kv, 0, 1, &want[1], "flushed", n);
             before = snapshot_of(kv);
             CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_DUE), TKV_OK); /* the second flush changes nothing */
             check_unchanged(kv, &before, "flushed twice");
@@ -2012,7 +2063,7 @@ TEST(layers_with_their_own_plans) {
             if (!p.sink) p.sink = 9;
             if (!p.hot) p.hot = 40;
             if (!p.warm) p.warm = 90;
-            want = predict_tiers(p, n, n - 100);
+            want = predict_tiers(p, i, COUNT(plans), n, n - 100);
             check_tier_counts(kv, 0, i, &want, "own plans", n);
             check_token_tiers(kv, 0, i, resolve_length(p.sink, 4));
         }
@@ -2064,6 +2115,174 @@ TEST(last_error_is_empty_after_success) {
     tkv_destroy(kv);
 }
 
+/* >>idle time */
+static int stop_after(void *user) { return (*(int *)user)-- <= 0; }
+
+static tkv_config maintain_config(int kind) {
+    tkv_config cfg = make_config(3, 1);
+    cfg.tiers.hot_tokens = 100;
+    cfg.tiers.warm_tokens = 192;
+    if (kind == 1) cfg.model.window = 300;
+    if (kind == 2) cfg.evict.policy = TKV_EVICT_SLIDING, cfg.evict.keep_tokens = 500;
+    if (kind == 3) { /* tables are learned at 512 and 2,048 tokens */
+        cfg.tiers.warm.k = TKV_A40, cfg.tiers.warm.v = TKV_R40;
+        cfg.tiers.archive.k = TKV_A30, cfg.tiers.archive.v = TKV_R30;
+    }
+    return cfg;
+}
+
+/* Without a budget, tkv_maintain before an append changes nothing after it, however much work it did. */
+TEST(maintain_does_the_work_of_the_next_append) {
+    int kind;
+    for (kind = 0; kind < 4; kind++) {
+        const tkv_config cfg = maintain_config(kind);
+        tkv_cache *plain = create_cache(&cfg), *kv = create_cache(&cfg);
+        tkv_rng rng = tkv_rng_seed((uint64_t)kind);
+        int n_done = 0, n_steps = tkv_test_quick() ? 30 : 100;
+        while (n_steps-- > 0) {
+            const int n = 1 + tkv_rng_below(&rng, 60), max_work = tkv_rng_below(&rng, 8);
+            int done = -1, layer, time_left = tkv_rng_below(&rng, 16);
+            tkv_layer_info a, b;
+            CHECK_EQ(append_to_all_layers(plain, 0, 0, n, n), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, n, n), TKV_OK);
+            if (kind != 2 && n_steps % 8 == 0) {
+                snapshot now = snapshot_of(plain);
+                check_unchanged(kv, &now, "maintained");
+            }
+            for (layer = 0; layer < 3; layer++) {
+                CHECK_EQ(tkv_get_layer(plain, 0, layer, &a), TKV_OK);
+                CHECK_EQ(tkv_get_layer(kv, 0, layer, &b), TKV_OK);
+                CHECK_MEM(&a, &b, sizeof a);
+            }
+            CHECK_EQ(tkv_maintain(kv, max_work, n_steps % 2 ? stop_after : NULL, &time_left, &done), TKV_OK);
+            CHECK(done >= 0 && done <= max_work);
+            n_done += done;
+            check_cache_at(kv, "maintained", n_steps);
+        }
+        CHECK(n_done > (tkv_test_quick() ? 10 : 40));
+        tkv_destroy(plain);
+        tkv_destroy(kv);
+    }
+}
+
+/* With all its work done, the next append recodes nothing. */
+TEST(appends_after_maintain_recode_nothing) {
+    const tkv_config cfg = maintain_config(3);
+    tkv_cache *kv = create_cache(&cfg);
+    int t, done, time_left = 2;
+    for (t = 0; t < 2200; t++) {
+        const uint64_t before = budget_of(kv).demoted;
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 1, 1), TKV_OK);
+        CHECK_EQ(budget_of(kv).demoted, before);
+        CHECK_EQ(tkv_maintain(kv, 1000, NULL, NULL, &done), TKV_OK);
+        CHECK_EQ(budget_of(kv).demoted, before + (uint64_t)done);
+    }
+    CHECK(budget_of(kv).demoted > 100);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 512, 512), TKV_OK);
+    CHECK_EQ(tkv_maintain(kv, 1000, NULL, NULL, &done), TKV_OK);
+    CHECK(done > 0);
+    check_read(kv, 0, 1, 0, 2200, 512, TKV_F16); /* the last append stays exact */
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 1, 1), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 1, 1), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 512, 512), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_maintain(kv, 1000, NULL, NULL, &done), TKV_OK);
+    CHECK_EQ(done, 0); /* a step is open */
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 512, 512), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 0, 1), TKV_OK);
+    CHECK_EQ(tkv_maintain(kv, 1000, stop_after, &time_left, &done), TKV_OK);
+    CHECK_LE(done, 2);
+    CHECK_LE(time_left, 0);
+    tkv_destroy(kv);
+}
+
+/* >>wiping */
+enum { WIPE_BYTES = 8 << 20, PATTERN = 0x5a3c };
+
+typedef struct keeping_allocator { /* never gives freed memory out again */
+    uint8_t *bytes;
+    size_t used;
+} keeping_allocator;
+
+static void *keep_alloc(void *user, size_t size, size_t align) {
+    keeping_allocator *p = (keeping_allocator *)user;
+    const size_t at = (p->used + align - 1) / align * align;
+    if (at + size > WIPE_BYTES) return NULL;
+    p->used = at + size;
+    return p->bytes + at;
+}
+
+static void keep_release(void *user, void *ptr, size_t size, size_t align) {
+    (void)user;
+    (void)ptr;
+    (void)size;
+    (void)align;
+}
+
+/* Places where the pattern stands twice, as F16 or as the float that it stands for. */
+static int count_pattern(const uint8_t *bytes, size_t n) {
+    const uint16_t f16[2] = {PATTERN, PATTERN};
+    const float f32 = float_of_f16(PATTERN);
+    size_t i;
+    int found = 0;
+    for (i = 0; i + 4 <= n; i++) found += !memcmp(bytes + i, f16, 4) || !memcmp(bytes + i, &f32, 4);
+    return found;
+}
+
+static void append_pattern(tkv_cache *kv, int seq, int n, int chunk) {
+    int i, layer;
+    for (i = 0; i < chunk * K_ROW; i++) k_in[i] = float_of_f16(PATTERN);
+    for (i = 0; i < chunk * V_ROW; i++) v_in[i] = float_of_f16(PATTERN);
+    for (; n > 0; n -= chunk)
+        for (layer = 0; layer < 2; layer++) CHECK_EQ(tkv_append(kv, seq, layer, k_in, v_in, chunk), TKV_OK);
+}
+
+/* With cfg.host.wipe_freed, no row of a sequence is in memory after its reset, nor one that was cut off. */
+TEST(wiping_leaves_nothing) {
+    int kind;
+    for (kind = 0; kind < 10; kind++) {
+        const int in_place = kind % 5 == 1, wipes = kind < 5;
+        tkv_config cfg = make_config(2, 2);
+        keeping_allocator p;
+        tkv_cache *kv = NULL;
+        size_t bytes = WIPE_BYTES;
+        p.bytes = (uint8_t *)calloc(1, WIPE_BYTES);
+        p.used = 0;
+        if (!p.bytes) exit(2);
+        cfg.tiers.hot_tokens = 100;
+        cfg.limits.max_tokens = 2048;
+        cfg.host.wipe_freed = wipes;
+        cfg.host.allocator.user = &p;
+        cfg.host.allocator.alloc = keep_alloc;
+        cfg.host.allocator.release = keep_release;
+        if (kind % 5 == 2) cfg.budget.bytes = 200 * 1000;
+        if (kind % 5 == 3) cfg.evict.policy = TKV_EVICT_SLIDING, cfg.evict.keep_tokens = 400;
+        if (kind % 5 == 4) cfg.meter.heads = 1;
+        if (in_place) CHECK_EQ(tkv_create_in_place(&cfg, p.bytes, bytes, &kv), TKV_OK);
+        else kv = create_cache(&cfg);
+        note_config(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 1, 1, 300, 50), TKV_OK);
+        append_pattern(kv, 1, 40, 20);
+        CHECK(count_pattern(p.bytes, WIPE_BYTES) > 0);
+        CHECK_EQ(tkv_seq_truncate(kv, 1, 300), TKV_OK);
+        CHECK_EQ(count_pattern(p.bytes, WIPE_BYTES) == 0, wipes);
+        CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK);
+        append_pattern(kv, 1, 40, 20);
+        CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
+        CHECK_EQ(count_pattern(p.bytes, WIPE_BYTES) == 0, wipes);
+        append_pattern(kv, 0, 700, 50);
+        CHECK_EQ(append_to_all_layers(kv, 1, 1, 300, 50), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        CHECK_EQ(count_pattern(p.bytes, WIPE_BYTES) == 0, wipes);
+        check_cache_at(kv, "wiped", kind);
+        append_pattern(kv, 0, 700, 50);
+        tkv_destroy(kv);
+        CHECK_EQ(count_pattern(p.bytes, WIPE_BYTES) == 0, wipes);
+        free(p.bytes);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(config_each_field);
@@ -2075,6 +2294,7 @@ int main(int argc, char **argv) {
     RUN(config_defaults);
     RUN(tiers_token_by_token);
     RUN(tiers_in_chunks);
+    RUN(layers_take_turns_to_demote);
     RUN(reads_equal_decoded_blocks);
     RUN(exact_tokens_stay_exact);
     RUN(aligned_chunks_equal_single_tokens);
@@ -2103,6 +2323,9 @@ int main(int argc, char **argv) {
     RUN(flush_due);
     RUN(flush_full_and_all);
     RUN(flush_refusals);
+    RUN(maintain_does_the_work_of_the_next_append);
+    RUN(appends_after_maintain_recode_nothing);
+    RUN(wiping_leaves_nothing);
     RUN(windows_expire_old_tokens);
     RUN(windows_and_the_longest_truncation);
     RUN(layers_that_share_or_have_no_cache);

@@ -362,6 +362,7 @@ static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, f
     c->format.kvquant = tkv_rng_below(r, 16);
     c->host.nonfinite = (tkv_nonfinite)tkv_rng_below(r, 2);
     c->host.precise = tkv_rng_below(r, 2);
+    c->host.wipe_freed = tkv_rng_below(r, 2);
     c->host.isa = (tkv_isa)PICK_ONE(r, isas);
     c->meter.heads = tkv_rng_below(r, 3) * 32;
     c->meter.tokens = PICK_ONE(r, tokens);

@@ -18,6 +18,8 @@
 #else
 #define TKV_STATIC
 #endif
+#include <assert.h>
+#define TKV_ASSERT(condition) assert(condition)
 #define TIEREDKV_IMPLEMENTATION
 #include "../tieredkv.h"
 

@@ -547,7 +547,7 @@ TEST(the_meter_watches_one_sequence) {
     cfg.meter.every = 1;
     kv = create_cache(&cfg);
     CHECK_EQ(watched_seq(kv), TKV_NO_SEQ);
-    for (t = 0; t < 200; t += 40) CHECK_EQ(append_tokens(kv, 1, 40), TKV_OK);
+    for (t = 0; t < 220; t += 44) CHECK_EQ(append_tokens(kv, 1, 44), TKV_OK);
     CHECK_EQ(watched_seq(kv), 1);
     CHECK_EQ(n_copies(kv), 4 * 1);
     for (t = 0; t < 280; t += 40) CHECK_EQ(append_tokens(kv, 0, 40), TKV_OK);

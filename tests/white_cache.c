@@ -202,13 +202,18 @@ TEST(shared_blocks) {
             i = tkv_rng_below(&rng, 3);
             st = want_st = TKV_OK;
             if (op < 6) {
-                if (op == 0) { /* an append that gets no memory changes nothing */
-                    before_append = snapshot_of(kv);
+                if (op == 0) { /* an append that gets no memory changes no token; blocks may be recoded */
+                    before_append = snapshot_of_tokens(kv);
                     p.fail_at = 1;
                     st = append_tokens(kv, i, 0, 10 + i, n_new);
                     p.fail_at = 0;
-                    if (st == TKV_ERR_NOMEM) check_unchanged(kv, &before_append, "no memory");
-                    else want_st = append_tokens(unshared[i], 0, 0, 10 + i, n_new);
+                    if (st == TKV_ERR_NOMEM) {
+                        snapshot after_append = snapshot_of_tokens(kv);
+                        CHECK(is_same_snapshot(&before_append, &after_append));
+                        free_snapshot(&after_append);
+                        CHECK_EQ(tkv_seq_flush(kv, i, TKV_FLUSH_DUE), TKV_OK); /* recodes the same blocks */
+                        CHECK_EQ(tkv_seq_flush(unshared[i], 0, TKV_FLUSH_DUE), TKV_OK);
+                    } else want_st = append_tokens(unshared[i], 0, 0, 10 + i, n_new);
                     CHECK_EQ(want_st, TKV_OK);
                     free_snapshot(&before_append);
                     /* bring both layers to the same length again */
@@ -463,6 +468,195 @@ TEST(pages_do_not_fragment) {
     tkv_destroy(kv);
 }
 
+/* >>memory comes back */
+enum { SHRINK_SEQS = 3 };
+
+typedef struct shrink_case {
+    const char *name;
+    tkv_config cfg;
+    int has_store;
+} shrink_case;
+
+static shrink_case make_shrink_case(int which) {
+    shrink_case c;
+    memset(&c, 0, sizeof c);
+    c.cfg = make_config(3, SHRINK_SEQS);
+    c.cfg.tiers.hot_tokens = 100;
+    c.cfg.tiers.warm_tokens = 256;
+    c.name = "plain";
+    if (which == 1) {
+        c.name = "evict";
+        c.cfg.evict.policy = TKV_EVICT_H2O;
+        c.cfg.evict.keep_tokens = 600;
+    } else if (which == 2) {
+        c.name = "anchors, importance";
+        c.cfg.tiers.sink_tokens = 4;
+        c.cfg.tiers.n_anchors = 8;
+        c.cfg.importance.sample_every = 8;
+    } else if (which == 3) {
+        c.name = "windows";
+        c.cfg.model.window = 300;
+    } else if (which == 4) {
+        c.name = "budget";
+        c.cfg.budget.bytes = 700 * 1000;
+    } else if (which == 5) {
+        c.name = "budget, store, exact copies";
+        c.has_store = c.cfg.offload.keep_exact = 1;
+        c.cfg.budget.bytes = 450 * 1000;
+    } else if (which == 6) {
+        c.name = "budget, evict";
+        c.cfg.budget.bytes = 400 * 1000;
+        c.cfg.evict.policy = TKV_EVICT_SLIDING;
+    }
+    return c;
+}
+enum { N_SHRINK_CASES = 7 };
+
+/* Bytes held, without learned tables, beyond those of a fresh cache that was given the same tokens. */
+static long bytes_above_fresh(tkv_cache *kv, const shrink_case *c) {
+    tkv_config cfg = c->cfg;
+    tkv_memory_info m, fresh_memory;
+    test_store store;
+    tkv_cache *fresh;
+    int seq;
+    if (c->has_store) attach_test_store(&store, &cfg);
+    fresh = create_cache(&cfg);
+    for (seq = 0; seq < SHRINK_SEQS; seq++)
+        CHECK_EQ(append_to_all_layers(fresh, seq, seq, tkv_get_length(kv, seq, TKV_ALL_LAYERS), 50), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+    CHECK_EQ(tkv_get_memory(fresh, &fresh_memory), TKV_OK);
+    tkv_destroy(fresh);
+    if (c->has_store) destroy_test_store(&store);
+    return (long)(m.total - m.tables) - (long)(fresh_memory.total - fresh_memory.tables);
+}
+
+static void check_near_fresh(tkv_cache *kv, const shrink_case *c, int step) {
+    const long above = bytes_above_fresh(kv, c), bound = (long)kv->tables.page_bytes * kv->tables.n_classes;
+    CHECK_MSG(above <= bound, "%s %d: %ld bytes above a fresh cache, of at most %ld", c->name, step, above,
+              bound);
+    check_cache_at(kv, c->name, step);
+    CHECK_LE(kv->heap.peak, c->cfg.budget.bytes ? c->cfg.budget.bytes : kv->heap.peak);
+}
+
+/* After a reset or a cut, a cache holds at most a page for each size class more than a fresh cache with the same
+ * tokens. A cache without tokens holds as much as a new one. */
+TEST(memory_comes_back) {
+    int which, seq;
+    for (which = 0; which < N_SHRINK_CASES; which++) {
+        const shrink_case c = make_shrink_case(which);
+        tkv_config cfg = c.cfg;
+        test_store store;
+        tkv_cache *kv;
+        size_t empty;
+        if (c.has_store) attach_test_store(&store, &cfg);
+        kv = create_cache(&cfg);
+        empty = kv->heap.held - tkvi_learning_bytes(kv);
+        for (seq = 0; seq < SHRINK_SEQS; seq++)
+            CHECK_EQ(append_to_all_layers(kv, seq, seq, 1800 - 700 * (seq == 1), 50), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, 1, tkv_get_length(kv, 1, 0) - 40), TKV_OK);
+        check_near_fresh(kv, &c, 0);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        check_near_fresh(kv, &c, 1);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 200, 50), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK);
+        check_near_fresh(kv, &c, 2);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        check_near_fresh(kv, &c, 3);
+        CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+        CHECK_EQ(kv->heap.held - tkvi_learning_bytes(kv), empty);
+        tkv_destroy(kv);
+        if (c.has_store) destroy_test_store(&store);
+    }
+}
+
+/* The same after random histories. Another sequence keeps its values, also where the store has them. */
+TEST(memory_comes_back_after_random_histories) {
+    const int n_steps = tkv_test_quick() ? 60 : 400;
+    int which, step;
+    for (which = 0; which < N_SHRINK_CASES; which++) {
+        const shrink_case c = make_shrink_case(which);
+        tkv_config cfg = c.cfg;
+        tkv_rng rng = tkv_rng_seed((uint64_t)which + 1);
+        test_store store;
+        tkv_cache *kv;
+        int n_cuts = 0;
+        if (c.has_store) attach_test_store(&store, &cfg);
+        kv = create_cache(&cfg);
+        for (step = 0; step < n_steps; step++) {
+            const int what = tkv_rng_below(&rng, 10), seq = tkv_rng_below(&rng, SHRINK_SEQS);
+            const int seq_len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+            const int compares = step % 3 == 0 && !c.cfg.evict.policy; /* evicted tokens cannot be read */
+            snapshot before;
+            tkv_status st;
+            if (what < 6 && seq_len < 1500) {
+                CHECK_EQ(append_to_all_layers(kv, seq, seq, 1 + tkv_rng_below(&rng, 300), 50), TKV_OK);
+                continue;
+            }
+            if (compares) before = snapshot_of_seq(kv, (seq + 1) % SHRINK_SEQS);
+            st = what < 8 ? tkv_seq_truncate(kv, seq, tkv_rng_below(&rng, seq_len + 1))
+                          : tkv_seq_reset(kv, seq);
+            CHECK(st == TKV_OK || (what < 8 && st == TKV_ERR_INEXACT));
+            if (st) st = tkv_seq_truncate(kv, seq, at_least_0(seq_len - 1 - tkv_rng_below(&rng, 90)));
+            if (compares) {
+                snapshot after = snapshot_of_seq(kv, (seq + 1) % SHRINK_SEQS);
+                CHECK(is_same_snapshot(&before, &after));
+                free_snapshot(&before);
+                free_snapshot(&after);
+            }
+            if (st) continue;
+            n_cuts++;
+            check_near_fresh(kv, &c, step);
+        }
+        CHECK(n_cuts > n_steps / 8);
+        tkv_destroy(kv);
+        if (c.has_store) destroy_test_store(&store);
+    }
+}
+
+/* Other sequences keep their values when their blocks get other numbers. Reservations keep their memory. A failing
+ * allocator only leaves more memory behind. */
+TEST(shrinking_keeps_the_rest) {
+    int fail_at, has_budget;
+    for (has_budget = 0; has_budget < 2; has_budget++)
+        for (fail_at = 0; fail_at < 6; fail_at++) {
+            tkv_config cfg = make_f32_config(3, 3);
+            counting_allocator p;
+            tkv_cache *kv;
+            snapshot before, after;
+            int i, n_requests;
+            size_t held;
+            cfg.host.allocator = counting_allocator_of(&p);
+            cfg.evict.policy = TKV_EVICT_H2O;
+            if (has_budget) cfg.budget.bytes = 4000 * 1000;
+            kv = create_cache(&cfg);
+            for (i = 0; i < 9; i++) CHECK_EQ(append_to_all_layers(kv, i % 3, i % 3, 150, 50), TKV_OK);
+            CHECK_EQ(tkv_seq_reserve(kv, 2, 500), TKV_OK);
+            CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 1, 1, 10, 10), TKV_OK);
+            before = snapshot_of_seq(kv, 1);
+            add_sequence_to_snapshot(&before, kv, 2);
+            held = p.held;
+            p.fail_at = fail_at;
+            CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+            p.fail_at = 0;
+            CHECK(p.held < held);
+            check_cache_at(kv, "shrunk", fail_at);
+            after = snapshot_of_seq(kv, 1);
+            add_sequence_to_snapshot(&after, kv, 2);
+            CHECK(is_same_snapshot(&before, &after));
+            free_snapshot(&before);
+            free_snapshot(&after);
+            CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
+            CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 450);
+            n_requests = p.n_requests;
+            CHECK_EQ(append_to_all_layers(kv, 2, 2, 500, 50), TKV_OK);
+            CHECK_EQ(p.n_requests, n_requests);
+            check_read(kv, 2, 1, 2, 0, 950, TKV_F32);
+            tkv_destroy(kv);
+            CHECK_EQ(p.held, 0);
+        }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(check_finds_damage);
@@ -472,5 +666,8 @@ int main(int argc, char **argv) {
     RUN(appends_allocate_pages_and_tables);
     RUN(page_waste_is_bounded);
     RUN(pages_do_not_fragment);
+    RUN(memory_comes_back);
+    RUN(memory_comes_back_after_random_histories);
+    RUN(shrinking_keeps_the_rest);
     return tkv_test_end();
 }

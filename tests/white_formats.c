@@ -141,9 +141,10 @@ TEST(decode_a_range_of_tokens) {
             for (i = 0; i < COUNT(head_dims); i++) {
                 int dim = head_dims[i];
                 tkv_codec c = make_codec((tkv_format)f, side, dim, i % 2 ? 32 : 64);
+                tkv_format_options options;
                 tkvi_side s;
                 if (!tkv_get_block_bytes(&c)) continue; /* the format does not store this side */
-                CHECK(tkvi_codec_side(&c, &s));
+                CHECK(tkvi_codec_side(&c, &options, &s));
                 fill_input(OUTLIERS, &r, BLOCK, dim, in);
                 CHECK_EQ(tkv_encode_block(&c, in, 0, BLOCK, bytes, BUFFER_BYTES), TKV_OK);
                 CHECK_EQ(tkv_decode_block(&c, bytes, BUFFER_BYTES, BLOCK, out, 0), TKV_OK);
@@ -1056,14 +1057,14 @@ TEST(squat_matches_the_authors) {
 
 static double measure_gap(int unit, int fit, double eta, int first) {
     static double decoded[SAMPLE][SAMPLE_DIM];
-    tkvi_options o;
+    tkv_format_options o;
     tkvi_side s;
     int t, c;
     memset(&o, 0, sizeof o);
-    o.group = 32;
+    o.group_size = 32;
     o.fit = fit;
-    o.feedback_unit = unit ? unit : 16;
-    tkvi_side_make(&s, &tkvi_formats[TKV_SQUAT2], TKV_K, SAMPLE_DIM, BLOCK, &o, NULL);
+    o.squat_block = unit ? unit : 16;
+    tkvi_side_make(&s, &tkvi_formats[TKV_SQUAT2], TKV_K, SAMPLE_DIM, BLOCK, &o, 0, NULL);
     for (t = first; t < SAMPLE; t++)
         for (c = 0; c < SAMPLE_DIM; c++) in[(t - first) * SAMPLE_DIM + c] = (float)sample_k[t][c];
     if (unit) {
@@ -1079,7 +1080,7 @@ static double measure_gap(int unit, int fit, double eta, int first) {
             }
         tkvi_feedback_from(packed, SAMPLE_DIM, unit);
         tkvi_feedback_store(packed, SAMPLE_DIM, unit, factors);
-        s.feedback = factors;
+        s.head_state = factors;
     }
     tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, SAMPLE_DIM, SAMPLE - first, bytes);
     tkvi_decode_side(&s, bytes, 0, SAMPLE - first, out, SAMPLE_DIM);
@@ -1169,29 +1170,29 @@ TEST(squat_matches_its_definition) {
     for (k = 0; k < 2 * COUNT(sizes); k++) {
         int dim = sizes[k / 2], n = k % 3 ? BLOCK : 1 + tkv_rng_below(&r, BLOCK), from, levels;
         tkv_codec plain = make_codec(k % 2 ? TKV_KIVI4 : TKV_KIVI2, 0, dim, k % 4 < 2 ? 32 : 64);
-        tkvi_options o;
+        tkv_format_options o;
         tkvi_side s;
         memset(&o, 0, sizeof o);
-        o.group = plain.options.group_size;
-        o.feedback_unit = k % 5 ? 16 : 64;
+        o.group_size = plain.options.group_size;
+        o.squat_block = k % 5 ? 16 : 64;
         levels = k % 2 ? 15 : 3;
-        tkvi_side_make(&s, &tkvi_formats[k % 2 ? TKV_SQUAT4 : TKV_SQUAT2], TKV_K, dim, BLOCK, &o, NULL);
+        tkvi_side_make(&s, &tkvi_formats[k % 2 ? TKV_SQUAT4 : TKV_SQUAT2], TKV_K, dim, BLOCK, &o, 0, NULL);
         fill_block(&r, k % 3, in, n, dim);
         tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
         CHECK_EQ(tkv_encode_block(&plain, in, 0, n, other, sizeof other), TKV_OK);
         CHECK_EQ(s.bytes, tkv_get_block_bytes(&plain));
         CHECK_MEM(bytes, other, s.bytes); /* without feedback, SQuat is KIVI */
-        for (i = 0; i < (int)tkvi_feedback_count(dim, o.feedback_unit); i++)
+        for (i = 0; i < (int)tkvi_feedback_count(dim, o.squat_block); i++)
             factors[i] = tkvi_f32_to_f16((float)(0.2 * tkv_rng_gauss(&r)));
-        s.feedback = factors;
+        s.head_state = factors;
         tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
         tkvi_decode_side(&s, bytes, 0, n, out, (size_t)dim);
         memcpy(x, in, (size_t)(n * dim) * sizeof *x);
-        for (g = 0; g < n; g += o.group) {
+        for (g = 0; g < n; g += o.group_size) {
             const uint16_t *u = factors;
-            int stop = g + o.group < n ? g + o.group : n;
-            for (from = 0; from < dim; from += o.feedback_unit) {
-                int end = from + o.feedback_unit < dim ? from + o.feedback_unit : dim;
+            int stop = g + o.group_size < n ? g + o.group_size : n;
+            for (from = 0; from < dim; from += o.squat_block) {
+                int end = from + o.squat_block < dim ? from + o.squat_block : dim;
                 for (c = from; c < end; c++) {
                     double low = 1e30, high = -1e30, scale, zero;
                     for (t = g; t < stop; t++) {
@@ -1251,18 +1252,18 @@ TEST(golden) {
         for (i = 0; i < COUNT(sizes); i++)
             for (side = 0; side < 2; side++)
                 for (flags = 0; flags < 6; flags++) {
-                    tkvi_options o;
+                    tkv_format_options o;
                     tkvi_side s;
                     if (!tkvi_format_stores(format, side ? TKV_V : TKV_K)) continue;
                     memset(&o, 0, sizeof o);
-                    o.group = flags % 2 ? 64 : 32;
+                    o.group_size = flags % 2 ? 64 : 32;
                     o.fit = flags;
                     o.rotate = flags % 4;
                     o.center_k = flags / 3;
-                    o.feedback_unit = flags < 4 ? 16 : 64;
-                    o.parts = 1 + flags;
-                    tkvi_side_make(&s, format, side ? TKV_V : TKV_K, sizes[i], BLOCK, &o, NULL);
-                    if (tkvi_is_squat(known[f].format)) {
+                    o.squat_block = flags < 4 ? 16 : 64;
+                    o.subspaces = 1 + flags;
+                    tkvi_side_make(&s, format, side ? TKV_V : TKV_K, sizes[i], BLOCK, &o, 0, NULL);
+                    if (tkvi_formats[known[f].format].family->learn_queries) {
                         memset(packed, 0, sizeof packed);
                         for (q = 0; q < 20; q++) {
                             float x[128];
@@ -1272,9 +1273,9 @@ TEST(golden) {
                                     packed[tkvi_packed(a, b)] += x[a] * x[b]; /* integers: exact sums */
                         }
                         for (a = 0; a < sizes[i]; a++) packed[tkvi_packed(a, a)] += 100;
-                        tkvi_feedback_from(packed, sizes[i], o.feedback_unit);
-                        tkvi_feedback_store(packed, sizes[i], o.feedback_unit, factors);
-                        s.feedback = factors;
+                        tkvi_feedback_from(packed, sizes[i], o.squat_block);
+                        tkvi_feedback_store(packed, sizes[i], o.squat_block, factors);
+                        s.head_state = factors;
                     }
                     fill_block(&r, flags, in, 50, sizes[i]);
                     h = hash_of_block(h, &s, 50);

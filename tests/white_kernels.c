@@ -94,13 +94,15 @@ static const tkvi_format test_formats[2] = {
      TKVI_AS_TILES,
      0,
      0,
-     {{NULL, NULL, NULL, decode_meta_f16, NULL}, {NULL, NULL, NULL, decode_meta_f16, NULL}}},
+     {{NULL, NULL, NULL, decode_meta_f16, NULL}, {NULL, NULL, NULL, decode_meta_f16, NULL}},
+     NULL},
     {"test bytes",
      4,
      TKVI_AS_TILES,
      0,
      0,
-     {{NULL, NULL, NULL, decode_meta_int8, NULL}, {NULL, NULL, NULL, decode_meta_int8, NULL}}},
+     {{NULL, NULL, NULL, decode_meta_int8, NULL}, {NULL, NULL, NULL, decode_meta_int8, NULL}},
+     NULL},
 };
 
 static const int widths[7] = {8, 6, 5, 4, 3, 2, 1};

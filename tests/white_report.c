@@ -27,6 +27,7 @@ static void check_covered(const char *name, uint8_t *covered, size_t size, const
 
 TEST(every_field_has_a_row) {
     uint8_t covered[sizeof(tkv_config)];
+    int i;
 #define COVER(field) memset(covered + offsetof(tkv_config, field), 1, sizeof(((tkv_config *)0)->field))
     memset(covered, 0, sizeof covered);
     COVER(start_canary);
@@ -43,7 +44,13 @@ TEST(every_field_has_a_row) {
     COVER(host.allocator);
     COVER(host.parallel_for);
     COVER(host.parallel_user);
+    COVER(format);
+    for (i = 0; i < COUNT(tkvi_later_rows); i++)
+        memset(covered + tkvi_later_rows[i].offset, 1, tkvi_later_rows[i].size);
     check_covered("tkv_config", covered, sizeof(tkv_config), tkvi_config_rows, COUNT(tkvi_config_rows));
+    memset(covered, 0, sizeof covered);
+    check_covered("tkv_format_options", covered, sizeof(tkv_format_options), tkvi_option_rows,
+                  COUNT(tkvi_option_rows));
     memset(covered, 0, sizeof covered);
     check_covered("tkv_rope", covered, sizeof(tkv_rope), tkvi_rope_rows, COUNT(tkvi_rope_rows));
     memset(covered, 0, sizeof covered);
@@ -66,24 +73,25 @@ TEST(every_field_has_a_row) {
                   COUNT(tkvi_importance_rows));
 }
 
-TEST(word_tables_match_public_names) {
-    int i;
-    for (i = 0; i < TKV_ISA_COUNT; i++) {
-        CHECK_STR(tkvi_words_isa[i].name, tkv_get_name(TKV_NAME_ISA, i));
-        CHECK_EQ(tkvi_words_isa[i].value, i);
-    }
-    CHECK(tkvi_words_isa[i].name == NULL);
-    for (i = 0; i < TKV_EVICT_COUNT; i++)
-        CHECK_STR(tkvi_words_evict[i].name, tkv_get_name(TKV_NAME_EVICT_POLICY, i));
-    CHECK(tkvi_words_evict[i].name == NULL);
-    for (i = 0; i < TKV_IMPORTANCE_COUNT; i++)
-        CHECK_STR(tkvi_words_importance[i].name, tkv_get_name(TKV_NAME_IMPORTANCE, i));
-    CHECK(tkvi_words_importance[i].name == NULL);
-    for (i = 0; i < TKV_PROFILE_COUNT; i++) {
-        CHECK_STR(tkvi_words_profile[i].name, tkv_get_name(TKV_NAME_PROFILE, i));
-        CHECK_EQ(tkvi_words_profile[i].value, i);
-    }
-    CHECK(tkvi_words_profile[i].name == NULL);
+TEST(values_of_rows_have_public_names) {
+    static const struct {
+        const char *key;
+        tkv_name_kind names;
+        int n;
+    } of[] = {{"host.isa", TKV_NAME_ISA, TKV_ISA_COUNT},
+              {"evict.policy", TKV_NAME_EVICT_POLICY, TKV_EVICT_COUNT},
+              {"importance.strategy", TKV_NAME_IMPORTANCE, TKV_IMPORTANCE_COUNT},
+              {"budget.pressure.profile", TKV_NAME_PROFILE, TKV_PROFILE_COUNT}};
+    char line[80], said[80];
+    int i, value;
+    for (i = 0; i < COUNT(of); i++)
+        for (value = 0; value < of[i].n; value++) {
+            tkv_config cfg = tkv_default_config();
+            snprintf(line, sizeof line, "%s = %s\n", of[i].key, tkv_get_name(of[i].names, value));
+            CHECK_EQ(tkv_parse_config(&cfg, NULL, line, strlen(line), NULL, 0), TKV_OK);
+            CHECK_EQ(tkv_print_config(&cfg, 0, said, sizeof said, NULL), TKV_OK);
+            CHECK_STR(said, value ? line : "");
+        }
 }
 
 /* A small config of this test: sizes, lists of floats, names, format pairs, lengths and a list of structs. */
@@ -208,7 +216,7 @@ TEST(metric_rows_are_in_order) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(every_field_has_a_row);
-    RUN(word_tables_match_public_names);
+    RUN(values_of_rows_have_public_names);
     RUN(fields_of_a_small_config);
     RUN(metric_rows_are_in_order);
     return tkv_test_end();

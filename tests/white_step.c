@@ -219,7 +219,7 @@ static float error_bound(const model_layer *p, int tier, int side) {
     for (t = TKV_TIER_WARM; t <= tier; t++) {
         tkv_format f = side ? p->pair[t].v : p->pair[t].k;
         /* half a step of the widest range; exact formats round; a channel may have no bits */
-        if (tkvi_formats[f].shared || tkvi_is_kvquant(f)) sum += 9.0f;
+        if (tkvi_formats[f].shared || tkvi_formats[f].family->learn_tokens) sum += 9.0f;
         else if (f >= TKV_Q8) sum += 2.2f / (float)((1 << tkvi_formats[f].bits) - 1);
         else sum += f == TKV_BF16 ? 0.01f : 0.001f;
     }
@@ -355,6 +355,19 @@ static void reset_model(int seq) {
     in_step[seq] = 0;
 }
 
+/* After a call that failed: 1 if it got no memory. Checks that no length changed, and lets memory be allocated. Blocks
+ * may be recoded by then, but the same call again ends in the state of a call that did not fail. */
+static int is_to_repeat(int seq, tkv_status st) {
+    int layer;
+    if (st != TKV_ERR_NOMEM) return 0;
+    for (layer = 0; layer < LAYERS; layer++)
+        if (plan[layer].own)
+            CHECK_CALL(tkv_get_length(kv, seq, layer) == list[seq][layer].len, "%d",
+                       tkv_get_length(kv, seq, layer));
+    memory.fail_at = 0;
+    return 1;
+}
+
 static tkv_status call_append(int seq, int layer, int n) {
     model_list *m = &list[seq][layer];
     tkv_status st;
@@ -362,8 +375,9 @@ static tkv_status call_append(int seq, int layer, int n) {
     fill_random_rows(n);
     if (n > 0 && n <= n_free_step_tokens(seq, layer) && !in_step[seq]) make_table_if_due(layer, 0);
     st = tkv_append(kv, seq, layer, k_in, v_in, n);
+    if (is_to_repeat(seq, st)) st = tkv_append(kv, seq, layer, k_in, v_in, n);
     if (n > n_free_step_tokens(seq, layer)) CHECK_CALL(st == TKV_ERR_CAPACITY, "%s", tkv_get_status_text(st));
-    else CHECK_CALL(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
+    else CHECK_CALL(st == TKV_OK, "%s", tkv_get_status_text(st));
     if (!st) append_to_model(seq, layer, k_in, v_in, n);
     if (!st) count_seen(layer, n);
     return st;
@@ -401,8 +415,9 @@ static tkv_status call_batch(void) {
     p.v = v_in;
     if (!over_capacity && total && !any_open) make_table_if_due(p.layer, 0);
     st = tkv_append_ex(kv, &p);
+    if (is_to_repeat(rows[0].seq, st)) st = tkv_append_ex(kv, &p);
     if (over_capacity) CHECK_CALL(st == TKV_ERR_CAPACITY, "%s", tkv_get_status_text(st));
-    else CHECK_CALL(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
+    else CHECK_CALL(st == TKV_OK, "%s", tkv_get_status_text(st));
     for (i = at = 0; i < n_rows && !st; i++) {
         append_to_model(rows[i].seq, p.layer, k_in + at * K_ROW, v_in + at * V_ROW, rows[i].n);
         at += rows[i].n;
@@ -422,8 +437,9 @@ static tkv_status call_begin(int seq) {
     tkv_status st;
     make_due_tables(seq, 0);
     st = tkv_seq_begin(kv, seq);
+    if (is_to_repeat(seq, st)) st = tkv_seq_begin(kv, seq);
     if (in_step[seq]) CHECK_CALL(st == TKV_ERR_STATE, "%s", tkv_get_status_text(st));
-    else CHECK_CALL(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
+    else CHECK_CALL(st == TKV_OK, "%s", tkv_get_status_text(st));
     if (st) return st;
     for (layer = 0; layer < LAYERS; layer++) {
         if (!plan[layer].own) continue;
@@ -492,8 +508,9 @@ static tkv_status call_flush(int seq) {
     int layer;
     make_due_tables(seq, mode != TKV_FLUSH_DUE);
     st = tkv_seq_flush(kv, seq, mode);
+    if (is_to_repeat(seq, st)) st = tkv_seq_flush(kv, seq, mode);
     if (in_step[seq]) CHECK_CALL(st == TKV_ERR_STATE, "%s", tkv_get_status_text(st));
-    else CHECK_CALL(st == TKV_OK || st == TKV_ERR_NOMEM, "%s", tkv_get_status_text(st));
+    else CHECK_CALL(st == TKV_OK, "%s", tkv_get_status_text(st));
     for (layer = 0; layer < LAYERS && !st; layer++) {
         int exact = plan[layer].hot == 1 << 28; /* hot_tokens = TKV_UNLIMITED: nothing is encoded */
         if (plan[layer].own)
@@ -533,6 +550,10 @@ static tkv_status call_calibration(void) {
     for (s = 0; s < SEQS; s++) any_open |= in_step[s];
     if (rand_below(2)) {
         st = tkv_refresh_calibration(kv);
+        if (st == TKV_ERR_NOMEM) {
+            memory.fail_at = 0;
+            st = tkv_refresh_calibration(kv);
+        }
         CHECK_CALL(st == (any_open ? TKV_ERR_STATE : TKV_OK), "%s", tkv_get_status_text(st));
         for (layer = 0; layer < LAYERS && !st; layer++)
             if (plan[layer].learns && plan[layer].n_seen < 0) plan[layer].n_seen = 0;
@@ -542,6 +563,10 @@ static tkv_status call_calibration(void) {
     for (layer = 0; layer < LAYERS; layer++)
         if (plan[layer].learns && plan[layer].n_tables) has_free_version &= n_free_versions(layer) > 0;
     st = tkv_load_calibration(kv, saved, bytes);
+    if (st == TKV_ERR_NOMEM) {
+        memory.fail_at = 0;
+        st = tkv_load_calibration(kv, saved, bytes);
+    }
     CHECK_CALL(st == (any_open           ? TKV_ERR_STATE
                       : has_free_version ? TKV_OK
                                          : TKV_ERR_CAPACITY),
@@ -659,7 +684,8 @@ static tkv_format format_of(tkv_format layer, tkv_format cache, tkv_format fallb
 
 static void init_model(const tkv_config *cfg, const tkv_layer_config *layers) {
     static const tkv_format fallback[] = {TKV_F16, TKV_KIVI4, TKV_KIVI2};
-    int i, t;
+    int i, t, n_own = 0, rank = 0;
+    for (i = 0; i < LAYERS; i++) n_own += layers[i].share_kv == 0;
     group = cfg->format.group_size ? cfg->format.group_size : 64;
     max_append = cfg->limits.max_append ? cfg->limits.max_append : 512;
     for (i = 0; i < LAYERS; i++) {
@@ -674,15 +700,19 @@ static void init_model(const tkv_config *cfg, const tkv_layer_config *layers) {
         p->own = layers[i].share_kv == 0;
         p->source = p->own ? i : layers[i].share_kv - 1;
         p->sink = tokens_of(layers[i].sink_tokens, cfg->tiers.sink_tokens, 4);
-        p->hot = tokens_of(layers[i].hot_tokens, cfg->tiers.hot_tokens, 64);
-        p->warm = tokens_of(layers[i].warm_tokens, cfg->tiers.warm_tokens, 448);
+        p->hot = add_delay(tokens_of(layers[i].hot_tokens, cfg->tiers.hot_tokens, 64),
+                           hot_delay_of(rank, n_own), 1 << 28);
+        p->warm = add_delay(tokens_of(layers[i].warm_tokens, cfg->tiers.warm_tokens, 448),
+                            warm_delay_of(rank, n_own), 1 << 28);
+        rank += p->own;
         p->window = p->keep = tokens_of(layers[i].window, cfg->model.window, TKV_OFF);
         p->margin = p->hot == 1 << 28 ? BLOCK : p->hot;
         for (t = 0; t < 3; t++) {
             p->pair[t].k = format_of(of_layer[t]->k, of_cache[t]->k, fallback[t]);
             p->pair[t].v = format_of(of_layer[t]->v, of_cache[t]->v, fallback[t]);
             p->needs_table[t] = tkvi_formats[p->pair[t].k].shared || tkvi_formats[p->pair[t].v].shared ||
-                                tkvi_is_kvquant(p->pair[t].k) || tkvi_is_kvquant(p->pair[t].v);
+                                tkvi_formats[p->pair[t].k].family->learn_tokens ||
+                                tkvi_formats[p->pair[t].v].family->learn_tokens;
         }
         p->learns = p->own && (p->needs_table[TKV_TIER_WARM] || p->needs_table[TKV_TIER_ARCHIVE]);
         p->n_seen = p->n_tables = 0;

@@ -24,20 +24,19 @@ typedef struct tkvi_list {
     int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
     int len;                  /* tokens ever appended */
     int expired;              /* tokens before this position have expired (they left the window) */
-    int previous_chunk_start; /* previous value of chunk_start, restored when the append fails */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
     /* The first n_recoded blocks after the sinks are as small as the level requires. The first n_tightest are as
      * small as its archive (reclaim/budget.h). */
     int n_recoded, n_tightest;
     int n_offloaded; /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
     int step_len;    /* len when the open step began */
-    int n_left;      /* dry run only: blocks that this list would keep after reclaim (reclaim/budget.h) */
 } tkvi_list;
 
 typedef struct tkvi_seq {
     uint32_t *block; /* [n_layers][cap] block numbers */
     uint32_t cap;
     int in_step;
+    int is_appending; /* 1: the append in progress has tokens for this sequence */
     int reserved_len; /* memory is reserved up to this length; 0: none */
     uint64_t used;    /* kv->clock at the last append, reservation or recomputation */
 } tkvi_seq;
@@ -57,18 +56,11 @@ typedef struct tkvi_seq {
 #define TKVI_FAR 128
 #define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_refresh_calibration */
 
-/* Progress of the query statistics of a layer whose encoder needs them (learn/squat_queries.h). */
+/* Progress of the query statistics of a layer (learn/query_stats.h). */
 typedef struct tkvi_query_stats {
     int tokens; /* tokens appended since collection began; -1: nothing is collected */
     int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
-
-/* Memory that a call requests in addition to slots (tkv_cache.slot_request). */
-typedef struct tkvi_memory_request {
-    const tkv_rows *rows; /* sequences and the tokens that their lists must take */
-    int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
-    int64_t blocks;       /* entries of the block table, beyond those of slots */
-} tkvi_memory_request;
 
 struct tkv_cache {
     tkvi_tables tables;
@@ -79,7 +71,6 @@ struct tkv_cache {
     tkvi_seq *seq;           /* [max_seqs] */
     tkvi_list *list;         /* [max_seqs][n_layers] */
     int64_t *reserved_slots; /* [max_seqs][n_classes] slots reserved by each sequence */
-    int64_t *peak_live;      /* [2][n_classes] work space of tkvi_peak */
     float *recode;           /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
     float *split_sums;       /* partial results of parallel attention, or NULL */
     int split_sums_taken;    /* 1: a call uses split_sums */
@@ -88,12 +79,12 @@ struct tkv_cache {
     int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
     int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
     int stats_lock;         /* lock of all statistics and of attention scores */
-    /* Query statistics of SQUAT formats (learn/squat_queries.h). */
+    /* Query statistics (learn/query_stats.h); NULL where no family learns from queries. */
     tkvi_query_stats *query_stats; /* [n_layers] */
     int64_t *q_products;           /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint16_t *squat_factors; /* [n_layers][n_kv_heads][tkvi_feedback_count] factors, fp16; 0 until known */
-    float *solve;            /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
-    tkvi_meter *meter;       /* NULL: none (cache/meter.h) */
+    uint8_t *query_states;         /* of the families that learn from them (tkvi_state_of) */
+    float *solve;                  /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
+    tkvi_meter *meter;             /* NULL: none (cache/meter.h) */
     /* The budget (reclaim/budget.h). */
     tkv_pressure pressure;
     float reported_pressure; /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
@@ -104,14 +95,10 @@ struct tkv_cache {
     uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
     uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
     int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    /* [4][n_classes] slots requested; then work space: slots of the present forecast (tkvi_forecast), n_in_class and
-     * mixed (tkvi_subtract_smallest_blocks) */
-    int64_t *slot_request;
-    tkvi_memory_request memory_request; /* valid during the call */
-    int reclaim_stages; /* stages that the call needs: bits of tkvi_reclaim_stages (reclaim/budget.h) */
-    int kept_eighths;   /* eighths of the tokens above the floor that stay, with TKVI_EVICT_TO_FLOOR */
     /* Discarding and recomputation (reclaim/discard.h). */
-    uint64_t clock; /* counts calls that need memory; sequences in use now are not discarded for them */
+    uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
+    int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
+    int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h, stage 7) */
     uint64_t blocks_discarded, recomputed; /* blocks */
     tkvi_token_scores token_scores;        /* how the config scores attention (reclaim/scores.h) */
     /* Eviction (reclaim/evict_tokens.h). */
@@ -144,12 +131,13 @@ static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
-/* NULL where no format is a SQUAT format. */
-static uint16_t *tkvi_squat_factors_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    if (!TKVI_HAS_SQUAT || !kv->squat_factors) return NULL;
-    return kv->squat_factors + at * tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block);
+/* The state of a head in a family that learns from queries. NULL where no tier has one of its formats. */
+static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int layer, int head) {
+    const tkvi_tables *t = &kv->tables;
+    tkvi_family_state state;
+    if (!TKVI_HAS_QUERY_LEARNERS || !(t->query_parts & f->part)) return NULL;
+    state = tkvi_state_of(&t->cfg, NULL, kv->query_states, t->query_parts, f, layer);
+    return tkvi_head_state(&state, f, head);
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -202,6 +190,14 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
     else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - b->start);
 }
 
+/* The position from which the tokens of a list stay exact: the start of its last append. While the next append is in
+ * progress, its own tokens are still to come, and the tokens of the last one may be recoded. */
+static int tkvi_exact_from(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const int is_appending = kv->seq[seq].is_appending && kv->append_layer == layer && !kv->seq[seq].in_step;
+    return is_appending ? list->len : list->chunk_start;
+}
+
 /* Records that block `id` changed its tier when the list had `len` tokens. Promotion then waits for the cool-down
  * (step/promotion.h). */
 static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
@@ -215,8 +211,8 @@ static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, c
                                                                            : tkvi_block_end(kv, list, ids, i);
 }
 
-/* 1 if tokens cannot move to other slots. Formats that undo RoPE (KVQUANT) need consecutive positions in a block. */
-static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_KVQUANT && kv->tables.rope != NULL; }
+/* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
+static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_ROPE && kv->tables.rope != NULL; }
 
 /* Copies token_meta of the slots in moved_mask from block `from` to consecutive slots of block `to`, from `slot` on.
  * start: first position of `to`. Both may be the same block. Returns the next free slot. */
@@ -390,7 +386,7 @@ static void tkvi_free_stats(tkv_cache *kv) {
 /* >>sizes of the fixed piece */
 typedef struct tkvi_sizes {
     /* bytes of the parts in their order in memory, each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, squat_factors, meter;
+    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, query_states, meter;
     size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
@@ -407,30 +403,27 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     if (!tkvi_mul(seqs, (size_t)derived->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n))
         return 0;
     s->lists = tkvi_align_up(n);
-    /* per class: reserved_slots of each sequence, 2 of peak_live, 2 of the pool, 4 of slot_request, partial_pages */
-    if (!tkvi_mul(seqs + 9, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
+    /* per class: reserved_slots of each sequence, 2 of the pool, partial_pages */
+    if (!tkvi_mul(seqs + 3, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (derived->cfg.host.parallel_for)
         s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
-    if (derived->any_shared || derived->any_kvquant)
+    if (derived->any_shared || derived->token_parts)
         s->tokens_seen = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(int));
-    if (TKVI_HAS_SQUAT && derived->any_squat) {
+    if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
         size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
         n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
         s->query_stats = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(tkvi_query_stats));
         if (!tkvi_mul(n, packed * sizeof(int64_t), &s->q_products)) return 0;
         s->q_products = tkvi_align_up(s->q_products);
-        s->squat_factors = n *
-                           tkvi_feedback_count(derived->cfg.model.head_dim, derived->cfg.format.squat_block) *
-                           sizeof(uint16_t);
-        s->squat_factors = tkvi_align_up(s->squat_factors);
+        s->query_states = tkvi_states_bytes(&derived->cfg, derived->query_parts);
         s->solve = tkvi_align_up(packed * sizeof(float));
     }
     if (!tkvi_meter_sizes(derived, &s->meter, &s->meter_copies)) return 0;
     s->total = s->cache + s->tokens_seen + s->query_stats + s->meter + s->solve;
     if (!tkvi_add(s->total, s->meter_copies, &s->total)) return 0;
-    if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->squat_factors, &s->total))
+    if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->query_states, &s->total))
         return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
@@ -439,7 +432,7 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
 
 /* Bytes that tkv_get_memory reports as tables. */
 static size_t tkvi_table_bytes(const tkvi_sizes *s) {
-    return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->squat_factors + s->meter;
+    return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->query_states + s->meter;
 }
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
@@ -483,11 +476,9 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     kv->list = (tkvi_list *)(void *)next;
     next += s.lists;
     kv->reserved_slots = (int64_t *)(void *)next;
-    kv->peak_live = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
-    kv->pool.used_slots = kv->peak_live + 2 * classes;
+    kv->pool.used_slots = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
     kv->pool.reserved_slots = kv->pool.used_slots + classes;
-    kv->slot_request = kv->pool.reserved_slots + classes;
-    kv->pool.partial_pages = (uint32_t *)(void *)(kv->slot_request + 4 * classes);
+    kv->pool.partial_pages = (uint32_t *)(void *)(kv->pool.reserved_slots + classes);
     next += s.counts;
     if (s.tokens_seen) {
         kv->tokens_seen = (int *)(void *)next;
@@ -495,13 +486,13 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
     }
     next += s.tokens_seen;
-    if (TKVI_HAS_SQUAT && derived->any_squat) {
+    if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
         kv->query_stats = (tkvi_query_stats *)(void *)next;
         kv->q_products = (int64_t *)(void *)(next + s.query_stats);
-        kv->squat_factors = (uint16_t *)(void *)(next + s.query_stats + s.q_products);
-        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.squat_factors + s.meter);
+        kv->query_states = next + s.query_stats + s.q_products;
+        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.query_states + s.meter);
     }
-    next += s.query_stats + s.q_products + s.squat_factors;
+    next += s.query_stats + s.q_products + s.query_states;
     kv->meter =
         tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
     next += s.meter + s.solve;
@@ -637,6 +628,14 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
     return tkvi_create(cfg, out, NULL, 0);
 }
 
+/* Overwrites the work space (cfg.host.wipe_freed), and the meter's copies unless it watches a sequence. */
+static void tkvi_wipe_work_space(tkv_cache *kv) {
+    uint8_t *end = (uint8_t *)(void *)kv + kv->fixed_bytes - kv->copy_bytes;
+    if (!kv->tables.cfg.host.wipe_freed) return;
+    tkvi_wipe(end - kv->scratch_bytes, kv->scratch_bytes);
+    if (TKVI_HAS_METER && kv->meter && kv->meter->seq < 0) tkvi_wipe(end, kv->copy_bytes);
+}
+
 TKV_API void tkv_destroy(tkv_cache *kv) {
     tkvi_heap heap;
     uint32_t i;
@@ -647,7 +646,12 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         if (tkvi_is_offloaded(&kv->pool.block[i])) tkvi_forget_offloaded(&kv->pool, i);
         tkvi_forget_copy(&kv->pool, i);
     }
-    for (i = 0; i < kv->pool.n_pages; i++) tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
+    for (i = 0; i < kv->pool.n_pages; i++) {
+        if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(kv->pool.page[i].bytes, kv->tables.page_bytes);
+        tkvi_put(&kv->heap, kv->pool.page[i].bytes, kv->tables.page_bytes);
+    }
+    if (TKVI_HAS_METER && kv->meter) kv->meter->seq = TKV_NO_SEQ;
+    tkvi_wipe_work_space(kv);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
     tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
@@ -700,16 +704,16 @@ static int tkvi_grow_lists(tkv_cache *kv, int seq, int n_blocks) {
 /* most[tier]: the most blocks that one layer of one sequence can have at max_tokens, without sinks. Partial blocks
  * that a flush closes are not counted. */
 static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, int64_t *most) {
-    int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier;
+    int64_t tokens = cfg->limits.max_tokens - p->sink, all, tier, window;
     if (tokens < 0) tokens = 0;
     all = (tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_HOT] =
         ((int64_t)p->now.hot + TKVI_BLOCK - 1 + cfg->limits.max_append + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_WARM] = ((int64_t)p->now.warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = (tokens - p->now.warm) / TKVI_BLOCK; /* a flush can move all hot tokens here */
-    if (p->kept_window &&
-        most[TKV_TIER_ARCHIVE] > ((int64_t)p->kept_window + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2)
-        most[TKV_TIER_ARCHIVE] = ((int64_t)p->kept_window + tkvi_expiry_margin(p)) / TKVI_BLOCK + 2;
+    /* blocks age before others expire, so an append can find blocks of the one before it here */
+    window = ((int64_t)p->kept_window + tkvi_expiry_margin(p) + cfg->limits.max_append) / TKVI_BLOCK + 2;
+    if (p->kept_window && most[TKV_TIER_ARCHIVE] > window) most[TKV_TIER_ARCHIVE] = window;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (most[tier] < 0 || (p->now.hot == TKVI_FOREVER && tier != TKV_TIER_HOT)) most[tier] = 0;
         if (most[tier] > all) most[tier] = all;
@@ -762,37 +766,80 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
     return TKV_ERR_BUDGET;
 }
 
-/* Computes the largest sizes that a cache in place can need. */
+/* Adds the blocks with which one layer of one sequence takes the most pages: its blocks fill the tiers with the largest
+ * slots first, each up to most[tier]. Returns their number. */
+static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, const tkvi_plan *p,
+                                         const int64_t *most, int64_t *slots) {
+    int64_t left = (tkvi_max(0, derived->cfg.limits.max_tokens - p->sink) + TKVI_BLOCK - 1) / TKVI_BLOCK,
+            n = 0;
+    int done[TKV_TIER_COUNT] = {0}, pass, tier;
+    for (pass = 0; pass < TKV_TIER_COUNT; pass++) {
+        int next = -1;
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++)
+            if (!done[tier] &&
+                (next < 0 || derived->size_class[derived->class_of[p->now.key[tier]]].slots <
+                                 derived->size_class[derived->class_of[p->now.key[next]]].slots))
+                next = tier;
+        done[next] = 1;
+        slots[derived->class_of[p->now.key[next]]] += most[next] < left ? most[next] : left;
+        n += most[next] < left ? most[next] : left;
+        left -= most[next] < left ? most[next] : left;
+    }
+    return n;
+}
+
+/* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a
+ * page that is not full, and one block exists twice. */
+static int64_t tkvi_pages_for_changes(const tkvi_derived_config *derived, const int64_t *slots) {
+    int64_t pages = 1;
+    int c;
+    for (c = 0; c < derived->n_classes; c++) pages += 1 + tkvi_pages_for(&derived->size_class[c], slots[c]);
+    return pages;
+}
+
+/* Computes the largest sizes that a cache in place can need: for full sequences, and for blocks that wait for the first
+ * table. */
 static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place_sizes *sizes) {
     tkvi_tier_spec specs[TKV_MAX_LEVELS];
-    int64_t most_slots[TKVI_MAX_LAYOUTS], waiting_slots[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT], blocks = 0;
+    int64_t apart[TKVI_MAX_LAYOUTS], full[TKVI_MAX_LAYOUTS], waiting[TKVI_MAX_LAYOUTS], most[TKV_TIER_COUNT];
+    int64_t blocks = 0, pages_apart = 0, pages_waiting;
+    const int64_t n_seqs = derived->cfg.limits.max_seqs;
     tkvi_sizes fixed;
     size_t pages, n;
     int i, c, tier;
     memset(sizes, 0, sizeof *sizes);
-    memset(most_slots, 0, sizeof most_slots);
-    memset(waiting_slots, 0, sizeof waiting_slots);
+    memset(apart, 0, sizeof apart);
+    memset(full, 0, sizeof full);
+    memset(waiting, 0, sizeof waiting);
     if (!tkvi_compute_fixed_sizes(derived, &fixed)) return TKV_ERR_CONFIG;
     if (derived->cfg.budget.bytes) return tkvi_size_for_budget(derived, &fixed, sizes);
     for (i = 0; i < derived->cfg.model.n_layers; i++) {
+        const int wait_blocks = TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK; /* all sequences share this number */
+        int64_t of_list[TKVI_MAX_LAYOUTS], n_of_list;
         tkvi_plan p;
         (void)tkvi_plan_of(derived, i, &p, specs);
         if (p.stored_layer != i) continue;
         tkvi_compute_most_blocks(&derived->cfg, &p, most);
-        if (p.sink) most_slots[derived->class_of[p.sink_layout]]++;
+        memset(of_list, 0, sizeof of_list);
+        n_of_list = (p.sink > 0) + tkvi_add_costliest_blocks(derived, &p, most, of_list);
+        if (p.sink) of_list[derived->class_of[p.sink_layout]]++;
+        if (p.sink) apart[derived->class_of[p.sink_layout]] += n_seqs;
+        if (p.sink) waiting[derived->class_of[p.sink_layout]] += n_seqs;
+        for (c = 0; c < derived->n_classes; c++) full[c] += of_list[c] * n_seqs;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-            most_slots[derived->class_of[p.now.key[tier]]] += most[tier];
-            /* blocks can wait for a table; all sequences share this number */
+            apart[derived->class_of[p.now.key[tier]]] += most[tier] * n_seqs;
             if (tier != TKV_TIER_ARCHIVE && tkvi_plan_learns(&p))
-                waiting_slots[derived->class_of[p.now.key[tier]]] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+                apart[derived->class_of[p.now.key[tier]]] += wait_blocks;
         }
+        waiting[derived->class_of[p.now.key[TKV_TIER_HOT]]] += most[TKV_TIER_HOT] * n_seqs + wait_blocks;
+        blocks += n_of_list * n_seqs + (tkvi_plan_learns(&p) ? wait_blocks : 0);
     }
-    for (c = 0; c < derived->n_classes; c++) {
-        most_slots[c] = most_slots[c] * derived->cfg.limits.max_seqs + waiting_slots[c];
-        blocks += most_slots[c];
-        sizes->pages += tkvi_pages_for(&derived->size_class[c],
-                                       most_slots[c] + 1); /* + 1: recoding needs a slot for the new bytes */
-    }
+    for (c = 0; c < derived->n_classes; c++) /* + 1: recoding needs a slot for the new bytes */
+        pages_apart += tkvi_pages_for(&derived->size_class[c], apart[c] + 1);
+    sizes->pages = tkvi_pages_for_changes(derived, full);
+    pages_waiting = tkvi_pages_for_changes(derived, waiting);
+    if (sizes->pages < pages_waiting) sizes->pages = pages_waiting;
+    if (sizes->pages > pages_apart) sizes->pages = pages_apart; /* every tier of every list at its most */
     if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->page_cap = tkvi_cap_for(sizes->pages);
     sizes->block_cap = tkvi_cap_for(blocks + derived->n_classes);

@@ -12,6 +12,7 @@
 #define TKVI_CACHE_PLAN_H
 
 #include "core/decimal.h"
+#include "formats/families.h"
 #include "kernels/dispatch.h"
 #include "rules/evict.h"
 
@@ -52,27 +53,29 @@ typedef struct tkvi_class {
 
 /* The tiers of a layer at one level of the ladder. */
 typedef struct tkvi_tier_spec {
-    int hot, warm;              /* tokens */
+    int hot, warm;              /* tokens, with the delays of the layer (tkvi_plan) */
     int key[TKV_TIER_COUNT];    /* index into tkvi_derived_config.key */
     int layout[TKV_TIER_COUNT]; /* number of the layout; with a table, that of version 0 (tkvi_layout_of) */
     int needs_table[TKV_TIER_COUNT]; /* 1: blocks need a table of the layer */
 } tkvi_tier_spec;
 
 typedef struct tkvi_plan {
-    int stored_layer;   /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
-    int sink, window;   /* tokens; window 0: none */
+    int stored_layer; /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
+    int sink, window; /* tokens; window 0: none */
+    /* Tokens added to the given lengths, so that layers demote at different tokens (tkvi_delay_layer). */
+    int hot_delay, warm_delay;
     int kept_window;    /* widest window of all layers that read this layer's blocks; 0: no window */
     int sink_layout;    /* number of the layout of the sink block */
     tkvi_tier_spec now; /* tiers at the current level */
-    /* 1 if a tier of some level has such a format. allocates: heads share the layer's bytes (core/allocate.h).
-     * kvquant: quantization levels are learned (learn/kvquant_tables.h). squat: the encoder needs statistics of
-     * queries (learn/squat_queries.h). */
-    int allocates, kvquant;
-    int squat;
+    /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
+     * families that learn from tokens, and from queries, as bits (tkvi_family.part). */
+    int allocates, token_parts, query_parts;
 } tkvi_plan;
 
 /* Do blocks of this layer need a table at some level? */
-static int tkvi_plan_learns(const tkvi_plan *p) { return p->allocates || (TKVI_HAS_KVQUANT && p->kvquant); }
+static int tkvi_plan_learns(const tkvi_plan *p) {
+    return p->allocates || (TKVI_HAS_TOKEN_LEARNERS && p->token_parts);
+}
 
 #define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
 
@@ -87,12 +90,13 @@ typedef struct tkvi_layout_key {
 typedef struct tkvi_derived_config {
     tkv_config cfg; /* with defaults filled in */
     int n_keys, n_classes;
-    int n_layouts; /* one for each key, then those of single layers */
-    int any_shared, any_rotated, any_squat, any_kvquant;
-    int any_kvquant_keys; /* 1: a KVQUANT format holds keys */
-    int n_stored;         /* layers with blocks of their own */
-    int n_levels;         /* levels of the ladder */
-    int recode_pages;     /* pages that recoding needs under a budget; 0: no budget */
+    int n_layouts;                          /* one for each key, then those of single layers */
+    int any_shared, any_rotated, any_fixed; /* 1: heads share bytes; rotated V; a family can undo RoPE */
+    int token_parts, query_parts;           /* of all layers, as in tkvi_plan */
+    const char *needs_rope;                 /* not NULL: a format undoes RoPE; the error if there is none */
+    int n_stored;                           /* layers with blocks of their own */
+    int n_levels;                           /* levels of the ladder */
+    int recode_pages;                       /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
     tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
@@ -110,16 +114,14 @@ typedef struct tkvi_version {
     tkvi_head *head;               /* [n_layers][n_kv_heads]; their arrays are the next three */
     uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
     float *mean;                   /* [n_layers][n_kv_heads][k_pad] */
-    /* KVQUANT formats: */
-    tkvi_kvquant *kvquant; /* [n_layers] */
-    float *kvquant_range;  /* [n_layers][n_kv_heads] radius [head_dim], middle [head_dim] */
+    uint8_t *states;               /* of the families of token_parts, one after another (tkvi_state_of) */
 } tkvi_version;
 
 /* Everything derived from a config, in the cache's fixed piece. */
 typedef struct tkvi_tables {
     tkv_config cfg; /* with defaults filled in; the pointers layers, ladder and rope.frequencies are NULL */
     int n_keys, n_layouts, n_classes;
-    int any_shared, any_kvquant;
+    int any_shared, token_parts, query_parts; /* as in tkvi_derived_config */
     size_t page_bytes;
     tkvi_plan *plan;            /* [n_layers] */
     tkvi_tier_spec *tier_specs; /* [n_layers][n_levels] */
@@ -131,7 +133,7 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;         /* NULL: no KVQUANT format */
+    tkvi_rope *rope;         /* NULL: no family can undo it */
     int any_rotated;         /* 1: some V format is rotated */
 } tkvi_tables;
 
@@ -341,16 +343,32 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     return p;
 }
 
+/* Sets the delays of a layer, number `rank` of the n layers with K and V of their own. All layers fill a block at the
+ * same token. Delays spread the 2 n demotions that follow evenly over 64 tokens. Not for a cache with a budget: there
+ * need, not age, decides when blocks are recoded. */
+static void tkvi_delay_layer(tkvi_plan *p, int rank, int n) {
+    const int to_warm = TKVI_BLOCK * rank / n, to_archive = (TKVI_BLOCK * rank + TKVI_BLOCK / 2) / n;
+    p->hot_delay = n > 1 ? to_warm : 0; /* one layer: lengths as given */
+    p->warm_delay = n > 1 ? to_archive - to_warm : 0;
+}
+
+/* Adds a delay to a length in tokens. A tier without tokens and one without end keep their lengths. */
+static int tkvi_add_delay(int length, int delay) {
+    if (length == 0 || length == TKVI_FOREVER) return length;
+    return tkvi_min(length + delay, TKVI_FOREVER - 1);
+}
+
+static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
+    return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
 static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->model.n_kv_heads) cfg->model.n_kv_heads = cfg->model.n_heads;
     if (!cfg->model.v_head_dim) cfg->model.v_head_dim = cfg->model.head_dim;
     if (!(cfg->model.scale > 0.0f)) cfg->model.scale = (float)(1.0 / sqrt((double)cfg->model.head_dim));
     if (!cfg->limits.max_seqs) cfg->limits.max_seqs = 1;
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
-    if (!cfg->format.group_size) cfg->format.group_size = 64;
-    if (!cfg->format.allocation_unit) cfg->format.allocation_unit = 4;
-    if (!cfg->format.squat_block) cfg->format.squat_block = 16;
-    if (!cfg->format.subspaces) cfg->format.subspaces = 4;
+    tkvi_fill_options(&cfg->format);
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
@@ -426,17 +444,9 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int token
 /* Layout of one KV head. k, v: its shares from the layer's table, or NULL for equal shares. */
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
-    tkvi_options o;
-    o.group = cfg->format.group_size;
-    o.fit = cfg->format.fit;
-    o.rotate = cfg->format.rotate;
-    o.center_k = cfg->format.center_k;
-    o.feedback_unit = cfg->format.squat_block;
-    o.parts = cfg->format.subspaces;
-    o.kvquant = cfg->format.kvquant;
-    o.tabled = 1;
-    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->model.head_dim, key.tokens, &o, k);
-    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->model.v_head_dim, key.tokens, &o, v);
+    const tkv_format_options *o = &cfg->format;
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->model.head_dim, key.tokens, o, 1, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->model.v_head_dim, key.tokens, o, 1, v);
     r->at = 0;
     r->v_at = r->k.bytes;
 }
@@ -445,7 +455,11 @@ static int tkvi_pair_allocates(tkv_format_pair p) {
     return tkvi_formats[p.k].shared || tkvi_formats[p.v].shared;
 }
 
-static int tkvi_pair_kvquant(tkv_format_pair p) { return tkvi_is_kvquant(p.k) || tkvi_is_kvquant(p.v); }
+/* Families of a pair that learn from tokens. */
+static int tkvi_pair_token_parts(tkv_format_pair p) {
+    const tkvi_family *k = tkvi_formats[p.k].family, *v = tkvi_formats[p.v].family;
+    return (k->learn_tokens ? k->part : 0) | (v->learn_tokens ? v->part : 0);
+}
 
 /* Bytes of a block, all heads. Where heads share bytes, their sum is fixed, however it is split. Returns 0 if a
  * block is too large. */
@@ -541,18 +555,23 @@ static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_format_pair pair[TKV_TIER_COUNT];
-    int tier, fits = 1;
+    int tier, parts, fits = 1;
     *r = tkvi_resolve(&h->cfg, &h->ladder[level], layer, pair).now;
+    r->hot = tkvi_add_delay(r->hot, p->hot_delay);
+    r->warm = tkvi_add_delay(r->warm, p->warm_delay);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        const tkvi_family *k = tkvi_formats[pair[tier].k].family, *v = tkvi_formats[pair[tier].v].family;
         r->key[tier] = r->layout[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
         fits &= r->layout[tier] >= 0;
         h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
         if (!tkvi_reached(&h->cfg, r, tier)) continue;
         p->allocates |= tkvi_pair_allocates(pair[tier]);
-        p->kvquant |= tkvi_pair_kvquant(pair[tier]);
-        h->any_kvquant_keys |= tkvi_is_kvquant(pair[tier].k);
-        r->needs_table[tier] = tkvi_pair_allocates(pair[tier]) || tkvi_pair_kvquant(pair[tier]);
-        p->squat |= tkvi_is_squat(pair[tier].k);
+        parts = tkvi_pair_token_parts(pair[tier]);
+        r->needs_table[tier] = tkvi_pair_allocates(pair[tier]) || parts;
+        p->token_parts |= parts;
+        if (k->learn_queries) p->query_parts |= k->part;
+        h->any_fixed |= k->undoes_rope || v->undoes_rope;
+        if (k->undoes_rope && k->undoes_rope(&h->cfg.format)) h->needs_rope = k->needs_rope;
     }
     return fits;
 }
@@ -560,10 +579,15 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
 /* Fills in the plan of one layer and its tiers at each level. p->now is that of cfg.budget.pressure.min_level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *tier_specs) {
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
-    int level, other, fits = 1;
+    int level, other, rank = 0, n_own = 0, fits = 1;
     *p = tkvi_resolve(&h->cfg, &h->ladder[0], layer, pair);
     if (p->stored_layer != layer)
         return TKV_OK; /* the layer reads another layer's blocks, or none: only its window matters */
+    for (other = 0; other < h->cfg.model.n_layers; other++) {
+        rank += other < layer && tkvi_has_own_kv(&h->cfg, other);
+        n_own += tkvi_has_own_kv(&h->cfg, other);
+    }
+    if (!h->cfg.budget.bytes) tkvi_delay_layer(p, rank, n_own);
     p->kept_window = p->window;
     for (other = layer + 1; h->cfg.layers && p->kept_window && other < h->cfg.model.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
@@ -576,9 +600,9 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     p->sink_layout = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
                              : p->now.layout[TKV_TIER_HOT];
     fits &= p->sink_layout >= 0;
-    h->any_squat |= p->squat;
     h->any_shared |= p->allocates;
-    h->any_kvquant |= p->kvquant;
+    h->token_parts |= p->token_parts;
+    h->query_parts |= p->query_parts;
     return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
@@ -645,7 +669,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     }
     h->n_layouts += h->n_keys;
     if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
-    if ((h->any_shared || h->any_kvquant) &&
+    if ((h->any_shared || h->token_parts || h->query_parts) &&
         (uint64_t)h->cfg.model.n_layers * (uint64_t)h->cfg.model.n_kv_heads > ((size_t)-1 >> 16))
         return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
     for (i = 0; i < h->n_keys; i++) {
@@ -717,6 +741,7 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
     const char *wrong, *field;
+    const tkvi_row *option;
     double value;
     tkv_layer_config wide;
     tkv_status st;
@@ -742,28 +767,18 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(limits.max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
     TKVI_RANGE_(limits.max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
     TKVI_RANGE_(limits.max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
-    if (cfg->format.group_size != 0 && cfg->format.group_size != 32 && cfg->format.group_size != 64)
-        return tkvi_bad(reason, size, "format.group_size", cfg->format.group_size, "it must be 64 or 32");
-    if (cfg->format.allocation_unit != 0 && cfg->format.allocation_unit != 4 &&
-        cfg->format.allocation_unit != 16)
-        return tkvi_bad(reason, size, "format.allocation_unit", cfg->format.allocation_unit,
-                        "it must be 4 or 16");
-    if (tkvi_bad_fit(cfg->format.fit))
-        return tkvi_bad(reason, size, "format.fit", cfg->format.fit,
-                        "it must be bits of tkv_fit, NORM and UNBIASED not together");
-    TKVI_RANGE_(format.rotate, 0, 3, "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0");
-    TKVI_RANGE_(format.center_k, 0, 1, "it must be 0 or 1");
+    option = tkvi_find_invalid_option(&cfg->format);
+    if (option)
+        return tkvi_bad_in(reason, size, "format.", option->name,
+                           tkvi_member_int(&cfg->format, option->offset), option->want);
     TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
-    TKVI_RANGE_(format.subspaces, 0, 16, "it must be 1 to 16, or 0 for 4");
-    TKVI_RANGE_(format.kvquant, 0, 15, "it must be bits of tkv_kvquant");
     wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
     if (wrong) return tkvi_bad(reason, size, field, value, wrong);
-    if (cfg->format.squat_block != 0 && cfg->format.squat_block != 16 && cfg->format.squat_block != 64)
-        return tkvi_bad(reason, size, "format.squat_block", cfg->format.squat_block, "it must be 16 or 64");
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
         return tkvi_bad(reason, size, "host.nonfinite", (int)cfg->host.nonfinite,
                         "it must be a tkv_nonfinite");
     TKVI_RANGE_(host.precise, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(host.wipe_freed, 0, 1, "it must be 0 or 1");
     TKVI_RANGE_(meter.heads, 0, TKV_MAX_METER_HEADS, "it must be 1 to 64, or 0 for no meter");
     if (cfg->meter.tokens != 0 && (cfg->meter.tokens < 2 * TKVI_BLOCK || cfg->meter.tokens > TKVI_FOREVER))
         return tkvi_bad(reason, size, "meter.tokens", cfg->meter.tokens,
@@ -812,11 +827,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
-    if (TKVI_HAS_KVQUANT && !st && shape->any_kvquant_keys && !cfg->model.rope.dim &&
-        !(cfg->format.kvquant & TKV_KVQUANT_POST_ROPE))
-        return tkvi_bad(reason, size, "model.rope.dim", 0,
-                        "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
-                        "TKV_KVQUANT_POST_ROPE to code keys as appended");
+    if (!st && shape->needs_rope && !cfg->model.rope.dim)
+        return tkvi_bad(reason, size, "model.rope.dim", 0, shape->needs_rope);
     if (TKVI_HAS_OFFLOAD && !st &&
         cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
         int i;
@@ -851,7 +863,7 @@ static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
-    s->rope = h->any_kvquant ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    s->rope = h->any_fixed ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
@@ -862,10 +874,10 @@ static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
 
 /* The same for one version of the learned tables. own: layouts of single layers in one version. */
 typedef struct tkvi_version_sizes {
-    size_t record, head, channel, mean, kvquant, range;
+    size_t record, head, channel, mean;
 } tkvi_version_sizes;
 
-static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int kvquant,
+static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int parts,
                                     tkvi_version_sizes *s) {
     size_t layers = (size_t)cfg->model.n_layers, heads = (size_t)cfg->model.n_kv_heads;
     size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
@@ -873,15 +885,13 @@ static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, 
     s->head = tkvi_align_up(sets * sizeof(tkvi_head));
     s->channel = tkvi_align_up(sets * pad);
     s->mean = tkvi_align_up(sets * pad * sizeof(float));
-    s->kvquant = kvquant ? tkvi_align_up(layers * sizeof(tkvi_kvquant)) : 0;
-    s->range = kvquant ? tkvi_align_up(layers * heads * 2 * (size_t)cfg->model.head_dim * sizeof(float)) : 0;
-    return s->record + s->head + 2 * s->channel + s->mean + s->kvquant + s->range;
+    return s->record + s->head + 2 * s->channel + s->mean + tkvi_states_bytes(cfg, parts);
 }
 
 static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     tkvi_version_sizes s;
     return tkvi_version_sizes_of(&h->cfg, (h->n_layouts - h->n_keys) / TKVI_VERSIONS, h->any_shared,
-                                 h->any_kvquant, &s);
+                                 h->token_parts, &s);
 }
 
 /* Places the arrays of a version in `mem`, version_bytes of zeros. */
@@ -890,7 +900,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version_sizes s;
     int own = (t->n_layouts - t->n_keys) / TKVI_VERSIONS, i;
     size_t heads = (size_t)t->cfg.model.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.model.head_dim, 16), n;
-    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->any_kvquant, &s);
+    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->token_parts, &s);
     v->bytes = mem;
     v->record = (tkvi_record *)(void *)mem;
     mem += s.record;
@@ -907,10 +917,7 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
             v->head[n].mean = v->mean + n * pad;
         }
     }
-    mem += s.head + 2 * s.channel + s.mean;
-    if (!TKVI_HAS_KVQUANT || !t->any_kvquant) return;
-    v->kvquant = (tkvi_kvquant *)(void *)mem;
-    v->kvquant_range = (float *)(void *)(mem + s.kvquant);
+    v->states = mem + s.head + 2 * s.channel + s.mean;
 }
 
 /* [n_kv_heads]: the heads in one version of a layer's table. */
@@ -937,6 +944,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
     key.pair = c->pair;
     key.tokens = c->tokens;
     tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
+    c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, t->rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
         tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
@@ -970,30 +978,24 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
     }
 }
 
-static tkvi_kvquant *tkvi_kvquant_of(const tkvi_tables *t, int layer, int version) {
-    return t->version[version].kvquant + layer;
+/* The state of a family that learns from tokens, in a version of the layer's table. version -1: without bytes. */
+static tkvi_family_state tkvi_table_state_of(const tkvi_tables *t, const tkvi_family *f, int layer,
+                                             int version) {
+    return tkvi_state_of(&t->cfg, t->rope, version < 0 ? NULL : t->version[version].states, t->token_parts, f,
+                         layer);
 }
 
-/* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
-static float *tkvi_kvquant_range_of(const tkvi_tables *t, int layer, int version, int head) {
-    size_t set = (size_t)layer * (size_t)t->cfg.model.n_kv_heads + (size_t)head;
-    return t->version[version].kvquant_range + set * 2u * (size_t)t->cfg.model.head_dim;
-}
-
-/* The RoPE that KVQUANT undoes before it codes keys. NULL: keys are coded as given. */
-static const tkvi_rope *tkvi_kvquant_rope(const tkvi_tables *t) {
-    return t->rope->pairs && !(t->cfg.format.kvquant & TKV_KVQUANT_POST_ROPE) ? t->rope : NULL;
-}
-
-/* Connects the KVQUANT sides of a layout to a version of the layer's table. */
-static void tkvi_init_kvquant_layout(const tkvi_tables *t, tkvi_layout *c, int layer, int version) {
-    int head;
-    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
-        tkvi_record *r = &c->record[head];
-        r->k.table = r->v.table = tkvi_kvquant_of(t, layer, version);
-        r->k.radius = tkvi_kvquant_range_of(t, layer, version, head);
-        r->k.middle = r->k.radius + t->cfg.model.head_dim;
-        r->k.rope = tkvi_kvquant_rope(t);
+/* Connects the sides of a layout to the states of their families in a version of the layer's table. */
+static void tkvi_connect_states(const tkvi_tables *t, tkvi_layout *c, int layer, int version) {
+    int i;
+    for (i = 0; i < 2 * t->cfg.model.n_kv_heads; i++) {
+        tkvi_side *s = i % 2 ? &c->record[i / 2].v : &c->record[i / 2].k;
+        const tkvi_family *f = s->format->family;
+        tkvi_family_state state;
+        if (!TKVI_HAS_TOKEN_LEARNERS || !f->learn_tokens) continue;
+        state = tkvi_table_state_of(t, f, layer, version);
+        s->layer_state = state.layer;
+        s->head_state = tkvi_head_state(&state, f, i / 2);
     }
 }
 
@@ -1008,7 +1010,8 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->n_layouts = h->n_layouts;
     t->n_classes = h->n_classes;
     t->any_shared = h->any_shared;
-    t->any_kvquant = h->any_kvquant;
+    t->token_parts = h->token_parts;
+    t->query_parts = h->query_parts;
     t->version_bytes = tkvi_version_bytes(h);
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
@@ -1023,7 +1026,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
     t->current_version = (int8_t *)(mem += s.split);
     memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
-    if (TKVI_HAS_KVQUANT && h->any_kvquant) {
+    if (TKVI_HAS_ROPE && h->any_fixed) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
         tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }

@@ -9,8 +9,8 @@
  * blocks, while no reader runs.
  *
  * So the pages in use are exactly the sum over classes of ceil(blocks / slots), whatever the history. Blocks of
- * different sizes cannot fragment the memory, nor an arena. And the pages that an operation will need can be
- * computed before it changes anything (tkvi_peak).
+ * different sizes cannot fragment the memory, nor an arena. And the pages that new blocks will need can be computed
+ * before they are stored (tkvi_pages_for_demand).
  *
  * Blocks are reference-counted and have a number. Their bytes may move.
  */
@@ -77,10 +77,11 @@ typedef struct tkvi_pool {
     uint32_t n_blocks, block_cap, free_block; /* live blocks; entries; first free entry */
     uint32_t n_offloaded;                     /* live blocks without bytes in RAM, discarded ones included */
     uint32_t n_discarded;                     /* live blocks that must be recomputed */
-    uint64_t marks;                           /* last mark given out, 47 bits (reclaim/offload.h) */
-    uint32_t *partial_pages;                  /* per class: first page of the partial-page list */
-    int64_t *used_slots;                      /* per class: slots in use */
-    int64_t *reserved_slots; /* per class: slots reserved by tkv_seq_reserve, all sequences */
+    uint16_t first_copy_mark; /* copy_mark of new entries: the last one of the entries that were freed */
+    uint64_t marks;           /* last mark given out, 47 bits (reclaim/offload.h) */
+    uint32_t *partial_pages;  /* per class: first page of the partial-page list */
+    int64_t *used_slots;      /* per class: slots in use */
+    int64_t *reserved_slots;  /* per class: slots reserved by tkv_seq_reserve, all sequences */
 } tkvi_pool;
 
 /* >>pages */
@@ -133,6 +134,25 @@ static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
     return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
+/* Uses `bytes` as a block table of `cap` entries. */
+static void tkvi_use_block_table(tkvi_pool *pool, uint8_t *bytes, uint32_t cap) {
+    pool->block = (tkvi_block *)(void *)bytes;
+    pool->token_meta = cap && tkvi_keeps_token_meta(&pool->tables->cfg)
+                           ? (tkvi_token_meta *)(void *)(bytes + cap * sizeof(tkvi_block))
+                           : NULL;
+    pool->block_cap = cap;
+}
+
+/* Puts the free entries from `from` on before the list of free entries. */
+static void tkvi_link_free_blocks(tkvi_pool *pool, uint32_t from) {
+    uint32_t i;
+    for (i = pool->block_cap; i-- > from;) {
+        if (pool->block[i].refs) continue;
+        pool->block[i].page = pool->free_block;
+        pool->free_block = i;
+    }
+}
+
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
     const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
@@ -148,15 +168,9 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     if (TKVI_HAS_EVICT && old_cap && pool->token_meta)
         memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, old_cap * sizeof(tkvi_token_meta));
     tkvi_put(pool->heap, pool->block, old_cap * entry);
-    pool->block = (tkvi_block *)(void *)bigger;
-    pool->token_meta = tkvi_keeps_token_meta(&pool->tables->cfg)
-                           ? (tkvi_token_meta *)(void *)(bigger + cap * sizeof(tkvi_block))
-                           : NULL;
-    pool->block_cap = cap;
-    for (i = cap; i-- > old_cap;) {
-        pool->block[i].page = pool->free_block;
-        pool->free_block = i;
-    }
+    tkvi_use_block_table(pool, bigger, cap);
+    for (i = old_cap; i < cap; i++) pool->block[i].copy_mark = pool->first_copy_mark;
+    tkvi_link_free_blocks(pool, old_cap);
     return 1;
 }
 
@@ -201,12 +215,10 @@ static int64_t tkvi_reserved_pages(const tkvi_pool *pool) {
     return pages;
 }
 
-/* Gives free pages back to the allocator. Keeps recode_pages, `kept_free_pages`, and the pages of reservations.
- * The last entry of the page table moves into the hole. */
-static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
-    const int64_t keep = pool->recode_pages + kept_free_pages + tkvi_reserved_pages(pool);
-    if (pool->keep_all) return;
-    while ((int64_t)pool->n_free_pages > keep) {
+/* Gives free pages back to the allocator while there are more than n_kept pages. The last entry of the page table
+ * moves into the hole. */
+static void tkvi_free_pages_above(tkvi_pool *pool, int64_t n_kept) {
+    while (pool->n_free_pages > 0 && (int64_t)pool->n_pages > n_kept) {
         uint32_t i = pool->free_page, last = pool->n_pages - 1;
         tkvi_page *p = &pool->page[i];
         pool->free_page = p->after;
@@ -232,6 +244,14 @@ static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
     }
 }
 
+/* Gives free pages back to the allocator. Keeps the pages of reservations, recode_pages and `kept_free_pages`; without
+ * blocks and reservations none. */
+static void tkvi_trim_to(tkvi_pool *pool, int64_t kept_free_pages) {
+    const int64_t n_taken = (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_reserved_pages(pool);
+    if (pool->keep_all) return;
+    tkvi_free_pages_above(pool, n_taken ? n_taken + pool->recode_pages + kept_free_pages : 0);
+}
+
 static void tkvi_trim(tkvi_pool *pool) { tkvi_trim_to(pool, pool->kept_free_pages); }
 
 /* >>slots */
@@ -244,13 +264,14 @@ static uint8_t *tkvi_block_bytes(const tkvi_pool *pool, const tkvi_block *b) {
     return tkvi_slot_bytes(pool, b->page, b->slot);
 }
 
-/* Takes a slot of a class for block `owner`. There must be one (tkvi_allocate_peak). */
+/* Takes a slot of a class for block `owner`. There must be one (tkvi_provide, tkvi_provide_slot). */
 static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint32_t *page, int *slot) {
     int slots = pool->tables->size_class[size_class].slots, s = 0;
     uint32_t i = pool->partial_pages[size_class];
     tkvi_page *p;
     if (i == TKVI_NIL) {
         i = pool->free_page;
+        TKVI_ASSERT(i != TKVI_NIL);
         pool->free_page = pool->page[i].after;
         pool->n_free_pages--;
         pool->page[i].size_class = size_class;
@@ -266,9 +287,17 @@ static void tkvi_take_slot(tkvi_pool *pool, int size_class, uint32_t owner, uint
     *slot = s;
 }
 
+/* Overwrites a slot before it is free (cfg.host.wipe_freed). So free pages hold no keys and values either. */
+static void tkvi_wipe_slot(tkvi_pool *pool, uint32_t page, int slot) {
+    if (pool->tables->cfg.host.wipe_freed)
+        tkvi_wipe(tkvi_slot_bytes(pool, page, slot),
+                  pool->tables->size_class[pool->page[page].size_class].slot_bytes);
+}
+
 static void tkvi_clear_slot(tkvi_pool *pool, uint32_t page, int slot) {
     tkvi_page *p = &pool->page[page];
     int size_class = p->size_class;
+    tkvi_wipe_slot(pool, page, slot);
     if (p->used == pool->tables->size_class[size_class].slots) tkvi_link_partial_page(pool, page);
     p->taken &= ~((uint64_t)1 << slot);
     p->used--;
@@ -301,6 +330,7 @@ static void tkvi_compact(tkvi_pool *pool, int size_class) {
         b = &pool->block[p->owner[s]];
         tkvi_take_slot(pool, size_class, p->owner[s], &to, &to_slot);
         memcpy(tkvi_slot_bytes(pool, to, to_slot), tkvi_slot_bytes(pool, sparse, s), c->slot_bytes);
+        tkvi_wipe_slot(pool, sparse, s);
         b->page = to;
         b->slot = (uint16_t)to_slot;
         pool->used_slots[size_class]--; /* tkvi_take_slot counted the moved block again */
@@ -323,6 +353,7 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     uint32_t id = pool->free_block, page;
     tkvi_block *b = &pool->block[id];
     int slot;
+    TKVI_ASSERT(id != TKVI_NIL);
     pool->free_block = b->page;
     tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
     b->refs = 1;
@@ -400,44 +431,78 @@ static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     pool->n_blocks--;
 }
 
-/* >>peak: a dry run of a series of takes and gives. It yields the most pages and blocks that the series needs. */
-typedef struct tkvi_peak {
-    const tkvi_tables *tables;
-    int64_t *live;                   /* [n_classes] slots in use or reserved at this point of the series */
-    int64_t most_pages, most_blocks; /* maxima so far; a block counts twice while it is recoded */
-    int64_t n_offloaded;             /* blocks without a slot: offloaded or discarded */
-} tkvi_peak;
+/* >>memory for blocks to come */
+/* Slots and block entries that a call will take, beyond those in use and reserved. A class that it gives back before
+ * it takes others counts below 0. */
+typedef struct tkvi_demand {
+    int64_t slots[TKVI_MAX_LAYOUTS]; /* [n_classes] */
+    int64_t entries;
+} tkvi_demand;
 
-static void tkvi_peak_note(tkvi_peak *k) {
-    int64_t pages = 0, blocks = k->n_offloaded;
+static tkvi_demand tkvi_no_demand(void) {
+    tkvi_demand none;
+    memset(&none, 0, sizeof none);
+    return none;
+}
+
+/* Adds n new blocks of a layout. n < 0: that many blocks are freed before. */
+static void tkvi_demand_blocks(const tkvi_pool *pool, int layout, int n, tkvi_demand *demand) {
+    demand->slots[pool->tables->layout[layout].size_class] += n;
+    demand->entries += n;
+}
+
+/* Pages that the pool must hold to serve a demand: those in use and reserved afterwards, and recode_pages. */
+static int64_t tkvi_pages_for_demand(const tkvi_pool *pool, const tkvi_demand *demand) {
+    int64_t pages = pool->recode_pages;
     int c;
-    for (c = 0; c < k->tables->n_classes; c++) {
-        pages += tkvi_pages_for(&k->tables->size_class[c], k->live[c]);
-        blocks += k->live[c];
+    for (c = 0; c < pool->tables->n_classes; c++) {
+        const int64_t slots = pool->used_slots[c] + pool->reserved_slots[c] + demand->slots[c];
+        if (slots > 0) pages += tkvi_pages_for(&pool->tables->size_class[c], slots);
     }
-    if (pages > k->most_pages) k->most_pages = pages;
-    if (blocks > k->most_blocks) k->most_blocks = blocks;
+    return pages;
 }
 
-static void tkvi_peak_take(tkvi_peak *k, int layout) {
-    k->live[k->tables->layout[layout].size_class]++;
-    tkvi_peak_note(k);
+/* Block entries that the pool must hold to serve a demand. */
+static int64_t tkvi_entries_for_demand(const tkvi_pool *pool, const tkvi_demand *demand) {
+    int64_t entries = (int64_t)pool->n_blocks + demand->entries;
+    int c;
+    for (c = 0; c < pool->tables->n_classes; c++) entries += pool->reserved_slots[c];
+    return entries;
 }
 
-static void tkvi_peak_give(tkvi_peak *k, int layout) { k->live[k->tables->layout[layout].size_class]--; }
-
-/* Allocates the pages and block entries of the peak, in addition to pool.recode_pages. Returns 0 without memory or
- * page allowance. Then nothing that a caller can see has changed. */
-static int tkvi_allocate_peak(tkvi_pool *pool, const tkvi_peak *k) {
-    if (k->most_blocks > (int64_t)0x7fffffff) return 0;
-    if (pool->max_pages && k->most_pages + pool->recode_pages > pool->max_pages) return 0;
-    if (!tkvi_grow_blocks(pool, (uint32_t)k->most_blocks)) return 0;
-    while ((int64_t)pool->n_pages < k->most_pages + pool->recode_pages)
+/* Allocates what a demand needs. Returns 0 without memory or page allowance. Then no block has changed. */
+static int tkvi_provide(tkvi_pool *pool, const tkvi_demand *demand) {
+    const int64_t pages = tkvi_pages_for_demand(pool, demand),
+                  entries = tkvi_entries_for_demand(pool, demand);
+    if (entries > (int64_t)0x7fffffff) return 0;
+    if (pool->max_pages && pages > pool->max_pages) return 0;
+    if (entries > 0 && !tkvi_grow_blocks(pool, (uint32_t)entries)) return 0;
+    while ((int64_t)pool->n_pages < pages)
         if (!tkvi_add_page(pool)) {
             tkvi_trim(pool);
             return 0;
         }
     return 1;
+}
+
+/* Free pages that may be used. In place the others are beyond a smaller budget. */
+static int64_t tkvi_n_usable_pages(const tkvi_pool *pool) {
+    const int64_t n_beyond = pool->max_pages ? (int64_t)pool->n_pages - pool->max_pages : 0;
+    return (int64_t)pool->n_free_pages - n_beyond;
+}
+
+/* 1 if a block can take a slot of this class now, so that reservations keep their pages. recode_pages count as free. */
+static int tkvi_has_slot(const tkvi_pool *pool, int size_class) {
+    const tkvi_class *c = &pool->tables->size_class[size_class];
+    const int64_t slots = pool->used_slots[size_class] + pool->reserved_slots[size_class];
+    const int64_t n_opened = tkvi_pages_for(c, slots + 1) - tkvi_pages_for(c, slots);
+    return tkvi_n_usable_pages(pool) - tkvi_reserved_pages(pool) >= n_opened;
+}
+
+/* Makes tkvi_has_slot true. Returns 0 without memory or page allowance. */
+static int tkvi_provide_slot(tkvi_pool *pool, int size_class) {
+    if (tkvi_has_slot(pool, size_class)) return 1;
+    return !(pool->max_pages && (int64_t)pool->n_pages >= pool->max_pages) && tkvi_add_page(pool);
 }
 
 #endif /* TKVI_CACHE_POOL_H */

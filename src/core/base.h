@@ -50,6 +50,13 @@
 #define TKVI_ALIGNED
 #endif
 
+/* Checks what cannot be false. TKV_ASSERT(condition) turns the checks on: -include assert.h -DTKV_ASSERT=assert. */
+#ifdef TKV_ASSERT
+#define TKVI_ASSERT(condition) TKV_ASSERT(condition)
+#else
+#define TKVI_ASSERT(condition) ((void)0)
+#endif
+
 /* >>bits */
 TKVI_FN uint32_t tkvi_bits(float x) {
     uint32_t u;
@@ -263,6 +270,12 @@ static void tkvi_put(tkvi_heap *heap, void *ptr, size_t size) {
     if (!ptr) return;
     heap->held -= size;
     heap->from.release(heap->from.user, ptr, size, TKVI_ALIGN);
+}
+
+/* Overwrites memory with zeros. A compiler that knew the function could leave out writes before a release. */
+static void tkvi_wipe(void *p, size_t size) {
+    void *(*volatile fill)(void *, int, size_t) = memset;
+    (void)fill(p, 0, size);
 }
 
 /* >>arena: an allocator in the caller's memory. It never frees, and it is closed once the cache is built. */

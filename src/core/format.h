@@ -2,12 +2,14 @@
  * core/format.h - defines a format: how one side (K or V) of one head's block becomes bytes.
  *
  * To add a format:
- *   1. Write its scalar code in formats/NAME.h: the functions of tkvi_codec (below) for each side that it can
- *      store. Draw the bytes at the top.
- *   2. Add its name to tkv_format in api.h, and one row to the table in formats/table.h.
+ *   1. Write its scalar code in formats/NAME.h: the functions of tkvi_codec (below) for each side that it can store.
+ *      Draw the bytes at the top. If it learns, undoes RoPE or can be left out, it has a tkvi_family (core/family.h).
+ *   2. Add its name to tkv_format in api.h, and one row to the table in formats/table.h. Include the file there, and
+ *      list it in tieredkv.h. An option of its own is a field of tkv_format_options and a row of tkvi_option_rows.
+ * CONTRIBUTING.md shows the whole change for a format that learns.
  *
- * Sizes, demotion, reading, attention and the tests find the format through the table. New formats are of two
- * kinds:
+ * Sizes, demotion, reading, attention, learning, calibrations, texts and the tests go through the table. New formats
+ * are of two kinds:
  *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
  *                     Widths, channel order and table of levels are free. The format writes layout, encode and
  *                     meta; decode is tkvi_decode_tiles.
@@ -21,6 +23,8 @@
 #ifndef TKVI_CORE_FORMAT_H
 #define TKVI_CORE_FORMAT_H
 
+#include "core/family.h"
+#include "core/field.h"
 #include "core/log_scale.h"
 #include "core/rotate.h"
 #include "core/tile.h"
@@ -30,8 +34,6 @@
 
 struct tkvi_side;
 struct tkvi_columns;
-struct tkvi_rope;
-struct tkvi_kvquant;
 struct tkvi_simd_ops;
 
 /* Decodes tokens first .. first+n-1 of a side. Every machine gets the same bits: a product that enters a sum is
@@ -162,6 +164,7 @@ typedef struct tkvi_format {
     int shared;         /* 1: the heads of a layer share its bytes, by the statistics of learn/statistics.h */
     int rotated;        /* 1: attention works on values rotated by core/rotate.h */
     tkvi_codec side[2]; /* TKV_K, TKV_V; all NULL: this format does not store that side */
+    const tkvi_family *family;
 } tkvi_format;
 
 /* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
@@ -172,18 +175,6 @@ typedef struct tkvi_share {
     const uint8_t *order;   /* K: channel at each position, [pad] */
     const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
-
-/* Options of the caller. A format reads only its own. */
-typedef struct tkvi_options {
-    int group;
-    int fit;    /* bits of tkv_fit */
-    int rotate; /* bits of tkv_rotate */
-    int center_k;
-    int feedback_unit; /* SQuat: channels coded together */
-    int parts;         /* SUBSPACE: parts of a token */
-    int kvquant;       /* bits of tkv_kvquant */
-    int tabled;        /* KVQUANT: 1: the layer's table has the ranges */
-} tkvi_options;
 
 struct tkvi_grid;
 
@@ -202,20 +193,16 @@ typedef struct tkvi_side {
     int16_t top;                 /* see tkvi_share */
     int8_t fit;                  /* KIVI: see core/fit.h */
     int8_t rotate, center;       /* formats/token.h */
-    int8_t parts;                /* formats/subspace.h */
-    int8_t feedback_unit;        /* SQuat: channels coded together (formats/squat.h) */
-    int8_t kvquant, tabled,
-        slots;            /* formats/kvquant.h: options; 1: its layer has a table; outliers per token */
-    int32_t start;        /* formats/kvquant.h: position of the first token of the block */
-    const uint8_t *order; /* K: channel at each position, [pad]; NULL: the given order */
-    const float *mean;    /* K: see tkvi_share */
-    const int8_t *levels; /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
-    const struct tkvi_grid *grid; /* formats/token.h */
-    const uint16_t
-        *feedback; /* SQuat: factors of errors on later channels; NULL: without statistics of queries */
-    const struct tkvi_kvquant *table; /* KVQUANT: the layer's table */
-    const float *radius, *middle;     /* KVQUANT: of each channel of K */
-    const struct tkvi_rope *rope;     /* NULL: keys are coded as given */
+    int8_t tabled;               /* 1: the family's state is in a cache; 0: a block alone */
+    int8_t slots;                /* for outliers, per token */
+    int32_t start;               /* position of the first token of the block, for RoPE */
+    const uint8_t *order;        /* K: channel at each position, [pad]; NULL: the given order */
+    const float *mean;           /* K: see tkvi_share */
+    const int8_t *levels;        /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
+    const tkv_format_options *options;    /* with defaults filled in; a format reads its own */
+    const struct tkvi_grid *grid;         /* formats/token.h */
+    const void *layer_state, *head_state; /* what the family has learned; NULL: nothing */
+    const tkvi_rope *rope;                /* NULL: keys are coded as given */
 } tkvi_side;
 
 TKVI_FN int tkvi_channel(const tkvi_side *s, int position) {
@@ -238,22 +225,18 @@ static int tkvi_is_exact(const tkvi_format *f) { return f->stored < TKVI_AS_TILE
 
 static int tkvi_format_stores(const tkvi_format *f, tkv_side which) { return f->side[which].layout != NULL; }
 
+/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. */
 static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
-                           const tkvi_options *o, const tkvi_share *share) {
+                           const tkv_format_options *options, int tabled, const tkvi_share *share) {
     memset(s, 0, sizeof *s);
     s->format = format;
     s->which = which;
     s->dim = (int16_t)dim;
     s->pad = (int16_t)tkvi_round_up(dim, 16);
     s->tokens = (int8_t)tokens;
-    s->group = (int16_t)o->group;
-    s->fit = (int8_t)o->fit;
-    s->rotate = o->rotate >> which & 1;
-    s->center = o->center_k && which == TKV_K;
-    s->feedback_unit = (int8_t)o->feedback_unit;
-    s->parts = (int8_t)o->parts;
-    s->kvquant = (int8_t)o->kvquant;
-    s->tabled = (int8_t)o->tabled;
+    s->options = options;
+    s->group = (int16_t)options->group_size;
+    s->tabled = (int8_t)tabled;
     s->top = TKVI_LOG_TOP_DEFAULT;
     if (share) {
         s->has_share = 1;
@@ -270,11 +253,8 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
 /* A side with default options; a token is one part. */
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
-    tkvi_options o;
-    memset(&o, 0, sizeof o);
-    o.group = group;
-    o.parts = 1;
-    tkvi_side_make(s, format, which, dim, tokens, &o, share);
+    static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0}, {32, 4, 0, 0, 0, 16, 1, 0}};
+    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share);
 }
 
 static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,

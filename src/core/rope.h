@@ -177,4 +177,11 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
 }
 
+/* Copies a token, saturated to fp16. rope: undoes its rotation; NULL: none. */
+static void tkvi_take_token(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
+    int c;
+    for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
+    if (rope) tkvi_rope_rotate(rope, position, 1, y);
+}
+
 #endif /* TKVI_CORE_ROPE_H */

@@ -187,6 +187,22 @@ static const char *tkvcu_find_capacity_fault(const tkvcu *cu, const tkvi_list *l
     return NULL;
 }
 
+/* Copies a block to the device. n_tokens: tokens of its list from its start on. Free slots of a hot block become 0,
+ * because kernels here multiply them by 0. On the host they are not set. */
+static tkv_status tkvcu_import_block(tkvcu *cu, const tkvcu_view *v, int region, uint8_t *to,
+                                     const uint8_t *from, int n_tokens, cudaStream_t stream) {
+    const size_t sides = 2 * (size_t)v->n_kv_heads, side_bytes = v->block[region] / sides;
+    tkv_status st;
+    if (region != TKVCU_HOT || n_tokens >= TKVI_BLOCK)
+        return tkvcu_check_cuda(cu,
+                                cudaMemcpyAsync(to, from, v->block[region], cudaMemcpyHostToDevice, stream));
+    st = tkvcu_check_cuda(cu, cudaMemsetAsync(to, 0, v->block[region], stream));
+    if (st) return st;
+    return tkvcu_check_cuda(cu, cudaMemcpy2DAsync(to, side_bytes, from, side_bytes,
+                                                  side_bytes / TKVI_BLOCK * (size_t)n_tokens, sides,
+                                                  cudaMemcpyHostToDevice, stream));
+}
+
 /* Copies a layer of a sequence to the device: blocks, versions, state. */
 static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, int host_seq, int layer,
                                      uint8_t *version, cudaStream_t stream) {
@@ -204,9 +220,8 @@ static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, in
             version[block] = (uint8_t)((b->layout - kv->tables.n_keys) % TKVI_VERSIONS);
             cu->used_versions[layer] |= (uint8_t)(1u << version[block]);
         }
-        st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvcu_find_block(v, region, seq, block),
-                                                  tkvi_block_bytes(&kv->pool, b), v->block[region],
-                                                  cudaMemcpyHostToDevice, stream));
+        st = tkvcu_import_block(cu, v, region, tkvcu_find_block(v, region, seq, block),
+                                tkvi_block_bytes(&kv->pool, b), list->len - b->start, stream);
     }
     if (!st)
         st = tkvcu_check_cuda(cu, cudaMemcpyAsync(v->version + (size_t)seq * (size_t)v->max_blocks, version,
@@ -292,7 +307,7 @@ static tkvi_list tkvcu_make_host_list(const tkvi_plan *p, const tkvcu_list *l) {
     list.n = list.sinks + (behind > 0 ? (behind + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
     list.archive = l->archive;
     list.warm = l->warm;
-    list.len = list.chunk_start = list.previous_chunk_start = l->len;
+    list.len = list.chunk_start = l->len;
     return list;
 }
 
@@ -316,7 +331,7 @@ static int tkvcu_has_table_clash(const tkvcu *cu, const tkv_cache *kv, int layer
 
 /* Allocates memory for tables and blocks of the sequence. On an error, no token or table has changed. */
 static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, const tkvcu_seq_state *t) {
-    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
+    tkvi_demand demand = tkvi_no_demand();
     int layer, i, block, v, want = 1;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &kv->tables.plan[layer];
@@ -332,11 +347,11 @@ static tkv_status tkvcu_reserve_export(tkvcu *cu, tkv_cache *kv, int host_seq, c
                 return tkvcu_fail(cu, TKV_ERR_NOMEM, "no memory for tables", 0, NULL);
         for (i = 0; i < list.n; i++) {
             const int region = tkvcu_find_region(&list, i, &block);
-            tkvi_peak_take(&dry_run, tkvcu_find_host_coding(kv, layer, region, 0));
+            tkvi_demand_blocks(&kv->pool, tkvcu_find_host_coding(kv, layer, region, 0), 1, &demand);
         }
         want = tkvi_max(want, list.n + 1);
     }
-    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_allocate_peak(&kv->pool, &dry_run))
+    if (!tkvi_grow_lists(kv, host_seq, want) || !tkvi_provide(&kv->pool, &demand))
         return tkvcu_fail(cu, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory for blocks", 0,
                           NULL);
     return TKV_OK;

@@ -21,6 +21,9 @@
 #include "core/fit.h"
 #include "formats/tiles.h"
 
+static const tkvi_word tkvi_words_fit[] = {
+    {"clip", TKV_FIT_CLIP}, {"norm", TKV_FIT_NORM}, {"unbiased", TKV_FIT_UNBIASED}, {NULL, 0}};
+
 /* Stores scale and zero for codes 0 .. top. Gives both as rounded to fp16. */
 TKVI_FN void tkvi_kivi_put(float low, float range, float top, uint8_t *scale_at, uint8_t *zero_at,
                            float *scale, float *zero) {
@@ -63,6 +66,7 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 }
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
+    s->fit = (int8_t)s->options->fit;
     s->groups = TKVI_BLOCK / s->group;
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
@@ -70,6 +74,7 @@ static void tkvi_kivi_k_layout(tkvi_side *s) {
 }
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
+    s->fit = (int8_t)s->options->fit;
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);

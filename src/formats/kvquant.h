@@ -5,7 +5,7 @@
  *
  *     x^ = radius * level[code] + middle + outlier
  *
- * K has a static radius and middle for each channel, learned by learn/kvquant_tables.h. V has a radius and a
+ * K has a static radius and middle for each channel, learned by formats/kvquant_tables.h. V has a radius and a
  * middle for each token, from its values without outliers.
  *
  * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.model.rope, the block's
@@ -40,9 +40,16 @@
 #include "core/codebook.h"
 #include "core/format.h"
 
+static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_ROPE},
+                                               {"uniform", TKV_KVQUANT_UNIFORM},
+                                               {"norm", TKV_KVQUANT_NORM},
+                                               {"dense", TKV_KVQUANT_DENSE},
+                                               {NULL, 0}};
+
 #define TKVI_KVQUANT_SLOTS 3 /* maximum, at 256 channels */
 
-/* The levels of a layer's table (learn/kvquant_tables.h). Ranges of channels of K are in tkvi_side. */
+/* The state of a layer (formats/kvquant_tables.h). A head's state is the radii of its channels of K, then their
+ * middles. */
 typedef struct tkvi_kvquant {
     tkvi_book book[2][3]; /* by side and bits - 2 */
 } tkvi_kvquant;
@@ -52,7 +59,7 @@ static int tkvi_kvquant_slots(int dim, int flags) {
 }
 
 static void tkvi_kvquant_layout(tkvi_side *s) {
-    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->kvquant);
+    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->options->kvquant);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * 3 * s->slots + (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
     if (s->which == TKV_K && !s->tabled) s->meta_bytes += (size_t)(4 * s->dim);
@@ -72,13 +79,13 @@ static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
 }
 
 static const tkvi_book *tkvi_kvquant_book(const tkvi_side *s, tkvi_book *standard) {
-    if (s->table) return &s->table->book[s->which][s->format->bits - 2];
-    tkvi_book_standard(s->format->bits, s->kvquant & TKV_KVQUANT_UNIFORM, standard);
+    if (s->layer_state) return &((const tkvi_kvquant *)s->layer_state)->book[s->which][s->format->bits - 2];
+    tkvi_book_standard(s->format->bits, s->options->kvquant & TKV_KVQUANT_UNIFORM, standard);
     return standard;
 }
 
 static const float *tkvi_kvquant_decoded(const tkvi_side *s, const tkvi_book *book) {
-    return s->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
+    return s->options->kvquant & TKV_KVQUANT_NORM ? book->normed : book->level;
 }
 
 static float tkvi_f16_at(const uint8_t *p) { return tkvi_f16_to_f32(tkvi_load16(p)); }
@@ -127,19 +134,12 @@ static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot,
 }
 
 /* >>K */
-/* The key that is coded: saturated, and before RoPE. */
-static void tkvi_kvquant_key(const tkvi_rope *rope, const float *x, int dim, int64_t position, float *y) {
-    int c;
-    for (c = 0; c < dim; c++) y[c] = tkvi_clampf(x[c], -TKVI_F16_MAX, TKVI_F16_MAX);
-    if (rope) tkvi_rope_rotate(rope, position, 1, y);
-}
-
 /* Writes the ranges of the block's channels at `own`, the end of its bytes. */
 static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *own) {
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     int t, c;
     for (t = 0; t < n; t++) {
-        tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
+        tkvi_take_token(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
             if (t == 0 || y[c] < low[c]) low[c] = y[c];
             if (t == 0 || y[c] > high[c]) high[c] = y[c];
@@ -151,22 +151,24 @@ static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, 
     }
 }
 
-/* Radius and middle of the channels, from the layer's table or the block. NULL: the table has none. */
+/* Radius and middle of the channels, from the layer's table or the block. */
 typedef struct tkvi_kvquant_ranges {
     const float *radius, *middle;
     float own[2][TKV_MAX_HEAD_DIM];
 } tkvi_kvquant_ranges;
 
+/* Returns 0 if the layer has no table. */
 static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
     const uint8_t *own = src + tkvi_kvquant_places(s).own;
     int c;
-    r->radius = s->tabled ? s->radius : r->own[0];
-    r->middle = s->tabled ? s->middle : r->own[1];
+    if (s->tabled && !s->head_state) return 0;
+    r->radius = s->tabled ? (const float *)s->head_state : r->own[0];
+    r->middle = s->tabled ? r->radius + s->dim : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
         r->own[0][c] = tkvi_f16_at(own + 2 * c);
         r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
-    return r->radius != NULL;
+    return 1;
 }
 
 static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
@@ -185,7 +187,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
         float y[TKV_MAX_HEAD_DIM], most[TKVI_KVQUANT_SLOTS] = {0.0f}, error[TKVI_KVQUANT_SLOTS] = {0.0f};
         int at[TKVI_KVQUANT_SLOTS] = {0};
-        tkvi_kvquant_key(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
+        tkvi_take_token(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
             float place = tkvi_kvquant_place(y[c], r.radius[c], r.middle[c]), size;
             int code = tkvi_kvquant_code(&e, place), slot;
@@ -253,7 +255,7 @@ static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
         float y[TKV_MAX_HEAD_DIM];
         uint8_t code[TKV_MAX_HEAD_DIM];
         tkvi_kvquant_token k;
-        tkvi_kvquant_key(NULL, x + (size_t)t * stride, s->dim, 0, y);
+        tkvi_take_token(NULL, x + (size_t)t * stride, s->dim, 0, y);
         tkvi_kvquant_token_of(y, s->dim, s->slots, &k);
         tkvi_store16(meta, tkvi_f32_to_f16(k.radius));
         tkvi_store16(meta + 2 * TKVI_BLOCK, tkvi_f32_to_f16(k.middle));

@@ -2,7 +2,7 @@
  * formats/squat.h - SQUAT4, SQUAT2: keys whose quantization errors are nearly orthogonal to the queries. K only.
  * SQuat (arXiv 2503.24358, section 3). Bytes and decoding are those of KIVI4 and KIVI2; only the encoder differs:
  *
- *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the head group's queries (learn/squat_queries.h)
+ *     P = I + eta C / (tr C / dim)          C: mean of q q^T over the head group's queries (learn/query_stats.h)
  *     for each 16 channels:                 code them as KIVI does; error e = decoded - value
  *         later channels += U e             U = - P_ff^-1 P_fb   f: the later channels, b: these 16
  *
@@ -104,7 +104,7 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     tkvi_codes code;
     float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
     int g, c, t, from;
-    if (!s->feedback) {
+    if (!s->head_state) {
         tkvi_kivi_encode(s, ops, x, stride, n, dst);
         return;
     }
@@ -114,10 +114,10 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
         for (c = 0; c < s->dim; c++)
             y[t * s->pad + c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
     for (g = 0; g < s->groups && g * s->group < n; g++) {
-        const uint16_t *u = s->feedback;
+        const uint16_t *u = (const uint16_t *)s->head_state;
         int first = g * s->group, count = tkvi_min(n - first, s->group);
-        for (from = 0; from < s->dim; from += s->feedback_unit) {
-            int end = tkvi_min(s->dim, from + s->feedback_unit);
+        for (from = 0; from < s->dim; from += s->options->squat_block) {
+            int end = tkvi_min(s->dim, from + s->options->squat_block);
             for (c = from; c < end; c++) {
                 const uint8_t *meta = dst + s->code_bytes + 2 * (g * s->pad + c);
                 float scale, zero;
@@ -134,5 +134,39 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     }
     tkvi_pack(s, ops, code, dst);
 }
+
+/* >>learning */
+static size_t tkvi_squat_head_bytes(const tkv_config *cfg) {
+    return tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block) * sizeof(uint16_t);
+}
+
+/* Computes U of one head: P = I + eta C / (tr C / dim). Sums of 0 leave U as it is. */
+static void tkvi_squat_learn(const tkv_config *cfg, const int64_t *products, float *work, void *head) {
+    int dim = cfg->model.head_dim, i, j;
+    double trace = 0.0;
+    for (i = 0; i < dim; i++) trace += (double)products[tkvi_packed(i, i)];
+    if (!(trace > 0.0)) return;
+    for (j = 0; j < dim; j++)
+        for (i = 0; i <= j; i++) {
+            double c = (double)products[tkvi_packed(i, j)] * (TKVI_SQUAT_ETA * (double)dim) / trace;
+            work[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
+        }
+    tkvi_feedback_from(work, dim, cfg->format.squat_block);
+    tkvi_feedback_store(work, dim, cfg->format.squat_block, (uint16_t *)head);
+}
+
+/* The state of a head is U; zeros until it is known. */
+static const tkvi_family tkvi_squat_family = {TKVI_HAS_SQUAT ? NULL : "TKV_NO_SQUAT leaves this format out",
+                                              NULL,
+                                              NULL,
+                                              4,
+                                              0,
+                                              TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_head_bytes),
+                                              TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_learn),
+                                              NULL,
+                                              NULL,
+                                              NULL,
+                                              NULL,
+                                              NULL};
 
 #endif /* TKVI_FORMATS_SQUAT_H */

@@ -19,7 +19,8 @@
 #include "formats/kivi.h"
 
 static void tkvi_subspace_layout(tkvi_side *s) {
-    s->groups = (int16_t)tkvi_min(s->parts, s->dim);
+    s->groups = (int16_t)tkvi_min(s->options->subspaces, s->dim);
+    s->fit = (int8_t)s->options->fit;
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
@@ -67,5 +68,8 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
         tkvi_rotate_back(y, s->dim);
     }
 }
+
+static const tkvi_family tkvi_subspace_family = {
+    TKVI_HAS_SUBSPACE ? NULL : "TKV_NO_SUBSPACE leaves this format out", TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_FORMATS_SUBSPACE_H */

@@ -11,7 +11,7 @@
 #include "formats/subspace.h"
 #include "formats/a.h"
 #include "formats/r.h"
-#include "formats/kvquant.h"
+#include "formats/kvquant_tables.h"
 #include "formats/int.h"
 #include "formats/float.h"
 
@@ -76,40 +76,46 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
-    {NULL, 0, TKVI_AS_TILES, 0, 0, {TKVI_NO_SIDE_, TKVI_NO_SIDE_}}, /* TKV_FORMAT_DEFAULT */
-    {"f32", 32, TKVI_AS_F32, 0, 0, TKVI_EXACT_(f32)},
-    {"f16", 16, TKVI_AS_F16, 0, 0, TKVI_EXACT_(f16)},
-    {"bf16", 16, TKVI_AS_BF16, 0, 0, TKVI_EXACT_(bf16)},
-    {"q8", 8, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
-    {"kivi4", 4, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
-    {"kivi3", 3, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
-    {"kivi2", 2, TKVI_AS_TILES, 0, 0, TKVI_KIVI_},
-    {"a40", 16, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a35", 14, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a30", 12, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a275", 11, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a25", 10, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a225", 9, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a20", 8, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a175", 7, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"a15", 6, TKVI_AS_TILES, 1, 0, TKVI_A_},
-    {"r40", 16, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"r30", 12, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"r20", 8, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"r15", 6, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"r10", 4, TKVI_AS_TILES, 1, 1, TKVI_R_},
-    {"int8", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int8)},
-    {"int4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int4)},
-    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e4m3)},
-    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e5m2)},
-    {"fp4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(fp4)},
-    {"squat4", 4, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_},
-    {"squat2", 2, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_},
-    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_},
-    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_},
-    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
-    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
-    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_},
+    {NULL,
+     0,
+     TKVI_AS_TILES,
+     0,
+     0,
+     {TKVI_NO_SIDE_, TKVI_NO_SIDE_},
+     &tkvi_plain_family}, /* TKV_FORMAT_DEFAULT */
+    {"f32", 32, TKVI_AS_F32, 0, 0, TKVI_EXACT_(f32), &tkvi_plain_family},
+    {"f16", 16, TKVI_AS_F16, 0, 0, TKVI_EXACT_(f16), &tkvi_plain_family},
+    {"bf16", 16, TKVI_AS_BF16, 0, 0, TKVI_EXACT_(bf16), &tkvi_plain_family},
+    {"q8", 8, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi4", 4, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi3", 3, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi2", 2, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
+    {"a40", 16, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a35", 14, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a30", 12, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a275", 11, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a25", 10, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a225", 9, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a20", 8, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a175", 7, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"a15", 6, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
+    {"r40", 16, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"r30", 12, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"r20", 8, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"r15", 6, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"r10", 4, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
+    {"int8", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int8), &tkvi_token_family},
+    {"int4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int4), &tkvi_token_family},
+    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e4m3), &tkvi_token_family},
+    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e5m2), &tkvi_token_family},
+    {"fp4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(fp4), &tkvi_token_family},
+    {"squat4", 4, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_, &tkvi_squat_family},
+    {"squat2", 2, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_, &tkvi_squat_family},
+    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_, &tkvi_subspace_family},
+    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_, &tkvi_subspace_family},
+    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
 };
 #undef TKVI_A_
 #undef TKVI_R_
@@ -124,6 +130,12 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_KVQUANT_SIDE_
 #undef TKVI_KVQUANT_
 
+/* 1: a family in the table undoes RoPE, learns from tokens, learns from queries. 0 leaves out the code for that. */
+#define TKVI_HAS_ROPE TKVI_HAS_KVQUANT
+#define TKVI_HAS_TOKEN_LEARNERS TKVI_HAS_KVQUANT
+#define TKVI_TOKEN_LEARNERS_LEFT_OUT "TKV_NO_KVQUANT leaves this out"
+#define TKVI_HAS_QUERY_LEARNERS TKVI_HAS_SQUAT
+
 /* Scalar decoding: it defines the values that a side holds. */
 static void tkvi_decode_side(const tkvi_side *s, const uint8_t *src, int first, int n, float *x,
                              size_t stride) {
@@ -134,24 +146,7 @@ static int tkvi_format_known(tkv_format f) { return f > TKV_FORMAT_DEFAULT && f 
 
 /* The sentence for a format that this build leaves out; NULL: it has the format. */
 static const char *tkvi_format_left_out(tkv_format f) {
-    if (!TKVI_HAS_TOKEN_FORMATS && f >= TKV_INT8 && f <= TKV_FP4)
-        return "TKV_NO_TOKEN_FORMATS leaves this format out";
-    if (!TKVI_HAS_SQUAT && f >= TKV_SQUAT4 && f <= TKV_SQUAT2) return "TKV_NO_SQUAT leaves this format out";
-    if (!TKVI_HAS_SUBSPACE && f >= TKV_SUBSPACE4 && f <= TKV_SUBSPACE2)
-        return "TKV_NO_SUBSPACE leaves this format out";
-    if (!TKVI_HAS_KVQUANT && f >= TKV_KVQUANT4 && f <= TKV_KVQUANT2)
-        return "TKV_NO_KVQUANT leaves this format out";
-    return NULL;
-}
-
-/* True if the encoder needs statistics of queries (learn/squat_queries.h). */
-static int tkvi_is_squat(tkv_format f) {
-    return TKVI_HAS_SQUAT && tkvi_formats[f].side[TKV_K].encode == tkvi_squat_encode;
-}
-
-/* True if the format uses a table of the layer (learn/kvquant_tables.h). */
-static int tkvi_is_kvquant(tkv_format f) {
-    return TKVI_HAS_KVQUANT && tkvi_formats[f].side[TKV_V].encode == tkvi_kvquant_v_encode;
+    return tkvi_format_known(f) ? tkvi_formats[f].family->left_out : NULL;
 }
 
 static const char *tkvi_format_name(tkv_format f) {
@@ -165,49 +160,77 @@ static tkv_format tkvi_format_from_name(const char *name) {
     return TKV_FORMAT_DEFAULT;
 }
 
-/* >>codec */
-static int tkvi_bad_fit(int fit) { return (fit & ~7) || ((fit & TKV_FIT_NORM) && (fit & TKV_FIT_UNBIASED)); }
+/* >>options: the fields of tkv_format_options, in their order */
+static const tkvi_row tkvi_option_rows[] = {
+    TKVI_OPTION(group_size, TKVI_INT, NULL, 64, 32, 64, 32, "it must be 64 or 32"),
+    TKVI_OPTION(allocation_unit, TKVI_INT, NULL, 4, 4, 16, 12, "it must be 4 or 16"),
+    TKVI_OPTION(fit, TKVI_FLAGS, tkvi_words_fit, 0, 1, 5, 1,
+                "it must be bits of tkv_fit, NORM and UNBIASED not together"),
+    TKVI_OPTION(rotate, TKVI_FLAGS, tkvi_words_rotate, 0, 1, 3, 1,
+                "it must be TKV_ROTATE_K, TKV_ROTATE_V, both or 0"),
+    TKVI_OPTION(center_k, TKVI_INT, tkvi_words_switch, 0, 1, 1, 1, "it must be 0 or 1"),
+    TKVI_OPTION(squat_block, TKVI_INT, NULL, 16, 16, 64, 48, "it must be 16 or 64"),
+    TKVI_OPTION(subspaces, TKVI_INT, NULL, 4, 1, 16, 1, "it must be 1 to 16, or 0 for 4"),
+    TKVI_OPTION(kvquant, TKVI_FLAGS, tkvi_words_kvquant, 0, 1, 15, 1, "it must be bits of tkv_kvquant"),
+};
+#define TKVI_OPTIONS ((int)(sizeof tkvi_option_rows / sizeof *tkvi_option_rows))
 
-static int tkvi_codec_side(const tkv_codec *c, tkvi_side *s) {
-    tkvi_options o;
+/* Returns the row of the first option with an invalid value, or NULL. */
+static const tkvi_row *tkvi_find_invalid_option(const tkv_format_options *o) {
+    int i;
+    for (i = 0; i < TKVI_OPTIONS; i++) {
+        const tkvi_row *row = &tkvi_option_rows[i];
+        const int x = tkvi_member_int(o, row->offset);
+        if (x && (x < row->least || x > row->most || (x - row->least) % row->step)) return row;
+    }
+    return NULL;
+}
+
+static void tkvi_fill_options(tkv_format_options *o) {
+    int i;
+    for (i = 0; i < TKVI_OPTIONS; i++)
+        if (!tkvi_member_int(o, tkvi_option_rows[i].offset))
+            tkvi_set_member_int(o, tkvi_option_rows[i].offset, tkvi_option_rows[i].standard);
+}
+
+/* >>codec */
+
+/* Makes the side of a codec. options: memory of the caller, which the side uses. Returns 0 if the codec is invalid. */
+static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi_side *s) {
     if (!c || !tkvi_format_known(c->format) || (c->side != TKV_K && c->side != TKV_V)) return 0;
     if (!tkvi_format_stores(&tkvi_formats[c->format], c->side)) return 0;
-    memset(&o, 0, sizeof o);
-    o.group = c->options.group_size ? c->options.group_size : 64;
-    o.fit = c->options.fit;
-    o.rotate = c->options.rotate;
-    o.center_k = c->options.center_k;
-    o.parts = c->options.subspaces ? c->options.subspaces : 4;
-    o.kvquant = c->options.kvquant;
-    if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || (o.group != 64 && o.group != 32)) return 0;
-    if (tkvi_bad_fit(o.fit) || (o.rotate & ~3) || (o.center_k & ~1) || o.parts < 1 || o.parts > 16) return 0;
-    if ((o.kvquant & ~15) || c->position < 0) return 0;
+    if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || c->position < 0) return 0;
+    if (tkvi_find_invalid_option(&c->options)) return 0;
     if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
-    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, &o, NULL);
+    *options = c->options;
+    tkvi_fill_options(options);
+    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, options, 0, NULL);
     s->start = c->position;
     return 1;
 }
 
 /* Sets the RoPE of a side, if its format codes keys before RoPE. */
 static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
-    if (c->side != TKV_K || !c->rope.dim || !tkvi_is_kvquant(c->format)) return;
-    if (c->options.kvquant & TKV_KVQUANT_POST_ROPE) return;
+    if (!TKVI_HAS_ROPE || c->side != TKV_K || !c->rope.dim || !s->format->family->undoes_rope) return;
     tkvi_rope_make(rope, &c->rope);
-    s->rope = rope;
+    s->rope = tkvi_undone_rope(s->format->family, s->options, rope);
 }
 
 TKV_API size_t tkv_get_block_bytes(const tkv_codec *c) {
+    tkv_format_options options;
     tkvi_side s;
-    return tkvi_codec_side(c, &s) ? s.bytes : 0;
+    return tkvi_codec_side(c, &options, &s) ? s.bytes : 0;
 }
 
 TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_t stride, int n_tokens,
                                     void *dst, size_t size) {
+    tkv_format_options options;
     tkvi_side s;
     tkvi_rope rope;
     int t, i;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
-    if (!x || !dst || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
+    if (!x || !dst || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
+        size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;
     if (stride < s.dim) return TKV_ERR_ARG;
@@ -221,10 +244,12 @@ TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_
 
 TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t size, int n_tokens, float *x,
                                     ptrdiff_t stride) {
+    tkv_format_options options;
     tkvi_side s;
     tkvi_rope rope;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
-    if (!x || !src || !tkvi_codec_side(c, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK || size < s.bytes)
+    if (!x || !src || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
+        size < s.bytes)
         return TKV_ERR_ARG;
     if (stride == 0) stride = s.dim;
     if (stride < s.dim) return TKV_ERR_ARG;

@@ -28,6 +28,8 @@
 
 #define TKVI_PART 16 /* channels of a part */
 
+static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
+
 typedef struct tkvi_grid {
     int bits;             /* of a code: 4 or 8 */
     float top;            /* the largest level */
@@ -38,6 +40,8 @@ typedef struct tkvi_grid {
 
 static void tkvi_token_layout(tkvi_side *s, const tkvi_grid *grid) {
     s->grid = grid;
+    s->rotate = s->options->rotate >> s->which & 1;
+    s->center = s->options->center_k && s->which == TKV_K;
     if (!grid->per_group) s->group = TKV_MAX_HEAD_DIM;
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * grid->bits + 7) / 8));
@@ -154,5 +158,8 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
             y[c] = tkvi_f32(y[c] + tkvi_f16_to_f32(tkvi_load16(src + at.mean + 2 * c)));
     }
 }
+
+static const tkvi_family tkvi_token_family = {
+    TKVI_HAS_TOKEN_FORMATS ? NULL : "TKV_NO_TOKEN_FORMATS leaves this format out", TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_FORMATS_TOKEN_H */

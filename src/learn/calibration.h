@@ -4,17 +4,17 @@
  * any other plan.
  *
  *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
- *   layer:  u32 parts: 1 for A and R formats, 2 for KVQUANT, 3 for both, 0 for none
+ *   layer:  u32 parts: 1 for A and R formats, then bits of families (tkvi_family.part); the parts follow in this order
  *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
  *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
- *           2: drawn in learn/kvquant_tables.h
+ *           others: drawn where the family is
  *   u64 FNV-1a of all bytes before
  */
 #ifndef TKVI_LEARN_CALIBRATION_H
 #define TKVI_LEARN_CALIBRATION_H
 
 #include "core/checksum.h"
-#include "learn/squat_queries.h"
+#include "learn/query_stats.h"
 #include "learn/statistics.h"
 
 #define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */
@@ -43,15 +43,25 @@ TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info
     return TKV_OK;
 }
 
-/* Returns the parts that the layer's table has or will have, as bits 1 and 2 of the format above. */
+/* Returns the parts that the layer's table has or will have, as bits of the format above. */
 static int tkvi_table_parts(const tkv_cache *kv, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    return tkvi_layer_learns(kv, layer) ? p->allocates | p->kvquant << 1 : 0;
+    return tkvi_layer_learns(kv, layer) ? p->allocates | p->token_parts : 0;
+}
+
+/* All parts that a calibration can have. */
+static int tkvi_known_parts(void) {
+    int f, parts = 1;
+    for (f = 0; f < TKV_FORMAT_COUNT; f++)
+        if (tkvi_formats[f].family->saved_bytes) parts |= tkvi_formats[f].family->part;
+    return parts;
 }
 
 static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
-    return (parts & 1 ? (size_t)cfg->model.n_kv_heads * tkvi_head_bytes(cfg) : 0u) +
-           (parts & 2 ? tkvi_kvquant_bytes(cfg) : 0u);
+    size_t bytes = parts & 1 ? (size_t)cfg->model.n_kv_heads * tkvi_head_bytes(cfg) : 0;
+    const tkvi_family *f = NULL;
+    while ((f = tkvi_next_family(parts, f)) != NULL) bytes += f->saved_bytes(cfg);
+    return bytes;
 }
 
 /* >>saving */
@@ -78,10 +88,12 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
     at += TKVI_CALIBRATION_HEAD;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
         int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
+        const int version = kv->tables.current_version[layer];
+        const tkvi_family *f = NULL;
         tkvi_store32(at, (uint32_t)has);
         at += 4;
         for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
-            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, kv->tables.current_version[layer])[head];
+            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
             tkvi_store16(at, (uint16_t)h->reach);
             tkvi_store16(at + 2, (uint16_t)h->k_weight);
             at[4] = (uint8_t)h->k_top;
@@ -92,9 +104,10 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
             at += 2 * cfg->model.head_dim;
             for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
-        if (TKVI_HAS_KVQUANT && (has & 2)) {
-            tkvi_kvquant_save(&kv->tables, layer, kv->tables.current_version[layer], at);
-            at += tkvi_kvquant_bytes(cfg);
+        while ((f = tkvi_next_family(has, f)) != NULL) {
+            const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
+            f->save(&from, at);
+            at += f->saved_bytes(cfg);
         }
     }
     sum = tkvi_fnv1a((const uint8_t *)buf, need - 8u);
@@ -147,24 +160,25 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
         tkvi_load32(src + 20) != (uint32_t)cfg->model.v_head_dim)
         return "the calibration is of another model: layers, KV heads or head_dim differ";
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
-        uint32_t has;
+        const tkvi_family *f = NULL;
+        int has;
         if (end - at < 4) return "the calibration ends too early";
-        has = tkvi_load32(at);
+        if (tkvi_load32(at) & ~(uint32_t)tkvi_known_parts())
+            return "the calibration has a layer that this cache does not have";
+        has = (int)tkvi_load32(at);
         at += 4;
-        if (has > 3) return "the calibration has a layer that this cache does not have";
         for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
             if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
             if (!tkvi_head_valid(cfg, at)) return "a head of the calibration has invalid values";
             at += tkvi_head_bytes(cfg);
         }
-        if (has & 2) {
-            if ((size_t)(end - at) < tkvi_kvquant_bytes(cfg)) return "the calibration ends too early";
-            if (TKVI_HAS_KVQUANT && !tkvi_kvquant_valid(cfg, at))
-                return "the calibration has invalid ranges or levels";
-            if ((tkvi_table_parts(kv, layer) & 2) &&
-                (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(&kv->tables))
-                return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
-            at += tkvi_kvquant_bytes(cfg);
+        while ((f = tkvi_next_family(has, f)) != NULL) {
+            const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, -1);
+            const char *fault = NULL;
+            if ((size_t)(end - at) < f->saved_bytes(cfg)) return "the calibration ends too early";
+            if (f->find_fault) fault = f->find_fault(&to, at, tkvi_table_parts(kv, layer) & f->part);
+            if (fault) return fault;
+            at += f->saved_bytes(cfg);
         }
     }
     return at == end ? NULL : "the calibration is longer than it should be";
@@ -224,15 +238,17 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
         at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
+            const tkvi_family *f = NULL;
             use = need && (has & need) == need; /* all parts that the layer needs, or none */
             at += 4;
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
             for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.model.n_kv_heads; head++)
                 tkvi_head_load(kv, layer, version, head,
                                at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
-            if (TKVI_HAS_KVQUANT && pass && use && (need & 2))
-                tkvi_kvquant_load(&kv->tables, layer, version,
-                                  at + tkvi_parts_bytes(&kv->tables.cfg, has & 1));
+            while (pass && use && (f = tkvi_next_family(need, f)) != NULL) {
+                const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
+                f->load(&to, at + tkvi_parts_bytes(&kv->tables.cfg, has & (f->part - 1)));
+            }
             at += tkvi_parts_bytes(&kv->tables.cfg, has);
             if (!pass || !use) continue;
             tkvi_table_use(kv, layer, version);
@@ -252,18 +268,18 @@ static int tkvi_samples_finite(const float *x, size_t n, int positive) {
 
 TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     const tkv_config *cfg;
-    tkvi_tokens_of from;
     tkv_status st;
     size_t rows;
     int version;
-    if (!TKVI_HAS_KVQUANT) return tkvi_refuse_left_out(kv, "TKV_NO_KVQUANT leaves this out");
+    if (!TKVI_HAS_TOKEN_LEARNERS) return tkvi_refuse_left_out(kv, TKVI_TOKEN_LEARNERS_LEFT_OUT);
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!s || !s->k || !s->v) return tkvi_fail(kv, TKV_ERR_ARG, "the samples are missing", 0, NULL);
     if (s->layer < 0 || s->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", s->layer, "");
-    if (tkvi_table_parts(kv, s->layer) != 2)
-        return tkvi_fail(kv, TKV_ERR_ARG, "samples are for layers with KVQUANT formats, without A and R; not",
+    if (tkvi_table_parts(kv, s->layer) < 2 || kv->tables.plan[s->layer].allocates)
+        return tkvi_fail(kv, TKV_ERR_ARG,
+                         "samples are for formats that learn a table, without A and R; not for layer",
                          s->layer, "");
     if (s->n < 1 || s->n > 1 << 18) return tkvi_fail(kv, TKV_ERR_ARG, "n is", s->n, "; it must be 1 to 2^18");
     if (s->start < 0 || s->length < 0 || s->start > TKVI_FOREVER + 1 - s->n)
@@ -279,10 +295,7 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
                          0, NULL);
     st = tkvi_version_for(kv, s->layer, &version);
     if (st) return st;
-    from.kv = kv;
-    from.samples = s;
-    from.layer = s->layer;
-    tkvi_kvquant_learn_from(&from, version);
+    tkvi_learn_tokens(kv, s->layer, version, s);
     tkvi_table_use(kv, s->layer, version);
     tkvi_learned(kv, s->layer, 0);
     return tkvi_ok(kv);
@@ -303,10 +316,8 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
         }
     if (none && !tkvi_allocate_version(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        int8_t had;
         if (!tkvi_layer_learns(kv, layer)) continue;
-        if (!tkvi_has_table(kv, layer) && tkvi_begin_table(kv, layer, 1, &had))
-            tkvi_end_table(kv, layer, had, 1);
+        if (!tkvi_has_table(kv, layer)) (void)tkvi_make_due_table(kv, layer, 1);
         tkvi_learned(kv, layer, 0);
     }
     return tkvi_ok(kv);

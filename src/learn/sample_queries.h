@@ -1,6 +1,6 @@
 /*
  * learn/sample_queries.h - the two consumers that learn from the queries of attention: statistics for tables
- * (learn/statistics.h), and q q^T for the factors of SQUAT formats (learn/squat_queries.h).
+ * (learn/statistics.h), and q q^T for families of formats that learn from queries (learn/query_stats.h).
  *
  * Both take what the first pass has anyway. A second pass over the keys could also add up far attention, but its
  * sums round differently, and it takes longer (bench/LOG.md, Consumers of attention).
@@ -9,7 +9,7 @@
 #define TKVI_LEARN_SAMPLE_QUERIES_H
 
 #include "cache/consumers.h"
-#include "learn/squat_queries.h"
+#include "learn/query_stats.h"
 
 #define TKVI_STATS_EVERY 8 /* positions from one query that is sampled for statistics to the next */
 
@@ -56,10 +56,11 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
 static const tkvi_consumer tkvi_stats_consumer = {
     TKVI_OBSERVES_QUERIES, 0, tkvi_stats_want, tkvi_stats_sample, tkvi_stats_begin, NULL, NULL};
 
-/* >>query statistics of SQUAT formats */
+/* >>query statistics */
 static int tkvi_query_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
     (void)p;
-    return TKVI_CAN_SAMPLE_QUERIES && kv->tables.plan[stored].squat && kv->query_stats[stored].tokens >= 0
+    return TKVI_CAN_SAMPLE_QUERIES && kv->tables.plan[stored].query_parts &&
+                   kv->query_stats[stored].tokens >= 0
                ? TKVI_WANTS_CALL
                : 0;
 }

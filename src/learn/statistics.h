@@ -10,14 +10,14 @@
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
- * the layer gets a second, better version for later blocks. A block keeps the version that it was coded with. After
- * the second version collection stops, until tkv_refresh_calibration restarts it. bench/QUALITY.md compares these
- * tables with loaded ones.
+ * the layer gets a second, better version for later blocks. Layers take turns for it, so some get it up to 63 tokens
+ * later. A block keeps the version that it was coded with. After the second version collection stops, until
+ * tkv_refresh_calibration restarts it. bench/QUALITY.md compares these tables with loaded ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
 #define TKVI_LEARN_STATISTICS_H
 
-#include "learn/kvquant_tables.h"
+#include "learn/tokens.h"
 
 #define TKVI_LEARN_FEW 128 /* tables of fewer tokens (flush, freeze) move towards the uniform one */
 
@@ -42,34 +42,43 @@ typedef struct tkvi_channel_sums {
 typedef struct tkvi_gather {
     tkv_cache *kv;
     tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
-    float k_most, v_most; /* largest |k| of an element; largest |v|^2 of a token */
-    float v_sum;          /* sum of |v|^2 over the tokens */
-    float range;          /* largest distance of a key element from the mean of its channel */
-    int down;             /* values are divided by 2^down before they are summed as integers */
+    float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM]; /* smallest and largest key element of a channel */
+    float v_most, v_sum; /* of |v|^2: the largest of a token; the sum over the tokens */
+    int down;            /* values are divided by 2^down before they are summed as integers */
     int64_t tokens;
 } tkvi_gather;
 
-/* First pass: tokens, k_most, v_most and v_sum. */
+/* First pass: tokens, low, high, v_most and v_sum. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
-    int t, c;
+    const int dk = cfg->model.head_dim, dv = cfg->model.v_head_dim;
+    float *k = g->kv->recode, *v = k + tkvi_round_up(dk, 16) * TKVI_BLOCK;
+    int t, c, i;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
-    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)cfg->model.v_head_dim);
-    for (t = 0; t < n; t++) {
-        float squares = 0.0f;
-        for (c = 0; c < cfg->model.head_dim; c++) {
-            float a = k[t * cfg->model.head_dim + c];
-            a = a < 0.0f ? -a : a;
-            g->k_most = a > g->k_most ? a : g->k_most;
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)dk);
+    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
+    if (!g->tokens) {
+        memcpy(g->low, k, (size_t)dk * sizeof *k);
+        memcpy(g->high, k, (size_t)dk * sizeof *k);
+    }
+    for (t = 0; t < n; t++)
+        for (c = 0; c < dk; c++) {
+            const float x = k[t * dk + c];
+            g->low[c] = x < g->low[c] ? x : g->low[c];
+            g->high[c] = x > g->high[c] ? x : g->high[c];
         }
-        for (c = 0; c < cfg->model.v_head_dim; c++)
-            squares = tkvi_f32(squares +
-                               tkvi_f32(v[t * cfg->model.v_head_dim + c] * v[t * cfg->model.v_head_dim + c]));
-        g->v_most = squares > g->v_most ? squares : g->v_most;
-        g->v_sum = tkvi_f32(g->v_sum + squares);
+    for (t = 0; t < n; t += 4) { /* four sums at a time, because each waits for its last addition */
+        float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        const int n_sums = tkvi_min(4, n - t);
+        const float *row[4];
+        for (i = 0; i < 4; i++) row[i] = v + tkvi_min(t + i, n - 1) * dv;
+        for (c = 0; c < dv; c++)
+            for (i = 0; i < 4; i++) squares[i] = tkvi_f32(squares[i] + tkvi_f32(row[i][c] * row[i][c]));
+        for (i = 0; i < n_sums; i++) {
+            g->v_most = squares[i] > g->v_most ? squares[i] : g->v_most;
+            g->v_sum = tkvi_f32(g->v_sum + squares[i]);
+        }
     }
     g->tokens += n;
 }
@@ -99,25 +108,18 @@ static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *byt
     }
 }
 
-/* Third pass: range. The mean of a channel is known from the sums of the second pass. */
-static void tkvi_gather_range(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
-    tkvi_gather *g = (tkvi_gather *)ctx;
-    const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->recode;
-    int t, c;
-    (void)start;
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
-    for (c = 0; c < cfg->model.head_dim; c++) {
-        float low = k[c], high = k[c], mean = (float)((double)g->channel[c].sum / (double)g->tokens);
-        mean *= tkvi_power_of_two(g->down);
-        for (t = 1; t < n; t++) {
-            float x = k[t * cfg->model.head_dim + c];
-            low = x < low ? x : low;
-            high = x > high ? x : high;
-        }
-        low = mean - low > high - mean ? mean - low : high - mean;
-        g->range = low > g->range ? low : g->range;
+/* Returns the largest distance of a key element from the mean of its channel. The mean is known from the sums of the
+ * second pass. */
+static float tkvi_gather_range(const tkvi_gather *g, int dim) {
+    float range = 0.0f;
+    int c;
+    for (c = 0; c < dim && g->tokens; c++) {
+        const float mean =
+            (float)((double)g->channel[c].sum / (double)g->tokens) * tkvi_power_of_two(g->down);
+        const float low = mean - g->low[c], high = g->high[c] - mean, most = low > high ? low : high;
+        range = most > range ? most : range;
     }
+    return range;
 }
 
 /* >>tables */
@@ -132,13 +134,17 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     float *mean = to->mean + at * (size_t)pad;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
+    float k_most = 0.0f; /* largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_size, &g);
-    g.down = (g.k_most > 0.0f ? (int)(tkvi_bits(g.k_most) >> 23) - 127 : 0) - 20;
+    for (c = 0; c < cfg->model.head_dim; c++) {
+        const float largest = -g.low[c] > g.high[c] ? -g.low[c] : g.high[c];
+        k_most = largest > k_most ? largest : k_most;
+    }
+    g.down = (k_most > 0.0f ? (int)(tkvi_bits(k_most) >> 23) - 127 : 0) - 20;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
-    if (g.tokens) (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_range, &g);
     for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
     for (c = 0; c < cfg->model.head_dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
@@ -162,7 +168,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
-    h->k_top = tkvi_log_top(2.0f * g.range);
+    h->k_top = tkvi_log_top(2.0f * tkvi_gather_range(&g, cfg->model.head_dim));
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
 }
 
@@ -214,7 +220,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
         done = r->layout[tier];
         tkvi_share_layout(&kv->tables, c, heads);
-        if (TKVI_HAS_KVQUANT && p->kvquant) tkvi_init_kvquant_layout(&kv->tables, c, layer, version);
+        tkvi_connect_states(&kv->tables, c, layer, version);
     }
     kv->tables.current_version[layer] = (int8_t)version;
 }
@@ -247,12 +253,14 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Returns whether the layer should get a table now. forced: makes the first one from any tokens. Under a budget
- * blocks do not wait for tables, so layers take turns: making all tables at the same token would stall an
- * append. */
+/* Returns whether the layer should get a table now. forced: makes the first one from any tokens. Layers take turns:
+ * making all tables at the same token would stall an append. Without a budget blocks wait for the first table, so it
+ * has no turn. */
 static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    int first = kv->tables.current_version[layer] < 0,
-        turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : 0;
+    const int first = kv->tables.current_version[layer] < 0;
+    const int turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
+                     : first                     ? 0
+                                                 : kv->tables.plan[layer].hot_delay;
     forced = forced && first;
     if (!kv->tokens_seen ||
         kv->tokens_seen[layer] <
@@ -261,14 +269,12 @@ static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
     return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
 }
 
-/* If a table is due, allocates its version and sets it as current, without making it. So the caller's memory
- * request includes the blocks that stop waiting. tkvi_end_table makes the table or restores the previous version
- * (*had). Returns 0 if there is no memory for the first table; then nothing has changed. A second table without
- * memory is tried again later, because the first one still works. Must not run in an open step: an abort would not
- * restore the table. */
-static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
+/* If a table is due, allocates its version and makes it. forced: as in tkvi_learn_due. Returns 0 if there is no memory
+ * for the first table; then nothing has changed. A second table without memory is tried again later, because the first
+ * one still works. Must not run in an open step: an abort would not restore the table. */
+static int tkvi_make_due_table(tkv_cache *kv, int layer, int forced) {
+    const int8_t had = kv->tables.current_version[layer];
     int version;
-    *had = kv->tables.current_version[layer];
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
@@ -276,25 +282,17 @@ static int tkvi_begin_table(tkv_cache *kv, int layer, int forced, int8_t *had) {
         return 1;
     }
     if (!tkvi_allocate_version(kv, version)) {
-        if (*had >= 0 && kv->heap.limit)
+        if (had >= 0 && kv->heap.limit)
             kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
-        return *had >= 0;
+        return had >= 0;
     }
-    kv->tables.current_version[layer] = (int8_t)version;
-    return 1;
-}
-
-/* Ends tkvi_begin_table. made 1: fills in the new version and uses it; made 0: restores version `had`. */
-static void tkvi_end_table(tkv_cache *kv, int layer, int8_t had, int made) {
-    int version = kv->tables.current_version[layer];
-    kv->tables.current_version[layer] = had;
-    if (version == had || !made) return;
     if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
-    if (TKVI_HAS_KVQUANT && kv->tables.plan[layer].kvquant) tkvi_kvquant_learn(kv, layer, version);
+    tkvi_learn_tokens(kv, layer, version, NULL);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
     tkvi_emit_event(kv, TKV_EVENT_TABLE, layer, had, version, 0,
                     had < 0 ? "a layer has its first table" : "a layer has a better table");
+    return 1;
 }
 
 /* Sets the error of a table without memory and returns it. */

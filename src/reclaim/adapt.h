@@ -9,8 +9,9 @@
 #include "learn/feedback.h"
 #include "reclaim/budget.h"
 
-/* hot_tokens of the current level: that of its first layer that does not keep all tokens exact. If the level has no
- * such layer, the nearest level counts, the looser one first. Returns 0 if all levels keep all tokens exact. */
+/* hot_tokens of the current level: that of its first layer that does not keep all tokens exact, without the layer's
+ * delay. If the level has no such layer, the nearest level counts, the looser one first. Returns 0 if all levels keep
+ * all tokens exact. */
 static int tkvi_hot_tokens(const tkv_cache *kv) {
     const int n = kv->tables.n_levels;
     int away, side, layer;
@@ -19,7 +20,8 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
             const int level = kv->tables.level + side * away;
             for (layer = 0; layer < kv->tables.cfg.model.n_layers && level >= 0 && level < n; layer++) {
                 const int hot = tkvi_tier_specs_of(&kv->tables, layer)[level].hot;
-                if (kv->tables.plan[layer].stored_layer == layer && hot != TKVI_FOREVER) return hot;
+                if (kv->tables.plan[layer].stored_layer == layer && hot != TKVI_FOREVER)
+                    return tkvi_max(0, hot - kv->tables.plan[layer].hot_delay);
             }
         }
     return 0;

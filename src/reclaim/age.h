@@ -1,7 +1,6 @@
 /*
- * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also
- * finds the blocks that are old enough, and expires blocks that left every window. Each change can be played as a
- * dry run, which only counts slots (tkvi_peak).
+ * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also finds the blocks that are old
+ * enough, and expires blocks that left every window.
  *
  *     blocks of a list     [sinks] [archive ...............] [warm ..........] [hot ...........]
  *     age in tokens         exact   >= hot_tokens +           >= hot_tokens     below hot_tokens
@@ -10,11 +9,15 @@
  * The age of a block is the number of tokens after it. Ageing runs at the start of an append or of a step, before
  * new tokens are stored, and in tkv_seq_flush. So the tokens of a chunk are still exact when the chunk is attended
  * to. Ageing recodes full blocks. Only a flush may recode a last block that is not full.
+ *
+ * Ageing takes memory for one block at a time, and it can fail after any block. Each block is then in one format, and
+ * no token has changed its position. Expiry gives memory back and cannot fail. It runs when the call can no longer
+ * fail.
  */
 #ifndef TKVI_RECLAIM_AGE_H
 #define TKVI_RECLAIM_AGE_H
 
-#include "learn/squat_queries.h"
+#include "learn/query_stats.h"
 #include "reclaim/anchors.h"
 
 /* The tier that age gives to a block. end: first position after the block. len: tokens of the list. hot_age: age at
@@ -67,7 +70,8 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     const tkv_config *cfg = &kv->tables.cfg;
     const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
-    to_k.feedback = tkvi_squat_factors_of(kv, layer, head);
+    const tkvi_family *family = r->k.format->family;
+    if (family->learn_queries) to_k.head_state = tkvi_query_state_of(kv, family, layer, head);
     to_k.start = start;
     tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
     tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
@@ -105,22 +109,22 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_bl
 }
 
 /* Recodes block i of a list to `layout`. If tokens were evicted, the other tokens move to the first slots, unless
- * the format fixes slots. dry_run not NULL: only counts the slots that this takes and gives back. */
-static void tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout, tkvi_peak *dry_run) {
+ * the format fixes slots. Returns 0 without memory; the block then stays as it is. */
+static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
     tkvi_block *b = &kv->pool.block[id];
     int is_packed;
     uint16_t previous_layout;
     tkvi_recoding r;
-    if (tkvi_is_offloaded(b)) return; /* its bytes are not in RAM */
-    if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return; /* same format */
+    if (tkvi_is_offloaded(b)) return 1; /* its bytes are not in RAM */
+    if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return 1; /* same format */
     /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
-    if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return;
-    if (dry_run) {
-        tkvi_peak_take(dry_run, layout);
-        if (b->refs == 1) tkvi_peak_give(dry_run, b->layout);
-        return;
+    if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return 1;
+    if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
+    if (b->refs > 1) {
+        if (!tkvi_grow_blocks(&kv->pool, kv->pool.n_blocks + 1)) return 0;
+        b = &kv->pool.block[id]; /* the table may have grown */
     }
     tkvi_copy_for_meter(kv, seq, layer, b);
     kv->demoted++;
@@ -159,81 +163,78 @@ static void tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layo
         b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.live_mask, b->start);
         b->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     }
+    return 1;
 }
 
-/* >>dry run */
-/* Begins a dry run. It starts from the slots in use and the reserved slots. */
-static tkvi_peak tkvi_begin_dry_run(tkv_cache *kv) {
-    tkvi_peak dry_run;
-    int c;
-    memset(&dry_run, 0, sizeof dry_run);
-    dry_run.tables = &kv->tables;
-    dry_run.live = kv->peak_live;
-    for (c = 0; c < kv->tables.n_classes; c++)
-        dry_run.live[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c];
-    dry_run.n_offloaded = kv->pool.n_offloaded;
-    tkvi_peak_note(&dry_run);
-    return dry_run;
-}
-
-/* Ages one list. Blocks that left every window expire, after the margin of tkvi_expiry_margin. Warm blocks go to the
- * archive, hot blocks to warm or archive. hot_age: age at which blocks leave the hot tier. It is that of the plan, 0
- * for a flush, or TKVI_FOREVER to expire blocks only. partial_too: 1 also recodes a last block that is not full.
- * dry_run not NULL: only counts slots. */
-static void tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too,
-                          tkvi_peak *dry_run) {
+/* >>lists */
+/* Number of the oldest blocks of a list that have left every window, after the margin of tkvi_expiry_margin. */
+static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    tkvi_list *list = tkvi_list_of(kv, seq, layer), now = *list;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int n = 0;
+    while (p->kept_window && n + 1 < list->n &&
+           (int64_t)tkvi_block_end(kv, list, ids, n) + p->kept_window + tkvi_expiry_margin(p) <= list->len)
+        n++;
+    return n;
+}
+
+/* Frees the blocks that have left every window. Sinks expire first. */
+static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
+    const int n_expired = tkvi_n_expiring(kv, seq, layer);
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, n_expired = 0, len = now.len;
-    while (p->kept_window && n_expired + 1 < now.n &&
-           (int64_t)tkvi_block_end(kv, &now, ids, n_expired) + p->kept_window + tkvi_expiry_margin(p) <=
-               len) {
-        const tkvi_block *b = &kv->pool.block[ids[n_expired]];
-        if (dry_run && b->refs == 1 && !tkvi_is_offloaded(b)) tkvi_peak_give(dry_run, b->layout);
-        if (!dry_run) tkvi_release_block(&kv->pool, ids[n_expired]);
-        n_expired++;
+    int *of_tier[3], tier, i, n_left = n_expired;
+    if (!n_expired) return;
+    list->expired = tkvi_block_start(kv, ids, n_expired);
+    for (i = 0; i < n_expired; i++) tkvi_release_block(&kv->pool, ids[i]);
+    list->n -= n_expired;
+    memmove(ids, ids + n_expired, (size_t)list->n * sizeof *ids);
+    list->n_recoded = tkvi_max(0, list->n_recoded - (n_expired - list->sinks));
+    list->n_tightest = tkvi_max(0, list->n_tightest - (n_expired - list->sinks));
+    list->n_offloaded = tkvi_max(0, list->n_offloaded - (n_expired - list->sinks));
+    of_tier[0] = &list->sinks;
+    of_tier[1] = &list->archive;
+    of_tier[2] = &list->warm;
+    for (tier = 0; tier < 3; tier++) {
+        const int n_taken = tkvi_min(n_left, *of_tier[tier]);
+        *of_tier[tier] -= n_taken;
+        n_left -= n_taken;
     }
-    if (n_expired) { /* A dry run changes only `now`, a copy of the list. The block numbers stay in place. */
-        int left = n_expired, tier, *of_tier[3];
-        now.n_recoded = tkvi_max(0, now.n_recoded - (n_expired - now.sinks)); /* sinks expire first */
-        now.n_tightest = tkvi_max(0, now.n_tightest - (n_expired - now.sinks));
-        now.n_offloaded = tkvi_max(0, now.n_offloaded - (n_expired - now.sinks));
-        of_tier[0] = &now.sinks;
-        of_tier[1] = &now.archive;
-        of_tier[2] = &now.warm;
-        now.expired = tkvi_block_start(kv, ids, n_expired);
-        for (tier = 0; tier < 3; tier++) {
-            int n_taken = tkvi_min(left, *of_tier[tier]);
-            *of_tier[tier] -= n_taken;
-            left -= n_taken;
-        }
-        now.n -= n_expired;
-        if (dry_run) {
-            ids += n_expired;
-        } else {
-            memmove(ids, ids + n_expired, (size_t)now.n * sizeof *ids);
-            *list = now;
-        }
-    }
-    for (i = now.sinks + now.archive; i < now.n; i++) {
-        int is_warm = i < now.sinks + now.archive + now.warm, end = tkvi_block_end(kv, &now, ids, i);
-        int is_full = i + 1 < now.n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
-        tkv_tier due = tkvi_tier_by_age(&p->now, hot_age, end, len);
+}
+
+/* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
+ * at which blocks leave the hot tier. It is that of the plan, 0 for a flush, or TKVI_FOREVER for none. Positions from
+ * exact_from on stay exact. partial_too: 1 also recodes a last block that is not full. Returns 1 if a block changed
+ * its tier, 0 if none is due, -1 without memory. */
+static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exact_from, int partial_too) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first_hot = list->sinks + list->archive + list->warm;
+    int i = list->sinks + list->archive;
+    for (; i < list->n; i = first_hot) {
+        const int end = tkvi_block_end(kv, list, ids, i),
+                  is_full = i + 1 < list->n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+        tkv_tier due = tkvi_tier_by_age(&kv->tables.plan[layer].now, hot_age, end, list->len);
         while (tkvi_must_wait_for_table(kv, layer, due))
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
-        if (due == TKV_TIER_HOT || (!is_full && !partial_too)) break;
-        if (is_warm && due == TKV_TIER_WARM) {
-            i = now.sinks + now.archive + now.warm - 1; /* the younger warm blocks stay as well */
-            continue;
-        }
-        tkvi_demote_block(kv, seq, layer, i + (dry_run ? n_expired : 0),
-                          tkvi_layout_of(&kv->tables, layer, due), dry_run);
-        if (is_warm) now.warm--;
-        if (due == TKV_TIER_ARCHIVE) now.archive++;
-        else now.warm++;
+        if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return 0;
+        if (i < first_hot && due == TKV_TIER_WARM) continue; /* the younger warm blocks stay as well */
+        if (!tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, due))) return -1;
+        if (i < first_hot) list->warm--;
+        if (due == TKV_TIER_ARCHIVE) list->archive++;
+        else list->warm++;
+        return 1;
     }
-    if (!dry_run) *list = now;
+    return 0;
+}
+
+/* Ages all due blocks of a list. Returns 0 without memory. */
+static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too) {
+    int aged = 1;
+    while (aged > 0)
+        aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
+    return aged == 0;
 }
 
 #endif /* TKVI_RECLAIM_AGE_H */

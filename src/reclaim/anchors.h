@@ -111,13 +111,21 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     kv->pool.token_meta[ids[i]].anchored_mask |= (uint64_t)1 << t;
 }
 
-/* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score. a:
+/* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
+static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
+    const int i = tkvi_block_at(kv, list, ids, tkvi_slot_position(kv, ids[0], slot));
+    return i > 0 && tkvi_is_discarded(&kv->pool.block[ids[i]]);
+}
+
+/* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score; -1: none. a:
  * attention scores of the slots of the sinks' block. */
-static int tkvi_anchor_place(const tkvi_block *sinks, int first, int last, const float *a) {
-    int t, least = first;
+static int tkvi_anchor_place(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int first,
+                             int last, const float *a) {
+    const tkvi_block *sinks = &kv->pool.block[ids[0]];
+    int t, least = -1;
     for (t = first; t < last; t++) {
         if (t >= sinks->n_packed || sinks->evicted_mask >> t & 1) return t;
-        if (a[t] < a[least]) least = t;
+        if ((least < 0 || a[t] < a[least]) && !tkvi_is_only_copy(kv, list, ids, t)) least = t;
     }
     return least;
 }
@@ -146,7 +154,8 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
         int slot;
         if (!(there >> t & 1)) continue;
         tkvi_decay_to_now(kv, ids[0], list->len, newest, a);
-        slot = tkvi_anchor_place(sinks, first, last, a);
+        slot = tkvi_anchor_place(kv, list, ids, first, last, a);
+        if (slot < 0) return;
         if (slot < sinks->n_packed && !(sinks->evicted_mask >> slot & 1)) {
             if (mine[t] <= a[slot]) continue;
             tkvi_remove_anchor(kv, list, ids, slot);

@@ -2,331 +2,78 @@
  * reclaim/budget.h - keeps everything that a cache holds within its budget. When bytes are needed, blocks are
  * recoded into smaller formats, oldest first.
  *
- *     append -> 1. forecast: does the append fit after some reclaim stages?             (tkvi_plan_reclaim)
- *                  If not: TKV_ERR_BUDGET. Nothing is recoded or evicted.
- *            -> 2. if the level's threshold is passed: recode some old blocks           (tkvi_recode_for_append)
- *            -> 3. while the append does not fit, the next of these reclaim stages:     (tkvi_reclaim_bytes)
- *                  a. recode every block that this level recodes, then go to the next level
- *                  b. offload the oldest blocks, if the config has a store (offload.h)
- *                  c. discard blocks that the caller's model can recompute (discard.h)
- *                  d. evict tokens (evict_tokens.h); first of all stages if only that order fits
+ *     append -> validate
+ *            -> reclaim   1. bytes that all stages together can free at most (tkvi_least_bytes). If they do not
+ *                            suffice: TKV_ERR_BUDGET, and nothing has changed.
+ *                         2. recode every block that this level recodes, then go to the next level
+ *                         3. offload the oldest blocks, if the config has a store (offload.h)
+ *                         4. bytes that stages 5 and 6 free at least (tkvi_bound_loss). If they do not suffice:
+ *                            TKV_ERR_BUDGET. No token was lost; blocks stay recoded and offloaded.
+ *                         5. discard blocks that the caller's model can recompute (discard.h)
+ *                         6. evict tokens (evict_tokens.h)
+ *                         7. in the place of a refusal by stage 4: recode blocks of any age for the archive, but
+ *                            not the last append
+ *            -> age -> store
  *
- * The forecast is arithmetic. A dry run (tkvi_peak) counts the slots that an operation takes. The number of blocks
- * of each size gives the pages in use exactly (cache/pool.h). Only eviction is not known exactly: how many blocks it
- * frees depends on the tokens that the policy chooses. tkvi_bound_eviction computes a lower bound. If the bound does
- * not suffice, tkvi_dry_run_floor is a dry run of the eviction: the policy chooses all victims that it may have. The
- * remaining tokens are merged into as few blocks as possible. The real eviction then does the same.
- *
- * Recoding needs a free page for each block size that it writes. These pages (pool.recode_pages) are held from the
- * first append on, and only recoding uses them. A list stores how many of its blocks the level has recoded
- * (tkvi_list.n_recoded, n_tightest). So the search for the next block looks at one or two blocks of a list.
+ * Each stage goes on until the request fits. All memory that the request needs is allocated before stage 5. So a call
+ * that discards or evicts cannot fail afterwards.
  *
  * The level rises if the average pressure demands it and this level has nothing left to recode. It also rises in
- * stage a. It falls if the pressure fell and all blocks would fit at the lower level. Blocks then keep their formats.
+ * stage 2. It falls if the pressure fell and all blocks would fit at the lower level. Blocks then keep their formats.
  */
 #ifndef TKVI_RECLAIM_BUDGET_H
 #define TKVI_RECLAIM_BUDGET_H
 
-#include "cache/lookup.h"
 #include "reclaim/discard.h"
 #include "reclaim/evict_tokens.h"
+#include "reclaim/stale.h"
 
-/* >>bytes */
-/* Bytes held, without free pages beyond pool.recode_pages. */
-static size_t tkvi_used_bytes(const tkv_cache *kv) {
-    const size_t recode_pages = (size_t)kv->pool.recode_pages, n_free = kv->pool.n_free_pages;
-    return kv->heap.held - (n_free > recode_pages ? n_free - recode_pages : 0) * kv->tables.page_bytes;
-}
-
-/* Bytes held, without pages. */
-static size_t tkvi_bytes_without_pages(const tkv_cache *kv) {
-    return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
-}
-
-/* Bytes of the new array if `cap` entries cannot hold n_entries, else 0. The old array is not subtracted: it is freed
- * only after the copy. */
-static size_t tkvi_growth_bytes(uint32_t cap, int64_t n_entries, size_t entry_bytes) {
-    return n_entries > (int64_t)cap ? (size_t)tkvi_cap_for(n_entries) * entry_bytes : 0;
-}
-
-/* >>the memory request of a call */
-/* Number of tokens that the last block of a list can still take. */
-static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                                const uint32_t *ids) {
-    int last = list->n - 1, capacity;
-    if (last < 0) return 0;
-    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
-        return 0; /* a flush recoded it before it was full */
-    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].n_packed)
-        return 0; /* a packed block: truncation removed the blocks after it */
-    capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
-    return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
-}
-
-/* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
-static int tkvi_n_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                             const uint32_t *ids, int n, int *sink) {
-    int n_tokens = n - tkvi_tail_free_slots(kv, p, list, ids);
-    *sink = n_tokens > 0 && list->len == 0 && p->sink > 0;
-    if (*sink) n_tokens -= p->sink;
-    return *sink + (n_tokens > 0 ? (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
-}
-
-/* Block numbers that a list must hold with n more tokens: its blocks, the new ones, and one more. */
-static int tkvi_n_list_entries(const tkv_cache *kv, int seq, int layer, int n) {
-    int sink;
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return list->n +
-           tkvi_n_new_blocks(kv, &kv->tables.plan[layer], list, tkvi_ids(kv, seq, layer), n, &sink) + 1;
-}
-
-/* Block numbers that the longest list of a row of a memory request must hold. layer < 0: of all layers. uses_n_left:
- * 1 leaves out the blocks that the forecast frees (tkvi_list.n_left). */
-static int tkvi_n_row_entries(const tkv_cache *kv, const tkv_rows *row, int layer, int uses_n_left) {
-    const int len_after = layer < 0 ? tkv_get_length(kv, row->seq, TKV_ALL_LAYERS) + row->n : 0;
-    int l, most = 0;
-    if (row->n == 0) return 0;
-    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
-        const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
-        const int n_new = layer < 0 ? len_after - list->len : row->n,
-                  n_freed = uses_n_left ? list->n - list->n_left : 0;
-        if (kv->tables.plan[l].stored_layer == l && n_new > 0)
-            most = tkvi_max(most, tkvi_n_list_entries(kv, row->seq, l, n_new) - n_freed);
-    }
-    return most;
-}
-
-/* Bytes of new arrays of the index (block table, lists, space of choices) if there are `blocks` blocks and the
- * memory request is served. uses_n_left: as in tkvi_n_row_entries. */
-static size_t tkvi_index_growth_bytes(const tkv_cache *kv, int64_t blocks, int uses_n_left) {
-    const tkvi_memory_request *request = &kv->memory_request;
-    size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, blocks + request->blocks,
-                                     tkvi_block_entry_bytes(&kv->tables.cfg));
-    int i, most = 0;
-    for (i = 0; i < request->n_rows; i++) {
-        const int n_entries = tkvi_n_row_entries(kv, &request->rows[i], request->layer, uses_n_left);
-        bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n_entries, sizeof(uint32_t)) *
-                 (size_t)kv->tables.cfg.model.n_layers;
-        most = tkvi_max(most, n_entries);
-    }
-    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
-}
-
-/* Clears the memory request. */
-static void tkvi_clear_request(tkv_cache *kv) {
-    memset(kv->slot_request, 0, (size_t)kv->tables.n_classes * sizeof *kv->slot_request);
-    memset(&kv->memory_request, 0, sizeof kv->memory_request);
-}
-
-/* Sets the memory request of an operation: slots from its dry run, tokens of lists from its rows. If the
- * operation gives back slots of a class, the request for that class is 0, not negative. layer: as in
- * tkvi_memory_request. */
-static void tkvi_set_request(tkv_cache *kv, const tkvi_peak *dry_run, const tkv_rows *rows, int n_rows,
-                             int layer) {
-    int64_t blocks = kv->pool.n_offloaded;
-    int c;
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t taken = kv->pool.used_slots[c] + kv->pool.reserved_slots[c],
-                      n_more = dry_run->live[c] - taken;
-        kv->slot_request[c] = n_more > 0 ? n_more : 0;
-        blocks += taken + kv->slot_request[c];
-    }
-    kv->memory_request.rows = rows;
-    kv->memory_request.n_rows = n_rows;
-    kv->memory_request.layer = layer;
-    kv->memory_request.blocks = dry_run->most_blocks - blocks;
-}
-
-/* >>forecast */
-/* All forecasts share one array of slots (kv->slot_request): a new forecast overwrites the slots of the last one. */
-typedef struct tkvi_forecast {
-    int64_t *slots;      /* [n_classes] slots in use, reserved or requested */
-    int64_t n_offloaded; /* blocks without a slot: offloaded or discarded */
-    int uses_n_left;     /* 1: lists have tkvi_list.n_left blocks */
-    int64_t extra_pages; /* pages to add, because the classes of the freed slots are unknown */
-} tkvi_forecast;
-
-/* Forecast of the present state with the memory request, without any reclaim. */
-static tkvi_forecast tkvi_forecast_now(tkv_cache *kv) {
-    tkvi_forecast forecast;
-    int c;
-    forecast.slots = kv->slot_request + kv->tables.n_classes;
-    forecast.n_offloaded = kv->pool.n_offloaded;
-    forecast.uses_n_left = 0;
-    forecast.extra_pages = 0;
-    for (c = 0; c < kv->tables.n_classes; c++)
-        forecast.slots[c] = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + kv->slot_request[c];
-    return forecast;
-}
-
-/* Bytes held in a forecast, with the pages for recoding and new arrays of the index and page table. *index, if not
- * NULL, gets the bytes of these arrays. Returns (size_t)-1 on overflow. */
-static size_t tkvi_forecast_bytes(const tkv_cache *kv, const tkvi_forecast *forecast, size_t *index) {
-    int64_t pages = kv->pool.recode_pages + forecast->extra_pages, blocks = forecast->n_offloaded;
-    size_t bytes, growth;
-    int c;
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        const int64_t slots = forecast->slots[c] > 0 ? forecast->slots[c] : 0;
-        pages += tkvi_pages_for(&kv->tables.size_class[c], slots);
-        blocks += slots;
-    }
-    growth = tkvi_index_growth_bytes(kv, blocks, forecast->uses_n_left);
-    if (!tkvi_add(growth, tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)), &growth))
-        return (size_t)-1;
-    if (index) *index = growth;
-    if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, growth, &bytes))
-        return (size_t)-1;
-    return bytes;
-}
-
-/* Bytes held if the memory request is served without any reclaim. */
-static size_t tkvi_requested_bytes(tkv_cache *kv) {
-    const tkvi_forecast now = tkvi_forecast_now(kv);
-    return tkvi_forecast_bytes(kv, &now, NULL);
-}
-
-/* >>stale blocks */
-/* A stale block: the tier spec of the level demands a layout with fewer bytes for it. */
-typedef struct tkvi_stale {
-    int seq, layer, i, layout; /* layout: the smaller one */
-    tkv_tier due;
-} tkvi_stale;
-
-/* The present layout of a stale block. */
-static const tkvi_layout *tkvi_layout_at(const tkv_cache *kv, const tkvi_stale *s) {
-    return &kv->tables.layout[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].layout];
-}
-
-/* 1 if any sequence has an open step. */
-static int tkvi_has_open_step(const tkv_cache *kv) {
-    int seq, open = 0;
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) open |= kv->seq[seq].in_step;
-    return open;
-}
-
-/* The tier that a tier spec demands for a block of a list. TKV_TIER_HOT: the block must stay as it is. start, end:
- * its positions. is_last: 1 for the last block. can_learn: 1 if missing tables can be learned now. Otherwise blocks
- * wait for them. */
-static tkv_tier tkvi_due_tier_of(const tkv_cache *kv, int seq, int layer, int start, int end, int is_last,
-                                 const tkvi_tier_spec *spec, int can_learn) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    tkv_tier due = tkvi_tier_by_age(spec, spec->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (end > list->chunk_start || (is_last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
-    while (spec->needs_table[due] && kv->tables.current_version[layer] < 0 && !can_learn)
-        due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
-    return due;
-}
-
-/* tkvi_due_tier_of for block i of a list. */
-static tkv_tier tkvi_due_tier(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec,
-                              int can_learn) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    return tkvi_due_tier_of(kv, seq, layer, tkvi_block_start(kv, ids, i), tkvi_block_end(kv, list, ids, i),
-                            i + 1 == list->n, spec, can_learn);
-}
-
-/* Counts block i as recoded for the tier `due`. All blocks before it are counted already. Each tier of a list is a
- * range of consecutive blocks, so only counts change. */
-static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
-    if (i >= list->sinks + list->archive + list->warm) list->warm++;
-    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
-        list->warm--;
-        list->archive++;
-    }
-    if (due == TKV_TIER_ARCHIVE) list->n_tightest++;
-    list->n_recoded = tkvi_max(list->n_recoded, i + 1 - list->sinks);
-}
-
-/* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Passed
- * blocks that are due but not stale count as recoded from now on. */
-static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, tkvi_stale *stale) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
-    for (;;) {
-        int i = list->sinks + list->n_tightest;
-        tkv_tier due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
-        const tkvi_block *b;
-        if (due != TKV_TIER_ARCHIVE) {
-            i = list->sinks + list->n_recoded;
-            due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
-        }
-        if (due == TKV_TIER_HOT) return 0;
-        b = &kv->pool.block[ids[i]];
-        stale->layout = tkvi_layout_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, stale->layout)) {
-            stale->seq = seq;
-            stale->layer = layer;
-            stale->i = i;
-            stale->due = due;
-            return 1;
-        }
-        tkvi_count_recoded(list, i, due);
-    }
-}
-
-/* The slots that a recoded block may take: any; slots in pages that the pool holds; slots in partial pages of its
- * class. */
-typedef enum tkvi_where { TKVI_ANYWHERE, TKVI_IN_FREE_PAGES, TKVI_IN_OPEN_PAGES } tkvi_where;
-
-static int tkvi_has_slot(const tkv_cache *kv, int layout, tkvi_where where) {
-    if (where == TKVI_ANYWHERE || kv->pool.partial_pages[kv->tables.layout[layout].size_class] != TKVI_NIL)
-        return 1;
-    return where == TKVI_IN_FREE_PAGES && (int64_t)kv->pool.n_free_pages > tkvi_reserved_pages(&kv->pool);
-}
-
-/* Finds the oldest stale block of all lists that has a slot of the kind `where`. 0: there is none. learns: 1
- * includes blocks that wait for a table, because the table can be learned from the present blocks. */
-static int tkvi_find_stale(tkv_cache *kv, tkvi_where where, int learns, tkvi_stale *oldest) {
-    int seq, layer, found = 0, oldest_age = -1, can_learn = learns && !tkvi_has_open_step(kv);
+/* The largest part of what is held: its name, and its bytes. */
+static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
+    static const char *const names[] = {"exact tokens", "encoded tokens", "tables",
+                                        "work space, index and free pages"};
+    size_t parts[] = {0, 0, 0, 0};
+    int seq, layer, i, largest = 0;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            tkvi_stale stale;
-            int age;
-            if (list->n == 0 || !tkvi_find_stale_in(kv, seq, layer, can_learn, &stale)) continue;
-            age = list->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), stale.i);
-            if (age <= oldest_age || !tkvi_has_slot(kv, stale.layout, where)) continue;
-            oldest_age = age;
-            *oldest = stale;
-            found = 1;
+            for (i = 0; i < list->n; i++) {
+                const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+                if (!tkvi_is_offloaded(b))
+                    parts[tkvi_tier_at(list, i) != TKV_TIER_HOT] +=
+                        kv->tables.layout[b->layout].bytes.total / b->refs;
+            }
         }
-    return found;
+    parts[2] = kv->table_bytes + tkvi_learning_bytes(kv);
+    parts[3] = kv->heap.held - parts[0] - parts[1] - parts[2];
+    for (i = 1; i < 4; i++)
+        if (parts[i] > parts[largest]) largest = i;
+    *bytes = parts[largest];
+    return names[largest];
 }
 
-/* Writes the error of an operation that does not fit even after all reclaim stages. bytes: the fewest bytes found. */
+/* Writes the error of a call that does not fit even after all stages. bytes: what it would take then. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
-    tkv_status st = tkvi_fail(kv, TKV_ERR_BUDGET, "the last level would need", (int64_t)bytes,
-                              " bytes, more than the budget; reset a sequence or raise it");
-    if (kv->store_failed)
-        st = tkvi_fail(kv, TKV_ERR_BUDGET, "cfg.offload.write failed, and without it there is no room", 0,
-                       NULL);
+    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    size_t largest;
+    const char *part = tkvi_find_largest_part(kv, &largest);
+    if (kv->store_failed) {
+        tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
+    } else {
+        tkvi_append_text(&t, "the call needs ");
+        tkvi_append_int(&t, (int64_t)bytes);
+        tkvi_append_text(&t, " bytes, more than the budget; ");
+        tkvi_append_int(&t, (int64_t)largest);
+        tkvi_append_text(&t, " of those held are ");
+        tkvi_append_text(&t, part);
+        tkvi_append_text(&t, "; reset a sequence or raise it");
+    }
     kv->refused++;
     tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->error);
-    return st;
+    return TKV_ERR_BUDGET;
 }
 
 /* >>levels */
-/* Offloads the oldest block of all lists that can be offloaded. 0: there is none, or the store failed. */
-static int tkvi_offload_oldest(tkv_cache *kv) {
-    int seq, layer, oldest_age = -1, oldest_seq = 0, oldest_layer = 0;
-    if (!tkvi_can_store(kv)) return 0;
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-            const int i = tkvi_find_offloadable(kv, seq, layer);
-            int age;
-            if (i < 0) continue;
-            age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
-            if (age <= oldest_age) continue;
-            oldest_age = age;
-            oldest_seq = seq;
-            oldest_layer = layer;
-        }
-    return oldest_age >= 0 && tkvi_offload_next(kv, oldest_seq, oldest_layer);
-}
-
 /* Ends all reservations. Called when the plan changes without a budget, or when a budget begins or ends. Reserved
  * slots were counted for the old plan. */
 static void tkvi_end_reservations(tkv_cache *kv) {
@@ -359,443 +106,241 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
                                  : "the pressure fell: new tokens get more bits");
 }
 
-/* >>reclaim stages */
-/* Bits of kv->reclaim_stages. Every forecast at a level recodes all stale blocks, or with TKVI_LOOSEN does the
- * opposite. The other bits add stages. tkvi_reclaim_bytes applies the bits with which the forecast did fit. */
-typedef enum tkvi_reclaim_stages {
-    TKVI_LOOSEN = 1,          /* forecast only: blocks smaller than the level demands grow to its layout */
-    TKVI_OFFLOAD_ALL = 2,     /* offload and discard all blocks that can be */
-    TKVI_EVICT = 4,           /* evict tokens, except offloaded and discarded ones */
-    TKVI_EVICT_ALL = 8,       /* evict offloaded and discarded tokens as well */
-    TKVI_EVICT_TO_FLOOR = 16, /* evict each list to its floor and merge it; a dry run knows the victims */
-    TKVI_EVICT_FIRST = 32     /* evict before all other stages */
-} tkvi_reclaim_stages;
-
-/* The tokens of a sequence that eviction spares in a forecast with these reclaim stages. spec: of the level. */
-static tkvi_spared tkvi_build_spared(const tkv_cache *kv, int seq, const tkvi_tier_spec *spec, int level,
-                                     int reclaim_stages) {
-    tkvi_spared spared;
-    memset(&spared, 0, sizeof spared);
-    spared.offloaded = !(reclaim_stages & TKVI_EVICT_ALL);
-    if (reclaim_stages & TKVI_OFFLOAD_ALL) spared.tier_spec = spec;
-    if (TKVI_HAS_DISCARD && reclaim_stages & TKVI_OFFLOAD_ALL && kv->tables.cfg.budget.discard &&
-        tkvi_is_idle(kv, seq))
-        spared.discarded_to = tkvi_discardable_to(kv, seq, level);
-    return spared;
+/* >>offloading */
+/* Offloads the oldest block of all lists that can be offloaded. 0: there is none, or the store failed. */
+static int tkvi_offload_oldest(tkv_cache *kv) {
+    int seq, layer, oldest_age = -1, oldest_seq = 0, oldest_layer = 0;
+    if (!tkvi_can_store(kv)) return 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const int i = tkvi_find_offloadable(kv, seq, layer);
+            int age;
+            if (i < 0) continue;
+            age = tkvi_list_of(kv, seq, layer)->len - tkvi_block_start(kv, tkvi_ids(kv, seq, layer), i);
+            if (age <= oldest_age) continue;
+            oldest_age = age;
+            oldest_seq = seq;
+            oldest_layer = layer;
+        }
+    return oldest_age >= 0 && tkvi_offload_next(kv, oldest_seq, oldest_layer);
 }
 
-/* 1 if the policy chooses the same victims whether or not blocks are recoded or offloaded before. Otherwise a dry
- * run cannot choose them: policies that read keys would see recoded keys, and a user policy is the caller's. */
-static int tkvi_can_forecast_victims(const tkv_cache *kv) {
+/* >>bounds */
+/* A layout that a block of a list could have; -1: no slot. */
+typedef int (*tkvi_choose_layout)(tkv_cache *kv, int seq, int layer, int i);
+
+/* Changes a demand as if each block behind the sinks that is in RAM, and that one list holds, had another layout. */
+static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_demand *demand) {
+    int seq, layer, i;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            for (i = list->sinks; i < list->n; i++) {
+                const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+                const int own = b->layout;
+                int layout;
+                if (b->refs > 1 || tkvi_is_offloaded(b)) continue;
+                layout = choose(kv, seq, layer, i);
+                tkvi_demand_blocks(&kv->pool, own, -1, demand);
+                if (layout >= 0) tkvi_demand_blocks(&kv->pool, layout, 1, demand);
+            }
+        }
+}
+
+/* The smallest layout that block i can get by any stage; -1: a stage may free its slot. */
+static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
+    const int max_level = kv->pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
+    int level, least = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout;
+    if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->seq[seq].in_step &&
+        i + 1 < tkvi_list_of(kv, seq, layer)->n)
+        return -1;
+    for (level = kv->tables.level; level <= max_level; level++) {
+        const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &specs[level], can_learn);
+        if ((tkvi_can_store(kv) ||
+             (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))) &&
+            tkvi_can_offload(kv, seq, layer, i, &specs[level]))
+            return -1;
+        if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, least, specs[level].layout[due]))
+            least = specs[level].layout[due];
+    }
+    return least;
+}
+
+/* Lower bound of the bytes held after all stages, with the request: each block at its smallest, pages all full. */
+static size_t tkvi_least_bytes(tkv_cache *kv, const tkvi_request *request) {
+    tkvi_demand demand = tkvi_demand_of(kv, request);
+    size_t bytes = tkvi_bytes_without_pages(kv) + (size_t)kv->pool.recode_pages * kv->tables.page_bytes;
+    int c;
+    kv->recodes_young = 1;
+    tkvi_exchange_blocks(kv, tkvi_least_layout, &demand);
+    kv->recodes_young = 0;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t slots = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + demand.slots[c];
+        if (slots > 0) bytes += (size_t)slots * kv->tables.size_class[c].slot_bytes;
+    }
+    return bytes;
+}
+
+/* 1 if a policy evicts the same tokens in one batch as in many. Policies that pool scores see other neighbours in each
+ * batch. Those that read keys see other keys after blocks are merged. A user policy is the caller's. */
+static int tkvi_has_known_victims(const tkv_cache *kv) {
     const tkv_evict_policy policy = kv->tables.cfg.evict.policy;
-    return policy && policy != TKV_EVICT_USER && !(tkvi_evict_needs(policy) & TKVI_NEEDS_KEYS) &&
-           (!(tkvi_evict_needs(policy) & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
+    const int needs = tkvi_evict_needs(policy);
+    return policy && policy != TKV_EVICT_USER && !(needs & (TKVI_NEEDS_KEYS | TKVI_NEEDS_PROMPT_SCORES)) &&
+           (!(needs & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* The floor of a list: the number of tokens that TKVI_EVICT_TO_FLOOR leaves. It is the number of tokens that cannot
- * be evicted, and kv->kept_eighths eighths of the others. */
-static int tkvi_n_floor_tokens(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
-    const int n_staying = tkvi_n_staying(kv, seq, layer, spared);
-    const int64_t n_others = tkvi_max(0, tkvi_n_live(kv, seq, layer) - n_staying);
-    return n_staying + (int)(n_others * kv->kept_eighths / 8);
-}
-
-/* Evicts one list to its floor and merges its blocks. 0: the list is empty, or its sequence has an open step. */
-static int tkvi_evict_to_floor(tkv_cache *kv, int seq, int layer, int offloaded_too) {
-    tkvi_spared spared;
-    memset(&spared, 0, sizeof spared);
-    spared.offloaded = !offloaded_too;
-    if (kv->seq[seq].in_step || tkvi_list_of(kv, seq, layer)->n == 0) return 0;
-    tkvi_evict_or_oldest(kv, seq, layer, tkvi_n_floor_tokens(kv, seq, layer, &spared), &spared, 1);
-    return 1;
-}
-
-/* A block in a dry run. */
-typedef struct tkvi_planned_block {
-    uint64_t anchored;
-    int start, tokens, layout;
+/* A stretch: neighbours in RAM with one tier and one format. Only within a stretch blocks are merged. */
+typedef struct tkvi_stretch {
+    int n_blocks, n_used; /* blocks; used slots after eviction */
+    int first, layout;    /* first position */
+    int is_anchored;      /* 1: neighbours merge only if all tokens fit */
     tkv_tier tier;
-    int shared;    /* 1: several lists hold it, so it cannot be freed, merged or recoded */
-    int offloaded; /* 1: it has no slot (offloaded or discarded) */
-} tkvi_planned_block;
+} tkvi_stretch;
 
-/* Dry run of tkvi_join_blocks with as many tokens as tkvi_n_joinable allows with `fill`. end: end position of b.
- * Returns 1 if b is empty then. */
-static int tkvi_dry_run_join(const tkv_cache *kv, tkvi_planned_block *a, tkvi_planned_block *b, int end) {
-    const tkvi_layout *layout = kv->tables.layout;
-    const int n_free = TKVI_BLOCK - a->tokens;
-    if (a->shared || b->shared || a->offloaded || b->offloaded || a->tier != b->tier ||
-        tkvi_has_fixed_slots(kv))
-        return 0;
-    if (layout[a->layout].key != layout[b->layout].key || end - a->start > 65536) return 0;
-    if (b->tokens > n_free && a->anchored | b->anchored) return 0;
-    a->anchored |= b->anchored;
-    a->tokens += tkvi_min(b->tokens, n_free);
-    b->tokens -= tkvi_min(b->tokens, n_free);
-    return b->tokens == 0;
+/* Ends a stretch at position `end`: subtracts the blocks that eviction and merging surely free. Merged blocks are
+ * full, except the last one, and span at most 65536 positions. n_staying: tokens of the list that may stay; -1: n_used
+ * is exact. */
+static void tkvi_end_stretch(const tkv_cache *kv, tkvi_stretch *stretch, int end, int n_staying,
+                             tkvi_demand *demand) {
+    const int n_used = n_staying < 0 ? stretch->n_used : tkvi_min(stretch->n_used, n_staying);
+    const int n_full =
+        stretch->is_anchored ? 2 * n_used / TKVI_BLOCK + 1 : (n_used + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int n_kept = n_full + (end - stretch->first) / 32768;
+    if (stretch->n_blocks > n_kept && !tkvi_has_fixed_slots(kv))
+        tkvi_demand_blocks(&kv->pool, stretch->layout, n_kept - stretch->n_blocks, demand);
+    memset(stretch, 0, sizeof *stretch);
 }
 
-/* Plans the blocks of a list after eviction to its floor and merging. Returns their number and points *out
- * to them. spec: all blocks are recoded by this tier spec before, and offloaded or discarded as `spared` says. NULL:
- * blocks are as they are now. *out is valid until the next choice of victims, because it lies in kv->choice_space. */
-static int tkvi_dry_run_floor(tkv_cache *kv, int seq, int layer, const tkvi_spared *spared,
-                              const tkvi_tier_spec *spec, tkvi_planned_block **out) {
+/* Subtracts from a demand what stage 6 surely frees of a list: eviction of all tokens that may be evicted, and merging.
+ * victims: those of the policy, or NULL. Without them each stretch may keep all n_staying tokens. */
+static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discarded_to, int n_staying,
+                                  const tkvi_choice *victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int can_learn = !tkvi_has_open_step(kv);
-    tkvi_planned_block *planned;
-    tkvi_choice choice;
-    int i, t, token = 0, n = 0;
-    tkvi_choose_victims_or_oldest(kv, seq, layer, tkvi_n_floor_tokens(kv, seq, layer, spared), spared,
-                                  &choice);
-    *out = planned = (tkvi_planned_block *)(void *)choice.score; /* the scores are no longer needed */
-    for (i = 0; i < list->n; i++) {
+    tkvi_stretch stretch;
+    int i, t, token = 0, n_offloaded = 0;
+    memset(&stretch, 0, sizeof stretch);
+    for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const int in_ram =
+            !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to);
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
-        tkvi_planned_block *block = &planned[n];
-        for (t = 0; t < TKVI_BLOCK; t++)
-            if (choosable >> t & 1 && tkvi_has(choice.victims, token++)) used &= ~((uint64_t)1 << t);
-        block->anchored = kv->pool.token_meta[ids[i]].anchored_mask;
-        block->start = tkvi_block_start(kv, ids, i);
-        block->tokens = tkvi_n_bits(used);
-        block->layout = b->layout;
-        block->tier = tkvi_tier_at(list, i);
-        block->shared = b->refs > 1;
-        block->offloaded = !block->shared && tkvi_has_no_slot(kv, seq, layer, i, spared);
-        if (spec && i >= list->sinks && !block->shared && !block->offloaded) {
-            const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, spec, can_learn);
-            if (due != TKV_TIER_HOT) block->tier = due;
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]))
-                block->layout = spec->layout[due];
-        }
-        if (i + 1 < list->n && block->tokens == 0 && !block->shared && !(n > 0 && block[-1].shared)) continue;
-        if (i + 1 < list->n && i > list->sinks && n > 0 &&
-            tkvi_dry_run_join(kv, block - 1, block, tkvi_block_end(kv, list, ids, i)))
+        for (t = 0; t < TKVI_BLOCK && victims; t++)
+            if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
+        if (stretch.n_blocks &&
+            (!in_ram || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
+            tkvi_end_stretch(kv, &stretch, b->start, victims ? -1 : n_staying, demand);
+        if (victims && !used) { /* empty blocks are freed first */
+            demand->entries--;
+            if (in_ram) demand->slots[kv->tables.layout[b->layout].size_class]--;
             continue;
-        if (block->tokens < tkvi_n_bits(used)) { /* its first tokens moved: it starts at the next one */
-            used &= ~tkvi_first_bits(used, tkvi_n_bits(used) - block->tokens);
-            for (t = 0; !(used >> t & 1);) t++;
-            block->start = tkvi_slot_position(kv, ids[i], t);
         }
-        n++;
-    }
-    return n;
-}
-
-/* Number of sinks' blocks among the n blocks of tkvi_dry_run_floor: 0 or 1. */
-static int tkvi_dry_run_sinks(const tkv_cache *kv, int seq, int layer, const tkvi_planned_block *planned,
-                              int n) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return n && list->sinks && planned->start == tkvi_block_start(kv, tkvi_ids(kv, seq, layer), 0);
-}
-
-/* Dry run of tkvi_discardable_to after all layers were evicted to their floor. */
-static int tkvi_dry_run_discardable_to(tkv_cache *kv, int seq, int level, const tkvi_spared *spared) {
-    int layer, i, n, to = TKVI_FOREVER;
-    if (!TKVI_HAS_DISCARD || !kv->tables.cfg.budget.discard || !tkvi_is_idle(kv, seq)) return 0;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const int len = tkvi_list_of(kv, seq, layer)->len;
-        const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-        tkvi_planned_block *planned;
-        if (tkvi_list_of(kv, seq, layer)->n == 0) continue;
-        n = tkvi_dry_run_floor(kv, seq, layer, spared, NULL, &planned);
-        i = tkvi_dry_run_sinks(kv, seq, layer, planned, n);
-        while (i + 2 < n && !planned[i].shared && tkvi_is_old(kv, seq, layer, planned[i + 1].start, spec))
-            i++;
-        to = tkvi_min(to, i < n ? planned[i].start : len);
-    }
-    return to;
-}
-
-/* Replaces a list in a forecast by its blocks at the floor. */
-static void tkvi_add_floor(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
-                           tkvi_forecast *forecast) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
-    const int evicts_first = reclaim_stages & TKVI_EVICT_FIRST;
-    const tkvi_spared spared = tkvi_build_spared(
-        kv, seq, spec, level, evicts_first ? reclaim_stages & ~TKVI_OFFLOAD_ALL : reclaim_stages);
-    const int discarded_to = evicts_first && reclaim_stages & TKVI_OFFLOAD_ALL
-                                 ? tkvi_dry_run_discardable_to(kv, seq, level, &spared)
-                                 : 0;
-    tkvi_planned_block *planned;
-    int i, sinks;
-    list->n_left = tkvi_dry_run_floor(kv, seq, layer, &spared, evicts_first ? NULL : spec, &planned);
-    for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (b->refs > 1) continue;
-        if (tkvi_is_offloaded(b)) forecast->n_offloaded--;
-        else forecast->slots[kv->tables.layout[b->layout].size_class]--;
-    }
-    sinks = tkvi_dry_run_sinks(kv, seq, layer, planned, list->n_left);
-    for (i = 0; i < list->n_left; i++) {
-        tkvi_planned_block *b = &planned[i];
-        const int end = i + 1 < list->n_left ? b[1].start : list->len;
-        if (b->shared) continue;
-        if (evicts_first && reclaim_stages & TKVI_OFFLOAD_ALL && i >= sinks &&
-            !b->offloaded) { /* then the other stages */
-            const tkv_tier due = tkvi_due_tier_of(kv, seq, layer, b->start, end, i + 1 == list->n_left, spec,
-                                                  !tkvi_has_open_step(kv));
-            if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]))
-                b->layout = spec->layout[due];
-            b->offloaded = end <= discarded_to || (tkvi_can_store(kv) && i + 2 < list->n_left &&
-                                                   tkvi_is_old(kv, seq, layer, end, spec));
-        }
-        if (b->offloaded) forecast->n_offloaded++;
-        else forecast->slots[kv->tables.layout[b->layout].size_class]++;
-    }
-}
-
-/* Lower bounds of what eviction in batches takes from a list, after all other stages. */
-typedef struct tkvi_evict_bound {
-    int oldest_tokens;    /* tokens in RAM, if the policy evicts the oldest first; else 0 */
-    int blocks_in_ram;    /* blocks in RAM for other policies; which blocks is unknown */
-    int offloaded_blocks; /* blocks without a slot; each of the other blocks may keep one token */
-} tkvi_evict_bound;
-
-/* The tier and the layout of block i after all stale blocks are recoded by a tier spec. */
-static tkv_tier tkvi_tier_after_recoding(const tkv_cache *kv, int seq, int layer, int i,
-                                         const tkvi_tier_spec *spec, int *layout) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
-    const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv));
-    *layout = due != TKV_TIER_HOT && tkvi_is_smaller(kv, b->layout, spec->layout[due]) ? spec->layout[due]
-                                                                                       : b->layout;
-    return due != TKV_TIER_HOT ? due : tkvi_tier_at(list, i);
-}
-
-/* Computes these bounds for a list. They are 0 in an open step, or if several lists hold a block of it.
- *
- * Two neighbours that cannot be merged into one block hold more than 64 tokens together. So n_staying tokens leave at
- * most 2 * n_staying / 64 blocks, and one more at the end of each stretch. Blocks merge only within a stretch: a
- * range of one tier and one format, with at most 65536 positions. If tokens cannot move (tkvi_has_fixed_slots),
- * blocks are never merged. If the policy evicts the oldest tokens first, the freed blocks are known. They are
- * unknown if recoding can make anchors before. */
-static tkvi_evict_bound tkvi_bound_eviction(const tkv_cache *kv, int seq, int layer,
-                                            const tkvi_tier_spec *spec, const tkvi_spared *spared) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int oldest_first =
-        tkvi_evict_row_of(kv->tables.cfg.evict.policy)->in_order && !kv->tables.cfg.tiers.n_anchors;
-    int i, n_staying, stretches = 1 + list->len / 32768, is_shared = 0, previous_key = -1, n_offloaded = 0,
-                      offloaded_tokens = 0, tokens_in_ram = 0;
-    tkvi_evict_bound freed = {0, 0, 0};
-    tkv_tier previous_tier = TKV_TIER_HOT;
-    if (kv->seq[seq].in_step || list->n == 0) return freed;
-    n_staying = tkvi_n_staying(kv, seq, layer, spared);
-    for (i = 0; i < list->n; i++) {
-        const int n_live = tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
-        is_shared |= kv->pool.block[ids[i]].refs > 1;
         if (i < list->sinks) continue;
-        if (tkvi_has_no_slot(kv, seq, layer, i, spared)) {
-            n_offloaded++;
-            offloaded_tokens += n_live;
-            previous_key = -1;
-        } else {
-            int layout;
-            const tkv_tier tier = tkvi_tier_after_recoding(kv, seq, layer, i, spec, &layout);
-            stretches += kv->tables.layout[layout].key != previous_key || tier != previous_tier;
-            previous_key = kv->tables.layout[layout].key;
-            previous_tier = tier;
-            tokens_in_ram += n_live;
-        }
+        n_offloaded += !in_ram;
+        if (!in_ram) continue;
+        if (!stretch.n_blocks) stretch.first = b->start;
+        stretch.n_blocks++;
+        stretch.n_used += tkvi_n_bits(used);
+        stretch.layout = b->layout;
+        stretch.tier = tkvi_tier_at(list, i);
+        stretch.is_anchored |= kv->pool.token_meta[ids[i]].anchored_mask != 0;
     }
-    if (is_shared || (tkvi_has_fixed_slots(kv) && !oldest_first)) return freed;
-    if (!spared->offloaded) freed.offloaded_blocks = tkvi_max(0, n_offloaded - n_staying);
-    else n_staying -= offloaded_tokens;
-    if (oldest_first) freed.oldest_tokens = tkvi_max(0, tokens_in_ram - n_staying);
-    else
-        freed.blocks_in_ram =
-            tkvi_max(0, list->n - list->sinks - n_offloaded - stretches - 2 * n_staying / TKVI_BLOCK);
-    return freed;
+    if (stretch.n_blocks) tkvi_end_stretch(kv, &stretch, list->len, victims ? -1 : n_staying, demand);
+    if (!victims) demand->entries -= tkvi_max(0, n_offloaded - n_staying);
 }
 
-/* Frees n blocks of a list in a forecast. n_in_class: the blocks of the list in each class. Which n blocks will be
- * freed is unknown. Assume the smallest (a lower bound). Any class of the list may then have one more page that is
- * not full. These classes are marked in `mixed`. */
-static void tkvi_subtract_smallest_blocks(tkv_cache *kv, int n, int64_t *n_in_class,
-                                          tkvi_forecast *forecast) {
-    int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
-    while (n > 0) {
-        int c, smallest = -1;
-        for (c = 0; c < kv->tables.n_classes; c++)
-            if (n_in_class[c] > 0 &&
-                (smallest < 0 || kv->tables.size_class[c].slots > kv->tables.size_class[smallest].slots))
-                smallest = c;
-        if (smallest < 0) return;
-        for (c = 0; c < kv->tables.n_classes; c++) mixed[c] |= n_in_class[c] > 0;
-        forecast->slots[smallest] -= tkvi_min((int)n_in_class[smallest], n);
-        n -= (int)n_in_class[smallest];
-        n_in_class[smallest] = 0;
-    }
-}
-
-/* Replaces the blocks of a list in a forecast by those after recoding at a level and after the reclaim stages. */
-static void tkvi_add_list_at(tkv_cache *kv, int seq, int layer, int level, int reclaim_stages,
-                             tkvi_forecast *forecast) {
-    const tkvi_tables *t = &kv->tables;
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+/* Subtracts what stages 5 and 6 surely free of a list. knows_victims: 1 asks the policy which tokens it evicts. */
+static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_victims, tkvi_demand *demand) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
-    const tkvi_spared spared = tkvi_build_spared(kv, seq, spec, level, reclaim_stages);
-    int64_t *n_in_class = kv->slot_request + 2 * t->n_classes;
-    tkvi_evict_bound freed = {0, 0, 0};
-    tkv_evict_config evict;
-    int i;
-    memset(n_in_class, 0, (size_t)t->n_classes * sizeof *n_in_class);
-    if (TKVI_HAS_EVICT) (void)tkvi_evict_fill(&t->cfg.evict, &evict);
-    if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT)
-        freed = tkvi_bound_eviction(kv, seq, layer, spec, &spared);
-    list->n_left = list->n - freed.blocks_in_ram;
-    for (i = list->sinks; i < list->n; i++) {
+    int i, n_staying, discarded_to = 0, is_shared = 0;
+    tkvi_spared none;
+    tkvi_choice choice;
+    if (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
+        discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
+    for (i = 0; i < list->n; i++) {
         const tkvi_block *b = &kv->pool.block[ids[i]];
-        int is_freed = 0, layout;
-        if (b->refs > 1) continue;
-        if (tkvi_has_no_slot(kv, seq, layer, i, &spared)) {
-            is_freed = freed.offloaded_blocks-- > 0;
-            if (!tkvi_is_offloaded(b)) forecast->slots[t->layout[b->layout].size_class]--;
-            forecast->n_offloaded += !is_freed - tkvi_is_offloaded(b);
-            list->n_left -= is_freed;
-            continue;
-        }
-        if (TKVI_HAS_EVICT && freed.oldest_tokens > 0) {
-            freed.oldest_tokens -= tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
-            is_freed = freed.oldest_tokens >= 0 && i + 1 < list->n &&
-                       !tkvi_live_pinned_mask(kv, list, ids, i) &&
-                       tkvi_block_start(kv, ids, i) >= evict.sink_tokens;
-        }
-        if (reclaim_stages & TKVI_LOOSEN) {
-            layout = spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv))];
-            if (!tkvi_is_smaller(kv, layout, b->layout)) layout = b->layout;
-        } else {
-            (void)tkvi_tier_after_recoding(kv, seq, layer, i, spec, &layout);
-        }
-        forecast->slots[t->layout[b->layout].size_class]--;
-        forecast->slots[t->layout[layout].size_class] += !is_freed;
-        n_in_class[t->layout[layout].size_class]++;
-        list->n_left -= is_freed;
+        is_shared |= b->refs > 1;
+        if (i >= list->sinks && !tkvi_is_offloaded(b) && tkvi_block_end(kv, list, ids, i) <= discarded_to)
+            demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
-    tkvi_subtract_smallest_blocks(kv, freed.blocks_in_ram, n_in_class, forecast);
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || is_shared || !list->n)
+        return;
+    memset(&none, 0, sizeof none);
+    n_staying = tkvi_n_staying(kv, seq, layer, &none);
+    if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, &none, &choice);
+    tkvi_subtract_evicted(kv, seq, layer, discarded_to, n_staying, knows_victims ? &choice : NULL, demand);
 }
 
-/* Forecast at a level after these reclaim stages, with the memory request. */
-static tkvi_forecast tkvi_forecast_level(tkv_cache *kv, int level, int reclaim_stages) {
-    tkvi_forecast forecast = tkvi_forecast_now(kv);
-    int64_t *mixed = kv->slot_request + 3 * kv->tables.n_classes;
-    int seq, layer, c, n = 0;
-    forecast.uses_n_left = 1;
-    memset(mixed, 0, (size_t)kv->tables.n_classes * sizeof *mixed);
+/* Block numbers that the longest list of a row needs when stage 6 surely freed blocks. */
+static int tkvi_n_entries_after(tkv_cache *kv, const tkv_rows *row, int layer, int knows_victims) {
+    int l, most = 0;
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
+        tkvi_demand demand = tkvi_no_demand();
+        if (tkvi_list_of(kv, row->seq, l)->n) tkvi_subtract_loss(kv, row->seq, l, knows_victims, &demand);
+        most = tkvi_max(most, tkvi_n_row_entries(kv, row, l) + (int)demand.entries);
+    }
+    return most;
+}
+
+static int tkvi_n_entries_by_counts(tkv_cache *kv, const tkv_rows *row, int layer) {
+    return tkvi_n_entries_after(kv, row, layer, 0);
+}
+
+static int tkvi_n_entries_by_victims(tkv_cache *kv, const tkv_rows *row, int layer) {
+    return tkvi_n_entries_after(kv, row, layer, 1);
+}
+
+/* What stages 5 and 6 surely leave. */
+typedef struct tkvi_bounds_after_loss {
+    int64_t entries, pages; /* of the block table; with the request */
+    tkvi_row_need row_need; /* block numbers of the lists then */
+    size_t growth;          /* bytes of larger index arrays that are needed even then */
+} tkvi_bounds_after_loss;
+
+static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request *request, int knows_victims) {
+    tkvi_bounds_after_loss bounds;
+    tkvi_demand demand = tkvi_demand_of(kv, request);
+    int seq, layer;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            if (TKVI_HAS_EVICT && reclaim_stages & TKVI_EVICT_TO_FLOOR && !kv->seq[seq].in_step &&
-                tkvi_list_of(kv, seq, layer)->n)
-                tkvi_add_floor(kv, seq, layer, level, reclaim_stages, &forecast);
-            else tkvi_add_list_at(kv, seq, layer, level, reclaim_stages, &forecast);
-    for (c = 0; c < kv->tables.n_classes; c++) n += mixed[c] != 0;
-    forecast.extra_pages = tkvi_max(0, n - 1);
-    return forecast;
+            tkvi_subtract_loss(kv, seq, layer, knows_victims, &demand);
+    bounds.row_need = knows_victims ? tkvi_n_entries_by_victims : tkvi_n_entries_by_counts;
+    bounds.pages = tkvi_pages_for_demand(&kv->pool, &demand);
+    bounds.entries = tkvi_entries_for_demand(&kv->pool, &demand);
+    bounds.growth = tkvi_index_growth_bytes(kv, request, bounds.entries, bounds.row_need);
+    return bounds;
 }
 
-/* 1 if the memory request fits into the budget at the last level after these reclaim stages. *bytes: lowered to the
- * bytes held then. Sets kv->reclaim_stages and kv->kept_eighths. */
-static int tkvi_try_stages(tkv_cache *kv, int reclaim_stages, int kept_eighths, size_t budget,
-                           size_t *bytes) {
-    tkvi_forecast forecast;
-    size_t needed;
-    kv->reclaim_stages = reclaim_stages;
-    kv->kept_eighths = kept_eighths;
-    forecast = tkvi_forecast_level(kv, kv->pressure.cfg.max_level, reclaim_stages);
-    needed = tkvi_forecast_bytes(kv, &forecast, NULL);
-    *bytes = needed < *bytes ? needed : *bytes;
-    return needed <= budget;
+/* Called after stage 4. If stages 5 and 6 surely make the request fit, allocates the larger index arrays that it needs
+ * even then, in the place of free pages. So those stages need no allocation. Returns TKV_ERR_BUDGET if they may not
+ * suffice. */
+static tkv_status tkvi_prepare_loss(tkv_cache *kv, const tkvi_request *request, size_t budget,
+                                    int knows_victims) {
+    const tkvi_bounds_after_loss bounds = tkvi_bound_loss(kv, request, knows_victims);
+    const size_t without_pages = tkvi_bytes_without_pages(kv), page = kv->tables.page_bytes;
+    int64_t n_pages;
+    if (bounds.growth > budget || without_pages > budget - bounds.growth) return TKV_ERR_BUDGET;
+    n_pages = (int64_t)((budget - without_pages - bounds.growth) / page);
+    if (bounds.pages > n_pages || bounds.pages > (int64_t)kv->pool.n_pages) return TKV_ERR_BUDGET;
+    if (!bounds.growth) return TKV_OK;
+    if ((int64_t)kv->pool.n_pages - n_pages > (int64_t)kv->pool.n_free_pages) return TKV_ERR_BUDGET;
+    tkvi_free_pages_above(&kv->pool, n_pages);
+    return tkvi_grow_index(kv, request, bounds.entries, bounds.row_need) ? TKV_OK : TKV_ERR_NOMEM;
 }
 
-/* 1 if the memory request fits with TKVI_EVICT_TO_FLOOR. Tries three orders: the other stages, then eviction;
- * eviction alone; eviction, then the other stages. It spares offloaded tokens in all orders first, then none. */
-static int tkvi_try_floor(tkv_cache *kv, int kept_eighths, size_t budget, size_t *bytes) {
-    static const int orders[] = {TKVI_OFFLOAD_ALL, TKVI_EVICT_FIRST, TKVI_OFFLOAD_ALL | TKVI_EVICT_FIRST};
-    const int n_orders = (int)(sizeof orders / sizeof *orders);
-    int i, fits = 0;
-    for (i = 0; i < 2 * n_orders && !fits; i++) {
-        /* recoding before the eviction makes anchors, and a dry run does not know them */
-        if (kv->tables.cfg.tiers.n_anchors && !(orders[i % n_orders] & TKVI_EVICT_FIRST)) continue;
-        fits = tkvi_try_stages(
-            kv, TKVI_EVICT | TKVI_EVICT_TO_FLOOR | orders[i % n_orders] | (i < n_orders ? 0 : TKVI_EVICT_ALL),
-            kept_eighths, budget, bytes);
-    }
-    return fits;
+/* tkvi_prepare_loss by counts alone, then with the victims of the policy. */
+static tkv_status tkvi_prepare_any_loss(tkv_cache *kv, const tkvi_request *request, size_t budget) {
+    tkv_status st = TKV_ERR_NOMEM;
+    if (tkvi_provide_within_limit(kv, request)) st = tkvi_prepare_loss(kv, request, budget, 0);
+    if (st == TKV_ERR_BUDGET && tkvi_has_known_victims(kv)) st = tkvi_prepare_loss(kv, request, budget, 1);
+    return st;
 }
 
-/* Finds reclaim stages after which the memory request fits into the budget, and sets kv->reclaim_stages. Tries none,
- * then each level that cfg.budget.pressure allows, then more stages at the last level. It tries every level, because
- * the last one need not take the fewest bytes: more block sizes leave more pages that are not full. Returns 1 if it
- * fits. *bytes: the fewest bytes found. */
-static int tkvi_choose_stages(tkv_cache *kv, size_t budget, size_t *bytes) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    int level, kept_eighths;
-    kv->reclaim_stages = 0;
-    *bytes = tkvi_requested_bytes(kv);
-    for (level = kv->tables.level; *bytes > budget && level <= kv->pressure.cfg.max_level; level++) {
-        const tkvi_forecast forecast = tkvi_forecast_level(kv, level, 0);
-        const size_t needed = tkvi_forecast_bytes(kv, &forecast, NULL);
-        *bytes = needed < *bytes ? needed : *bytes;
-    }
-    if (*bytes <= budget) return 1;
-    if ((tkvi_can_store(kv) || (TKVI_HAS_DISCARD && cfg->budget.discard)) &&
-        tkvi_try_stages(kv, TKVI_OFFLOAD_ALL, 0, budget, bytes))
-        return 1;
-    if (!TKVI_HAS_EVICT || !cfg->evict.policy) return 0;
-    if (tkvi_try_stages(kv, TKVI_OFFLOAD_ALL | TKVI_EVICT, 0, budget, bytes)) return 1;
-    if (tkvi_try_stages(kv, TKVI_OFFLOAD_ALL | TKVI_EVICT | TKVI_EVICT_ALL, 0, budget, bytes)) return 1;
-    if (!tkvi_can_forecast_victims(kv) || !tkvi_try_floor(kv, 0, budget, bytes)) return 0;
-    for (kept_eighths = 7; kept_eighths > 0 && !tkvi_try_floor(kv, kept_eighths, budget, bytes);)
-        kept_eighths--;
-    return kept_eighths > 0 || tkvi_try_floor(kv, 0, budget, bytes);
-}
-
-/* tkvi_choose_stages at the start of a call. A store that failed in an earlier call is tried again. */
-static int tkvi_plan_reclaim(tkv_cache *kv, size_t budget, size_t *bytes) {
-    kv->store_failed = 0;
-    return tkvi_choose_stages(kv, budget, bytes);
-}
-
-/* >>work */
-/* Recodes the oldest stale block that has a slot. Returns the bytes freed; 0: no block can be recoded at this
- * level. limit, if not 0: the bytes that may be held. If a block would open a page beyond the limit, a block that
- * opens none is recoded instead. Such a page pays only if more blocks follow. learns: as in tkvi_find_stale. */
-static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
-    tkvi_stale stale;
-    size_t old_bytes;
-    const int recode_pages = kv->pool.recode_pages;
-    if (!tkvi_find_stale(kv, TKVI_IN_FREE_PAGES, learns, &stale)) return 0;
-    if (limit && !tkvi_has_slot(kv, stale.layout, TKVI_IN_OPEN_PAGES)) {
-        const tkvi_forecast recoded = tkvi_forecast_now(kv);
-        recoded.slots[tkvi_layout_at(kv, &stale)->size_class]--;
-        recoded.slots[kv->tables.layout[stale.layout].size_class]++;
-        if (tkvi_forecast_bytes(kv, &recoded, NULL) > limit &&
-            !tkvi_find_stale(kv, TKVI_IN_OPEN_PAGES, learns, &stale))
-            return 0;
-    }
-    old_bytes = tkvi_layout_at(kv, &stale)->bytes.total;
-    if (kv->tables.plan[stale.layer].now.needs_table[stale.due] &&
-        kv->tables.current_version[stale.layer] < 0) {
-        int8_t old_version; /* learns a table from the present blocks, because this block cannot wait */
-        if (!tkvi_begin_table(kv, stale.layer, 1, &old_version) ||
-            kv->tables.current_version[stale.layer] < 0)
-            return 0;
-        tkvi_end_table(kv, stale.layer, old_version, 1);
-        stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.due);
-    }
-    kv->pool.recode_pages = 0;
-    tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout, NULL);
-    kv->pool.recode_pages = recode_pages;
-    tkvi_count_recoded(tkvi_list_of(kv, stale.seq, stale.layer), stale.i, stale.due);
-    kv->recoded[kv->tables.level]++;
-    return old_bytes - kv->tables.layout[stale.layout].bytes.total;
-}
-
+/* >>work spread over appends */
 /* Bytes in use above which a level recodes blocks: its threshold of the budget. It is lower if the budget must
  * leave memory for the blocks that all layers of a sequence open at the same token. Level 0 recodes nothing:
  * (size_t)-1. */
@@ -847,17 +392,26 @@ static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
     return n;
 }
 
+/* The layout that block i of a list would have at the level below. */
+static int tkvi_looser_layout(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[kv->tables.level - 1];
+    const int own = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout,
+              due = spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv))];
+    return tkvi_is_smaller(kv, due, own) ? due : own;
+}
+
 /* 1 if everything held would fit at the level below, under its threshold less the hysteresis. Three more blocks of
  * each layer must fit as well. Otherwise the next blocks could soon bring this level back. */
-static int tkvi_can_relax(tkv_cache *kv) {
+static int tkvi_can_relax(tkv_cache *kv, const tkvi_request *request) {
     const int level = kv->tables.level;
     const tkv_pressure_config *p = &kv->pressure.cfg;
     const double budget = (double)kv->tables.cfg.budget.bytes;
-    tkvi_forecast looser;
+    tkvi_demand looser;
     double bytes;
     if (tkvi_used_bytes(kv) >= kv->relax_at) return 0;
-    looser = tkvi_forecast_level(kv, level - 1, TKVI_LOOSEN);
-    bytes = (double)tkvi_forecast_bytes(kv, &looser, NULL);
+    looser = tkvi_demand_of(kv, request);
+    tkvi_exchange_blocks(kv, tkvi_looser_layout, &looser);
+    bytes = (double)tkvi_bytes_for_demand(kv, request, &looser);
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->bytes_per_block < budget)
         return 1;
@@ -883,34 +437,57 @@ static void tkvi_learn_missing_tables(tkv_cache *kv) {
         return;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
-        int8_t old_version;
         if (p->stored_layer != i || !tkvi_plan_learns(p) || kv->tables.current_version[i] >= 0) continue;
-        if (tkvi_begin_table(kv, i, 1, &old_version)) tkvi_end_table(kv, i, old_version, 1);
+        (void)tkvi_make_due_table(kv, i, 1);
     }
+}
+
+/* 1 if the next block of every layer does not fit. */
+static int tkvi_is_full(const tkv_cache *kv) {
+    return tkvi_used_bytes(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes;
+}
+
+/* Goes to the next level if this one has nothing left to recode. Returns 1 if it did. An open step learns no tables, so
+ * it waits if one is missing. */
+static int tkvi_raise_level(tkv_cache *kv) {
+    tkvi_stale stale;
+    if (kv->tables.level >= kv->pressure.cfg.max_level ||
+        (tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)) ||
+        tkvi_find_stale(kv, TKVI_ANYWHERE, 1, &stale))
+        return 0;
+    tkvi_change_level(kv, kv->tables.level + 1);
+    return 1;
+}
+
+/* Recodes a block in idle time: if it is time, or if the next block of every layer does not fit. The level can rise for
+ * that. Returns 0 if there is nothing to do. */
+static int tkvi_recode_in_idle_time(tkv_cache *kv) {
+    if (!tkvi_has_budget(kv)) return 0;
+    if (tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 9))) return 1;
+    while (tkvi_is_full(kv)) {
+        if (tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1)) return 1;
+        if (!tkvi_raise_level(kv)) return 0;
+    }
+    return 0;
 }
 
 /* Called with each append. Updates the average pressure and perhaps the level. If memory is short, or at
  * cfg.budget.pressure.min_level, recodes blocks until they have freed 1.5 times the new bytes. So the work is
  * spread evenly over the appends. recode_backlog carries the rest to the next append. */
-static void tkvi_recode_for_append(tkv_cache *kv, size_t new_bytes) {
+static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, size_t new_bytes) {
     const tkv_pressure_config *p = &kv->pressure.cfg;
     const float used_pressure = (float)((double)tkvi_used_bytes(kv) / (double)kv->tables.cfg.budget.bytes);
     float reported_pressure;
     int level = kv->tables.level, target;
-    tkvi_stale stale;
     tkvi_lock(&kv->pressure.lock);
     reported_pressure = kv->reported_pressure;
     tkvi_unlock(&kv->pressure.lock);
     target = tkvi_pressure_sample(
         &kv->pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
-    if (target < level && tkvi_can_relax(kv)) tkvi_change_level(kv, level - 1);
+    if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
     level = kv->tables.level;
     kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->recode_backlog > 0 && level < p->max_level &&
-        !(tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)) &&
-        (target > level || tkvi_used_bytes(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes) &&
-        !tkvi_find_stale(kv, TKVI_ANYWHERE, 1, &stale))
-        tkvi_change_level(kv, ++level);
+    if (kv->recode_backlog > 0 && (target > level || tkvi_is_full(kv))) level += tkvi_raise_level(kv);
     while (kv->recode_backlog > 0) {
         const size_t freed = tkvi_recode_if_due(
             kv, tkvi_is_pressed(kv, 10) || (level > 0 && reported_pressure > tkvi_threshold(p, level - 1)));
@@ -921,48 +498,78 @@ static void tkvi_recode_for_append(tkv_cache *kv, size_t new_bytes) {
     }
 }
 
-/* Evicts a batch of tokens. With TKVI_EVICT_TO_FLOOR it evicts the next list (number *list) to its floor. 0: there is
- * nothing left to evict. */
-static int tkvi_evict_next(tkv_cache *kv, int *list) {
-    const int n_layers = kv->tables.cfg.model.n_layers,
-              offloaded_too = (kv->reclaim_stages & TKVI_EVICT_ALL) != 0;
-    int evicted = 0;
-    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy) return 0;
-    if (!(kv->reclaim_stages & TKVI_EVICT_TO_FLOOR))
-        return tkvi_evict_batch(kv, 0) || (offloaded_too && tkvi_evict_batch(kv, 1));
-    for (; !evicted && *list < kv->tables.cfg.limits.max_seqs * n_layers; (*list)++)
-        evicted = tkvi_evict_to_floor(kv, *list / n_layers, *list % n_layers, offloaded_too);
-    return evicted;
-}
-
-/* Called before the first token is evicted. 0: the store failed, and without it even eviction does not make the
- * memory request fit. */
-static int tkvi_can_evict(tkv_cache *kv, size_t budget) {
-    size_t bytes;
-    return !kv->store_failed || tkvi_choose_stages(kv, budget, &bytes);
-}
-
-/* Applies reclaim stages until the memory request fits. tkvi_plan_reclaim must have returned 1. Returns 0 if the
- * store failed, and the request does not fit without it. */
-static int tkvi_reclaim_bytes(tkv_cache *kv, size_t budget) {
-    int next_list = 0, may_evict = 0;
-    for (;;) {
-        const tkvi_forecast now = tkvi_forecast_now(kv);
-        size_t index_growth;
-        if (tkvi_forecast_bytes(kv, &now, &index_growth) <= budget) {
-            if (kv->heap.held > budget || index_growth > budget - kv->heap.held)
-                tkvi_trim_to(&kv->pool, 0); /* gives free pages back, as the index needs their bytes */
-            return 1;
+/* >>reclaim */
+/* Merges the blocks of the first list in which that frees a block. 0: no list has such blocks. */
+static int tkvi_fill_next(tkv_cache *kv) {
+    int seq, layer;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers && !kv->seq[seq].in_step; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const int n_before = list->n;
+            tkvi_compact_blocks(kv, seq, layer, 1);
+            if (list->n < n_before) return 1;
         }
-        if (TKVI_HAS_EVICT && kv->reclaim_stages & TKVI_EVICT_FIRST &&
-            (may_evict || (may_evict = tkvi_can_evict(kv, budget))) && tkvi_evict_next(kv, &next_list))
-            continue;
+    return 0;
+}
+
+/* Evicts a batch of tokens, or merges blocks. needs_pages: 1 evicts tokens in RAM before offloaded ones, because those
+ * take bytes only in the index. 0: there is nothing left. */
+static int tkvi_evict_next(tkv_cache *kv, int needs_pages) {
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy) return 0;
+    return (needs_pages && tkvi_evict_batch(kv, 0)) || tkvi_evict_batch(kv, 1) || tkvi_fill_next(kv);
+}
+
+/* 1 if the pages of a demand exceed the budget, or those that the pool has. 0: at most the index is too small. */
+static int tkvi_is_short_of_pages(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand,
+                                  size_t budget) {
+    const size_t growth =
+        tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand), tkvi_n_row_entries);
+    return tkvi_pages_for_demand(&kv->pool, demand) > (int64_t)kv->pool.n_pages ||
+           tkvi_bytes_for_demand(kv, request, demand) - growth > budget;
+}
+
+/* Refuses a request that all stages together cannot serve. Nothing has changed then. */
+static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request, size_t budget) {
+    size_t least;
+    kv->store_failed = 0; /* a store that failed in an earlier call is tried again */
+    if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
+    least = tkvi_least_bytes(kv, request);
+    return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
+}
+
+/* Frees bytes, stage by stage, until the request fits into the budget. tkvi_check_request comes before. After stage 4
+ * the request needs no allocation any more. Returns TKV_ERR_BUDGET or TKV_ERR_NOMEM before a token is lost. */
+static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_t budget) {
+    tkv_status st;
+    for (;;) {
+        if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
         if (kv->tables.level < kv->pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
-        else if (tkvi_offload_oldest(kv) || tkvi_discard_idle(kv)) continue;
-        else if (!TKVI_HAS_EVICT) return 0;
-        else if (!may_evict && !(may_evict = tkvi_can_evict(kv, budget))) return 0;
-        else if (!tkvi_evict_next(kv, &next_list)) return 0;
+        else if (!tkvi_offload_oldest(kv)) break;
+    }
+    st = tkvi_prepare_any_loss(kv, request, budget);
+    if (st == TKV_ERR_BUDGET) {
+        kv->recodes_young = 1;
+        while (tkvi_bytes_for(kv, request) > budget && tkvi_recode_oldest(kv, 0, 1)) {}
+        kv->recodes_young = 0;
+        if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
+        st = tkvi_prepare_any_loss(kv, request, budget);
+    }
+    if (st == TKV_ERR_BUDGET) return tkvi_refuse_over_budget(kv, tkvi_bytes_for(kv, request));
+    if (st) return tkvi_fail(kv, st, "the allocator gave no memory within the budget", 0, NULL);
+    for (;;) {
+        const tkvi_demand demand = tkvi_demand_of(kv, request);
+        const size_t bytes = tkvi_bytes_for_demand(kv, request, &demand);
+        int found;
+        if (bytes <= budget) {
+            (void)tkvi_provide_within_limit(
+                kv, request); /* if the allocator fails, more blocks are freed instead */
+            if (tkvi_is_provided(kv, request, &demand)) return TKV_OK;
+        }
+        found = tkvi_discard_idle(kv) ||
+                tkvi_evict_next(kv, tkvi_is_short_of_pages(kv, request, &demand, budget));
+        TKVI_ASSERT(found); /* tkvi_prepare_loss checked a lower bound */
+        if (!found) return tkvi_refuse_over_budget(kv, tkvi_bytes_for(kv, request));
     }
 }
 
@@ -992,7 +599,8 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
 
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
     const size_t old_budget = kv ? kv->tables.cfg.budget.bytes : 0;
-    size_t needed;
+    const tkvi_request none = tkvi_no_request();
+    tkv_status st;
     if (!kv) return TKV_ERR_ARG;
     if (!kv->tables.recode_pages)
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without a budget", 0, NULL);
@@ -1008,27 +616,24 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
-    tkvi_clear_request(kv);
     kv->clock++;
     if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
-        tkvi_peak dry_run = tkvi_begin_dry_run(kv);
         kv->pool.recode_pages = kv->tables.recode_pages;
-        if (!tkvi_allocate_peak(&kv->pool, &dry_run)) {
+        if (!tkvi_provide(&kv->pool, &none.fixed)) {
             kv->pool.recode_pages = 0;
             return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for recoding", 0, NULL);
         }
     }
-    if (!tkvi_plan_reclaim(kv, bytes, &needed)) {
-        if (!old_budget) kv->pool.recode_pages = 0;
-        tkvi_trim(&kv->pool);
-        return tkvi_refuse_over_budget(kv, needed);
-    }
-    kv->tables.cfg.budget.bytes = bytes;
-    if (!tkvi_reclaim_bytes(kv, bytes)) {
+    st = tkvi_check_request(kv, &none, bytes);
+    kv->tables.cfg.budget.bytes = bytes; /* reclaim works towards it */
+    if (!st) st = tkvi_reclaim(kv, &none, bytes);
+    if (st) {
         kv->tables.cfg.budget.bytes = old_budget;
         if (!old_budget) kv->pool.recode_pages = 0;
-        return tkvi_refuse_over_budget(kv, needed);
+        tkvi_trim(&kv->pool);
+        return st;
     }
+    if (kv->heap.held > bytes) tkvi_trim_to(&kv->pool, 0);
     if (!old_budget) tkvi_end_reservations(kv); /* reserved slots were counted for recoding by age */
     tkvi_trim(&kv->pool);
     if (kv->pool.keep_all) /* in place, only the number of pages changes */
@@ -1050,28 +655,20 @@ TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
 }
 
 TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
-    size_t i, n;
+    int layer, level;
     if (!kv) return TKV_ERR_ARG;
     if (hot_tokens < 1 || hot_tokens >= TKVI_FOREVER)
         return tkvi_fail(kv, TKV_ERR_ARG, "hot_tokens is", hot_tokens, "; it must be 1 to 2^30 - 2");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget lengths are fixed", 0, NULL);
-    n = (size_t)kv->tables.cfg.model.n_layers * (size_t)kv->tables.n_levels;
-    for (i = 0; i < n; i++)
-        if (kv->tables.tier_specs[i].hot != TKVI_FOREVER) kv->tables.tier_specs[i].hot = hot_tokens;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        for (level = 0; level < kv->tables.n_levels; level++) {
+            tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
+            if (spec->hot != TKVI_FOREVER)
+                spec->hot = tkvi_add_delay(hot_tokens, kv->tables.plan[layer].hot_delay);
+        }
     tkvi_apply_plans(kv, kv->tables.level);
     kv->hot_tokens_changed = 1;
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, int *done) {
-    int n = 0;
-    if (!kv) return TKV_ERR_ARG;
-    if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
-    tkvi_clear_request(kv);
-    while (tkvi_has_budget(kv) && n < max_work && tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 9))) n++;
-    tkvi_trim(&kv->pool);
-    if (done) *done = n;
     return tkvi_ok(kv);
 }
 

@@ -109,7 +109,7 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int hot_tokens = spec->hot != TKVI_FOREVER ? spec->hot : kv->tables.cfg.tiers.hot_tokens;
     if (hot_tokens == TKVI_FOREVER) hot_tokens = TKVI_BLOCK; /* given as 2^30 - 1: the newest 64 stay */
-    return end <= list->chunk_start &&
+    return end <= tkvi_exact_from(kv, seq, layer) &&
            (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot_tokens;
 }
 

@@ -273,17 +273,20 @@ static int64_t tkvi_n_ended_blocks(int64_t whole, int64_t end) {
 }
 
 /* The blocks and tokens of a layer after n tokens. waiting 1: formats that need a table wait, as there is none
- * yet. */
-static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
+ * yet. young 1: blocks of any age go to the archive. */
+static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting, int young) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
     int64_t gone, archived, coded, margin = (int64_t)p->kept_window + tkvi_expiry_margin(p);
+    const int is_young = young && p->now.hot != TKVI_FOREVER;
+    const int64_t hot = is_young ? 0 : p->now.hot,
+                  warm = is_young && p->now.warm != TKVI_FOREVER ? 0 : p->now.warm;
     int tier;
     memset(&s, 0, sizeof s);
     gone = p->kept_window ? tkvi_n_ended_blocks(whole, due - margin) : 0;
-    archived = tkvi_n_ended_blocks(whole, due - p->now.hot - p->now.warm);
-    coded = tkvi_n_ended_blocks(whole, due - p->now.hot);
+    archived = tkvi_n_ended_blocks(whole, due - hot - warm);
+    coded = tkvi_n_ended_blocks(whole, due - hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
     if (waiting && p->now.needs_table[TKV_TIER_ARCHIVE]) archived = gone;
@@ -302,6 +305,7 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting) {
 typedef struct tkvi_not_in_ram {
     int64_t blocks;
     int discarded; /* 1: they are discarded, and their tokens count in no tier; 0: offloaded */
+    int young;     /* 1: blocks younger than hot_tokens are recoded too (stage 7 of reclaim/budget.h) */
 } tkvi_not_in_ram;
 
 /* Moves the oldest blocks of a list out of RAM, in `s` and `m`. Blocks of the hot tail and the last two blocks
@@ -346,7 +350,7 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, in
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
                               int n_tokens, int64_t n_seqs, int waiting, const tkvi_not_in_ram *away,
                               int64_t *live) {
-    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting);
+    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting, away->young);
     int64_t here =
         (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] + s.blocks[TKV_TIER_ARCHIVE];
     int tier;
@@ -371,6 +375,7 @@ static size_t tkvi_cap_before(int64_t want) {
 typedef struct tkvi_blocks_not_in_ram {
     int64_t offloaded_blocks; /* per list */
     int64_t discarded;        /* blocks per list, except in one sequence */
+    int young;                /* as in tkvi_not_in_ram */
 } tkvi_blocks_not_in_ram;
 
 /* Estimates the bytes of n_seqs sequences of n_tokens each at one level. not_in_ram: the blocks not in RAM. */
@@ -383,13 +388,14 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     tkv_memory_info m;
     size_t page_bytes;
     tkvi_not_in_ram offloaded_blocks, discarded;
-    int i, c;
+    int i, c, last_delay = 0; /* last_delay: of the last layer that makes tables */
     const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
     offloaded_blocks.blocks = not_in_ram->offloaded_blocks;
     discarded.blocks = not_in_ram->discarded;
     offloaded_blocks.discarded = 0;
     discarded.discarded = 1;
+    offloaded_blocks.young = discarded.young = not_in_ram->young;
     if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
@@ -403,6 +409,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
             waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
+            last_delay = tkvi_max(last_delay, p.hot_delay);
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &offloaded_blocks, live);
         all += here * (n_seqs - waiting);
@@ -422,7 +429,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     m.scratch = fixed.solve + fixed.recode + fixed.split_sums;
     m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
-    if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_stats_bytes(&h->cfg);
+    if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
+        m.tables += tkvi_stats_bytes(&h->cfg);
     if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
     if (all) {
@@ -442,8 +450,9 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
 }
 
 /* Does this many tokens fit the budget at some level, or beyond the last one? *m: the estimate of the first way
- * that fits. Order: the levels, then offloading, then discarding. */
-static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+ * that fits. Order: the levels, then offloading, then discarding. young: as in tkvi_not_in_ram; only the last level. */
+static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int n_seqs, int young,
+                                       tkv_memory_info *m) {
     const size_t budget = h->cfg.budget.bytes;
     const int64_t most = (int64_t)n_tokens / TKVI_BLOCK + 1;
     tkvi_blocks_not_in_ram not_in_ram;
@@ -451,7 +460,8 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
     tkv_status st;
     int level;
     memset(&not_in_ram, 0, sizeof not_in_ram);
-    for (level = h->cfg.budget.pressure.min_level;; level++) {
+    not_in_ram.young = young;
+    for (level = young ? h->cfg.budget.pressure.max_level : h->cfg.budget.pressure.min_level;; level++) {
         st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
@@ -471,6 +481,12 @@ static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int
     not_in_ram.discarded = most;
     st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
     return !st && m->peak > budget ? TKV_ERR_BUDGET : st;
+}
+
+/* tkvi_estimate_stages; the last stage recodes blocks younger than hot_tokens too. */
+static tkv_status tkvi_estimate_within(tkvi_derived_config *h, int n_tokens, int n_seqs, tkv_memory_info *m) {
+    const tkv_status st = tkvi_estimate_stages(h, n_tokens, n_seqs, 0, m);
+    return st == TKV_ERR_BUDGET ? tkvi_estimate_stages(h, n_tokens, n_seqs, 1, m) : st;
 }
 
 /* Eviction for bytes can reduce a list to this number of tokens, which allows for blocks that are not full.
@@ -609,8 +625,8 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (TKVI_HAS_EVICT && kv->pool.token_meta ? list->n && list->len == list->expired
-                                              : (list->n == 0) != (list->len == list->expired))
+    if (tkvi_keeps_token_meta(&kv->tables.cfg) ? list->n && list->len == list->expired
+                                               : (list->n == 0) != (list->len == list->expired))
         return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
     if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->expired
                                                           : tkvi_block_start(kv, ids, 0) != list->expired))

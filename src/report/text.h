@@ -18,8 +18,7 @@
 
 #ifndef TKV_NO_REPORTS
 
-#include "rules/pressure.h"
-#include "cache/preset.h"
+#include "report/info.h"
 #include "core/decimal.h"
 
 /* >>out: a text is counted first and written second, so a buffer that is too small stays untouched */
@@ -94,28 +93,15 @@ typedef struct tkvi_span {
     size_t n;
 } tkvi_span;
 
-typedef struct tkvi_word {
-    const char *name;
-    int value;
-} tkvi_word;
-
-struct tkvi_row; /* the three types refer to each other */
-struct tkvi_parser;
+struct tkvi_parser; /* the two types refer to each other */
 
 typedef struct tkvi_kind {
     const char *want; /* describes a valid value, for error sentences */
     /* Reads s into the field at `at`; NULL: only checks. Returns 0 if s is no such value. */
-    int (*read)(struct tkvi_parser *r, const struct tkvi_row *row, tkvi_span s, void *at);
+    int (*read)(struct tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at);
     /* Writes the field. NULL: a key that is only read, before all other keys */
-    void (*write)(const struct tkvi_row *row, const void *at, tkvi_out *o);
+    void (*write)(const tkvi_row *row, const void *at, tkvi_out *o);
 } tkvi_kind;
-
-typedef struct tkvi_row {
-    const char *name;
-    int kind; /* index into tkvi_kinds */
-    size_t offset, size;
-    const tkvi_word *words; /* names of values, ended by a NULL name; NULL: none */
-} tkvi_row;
 
 typedef struct tkvi_fields { /* rows of one struct */
     const char *name;        /* NULL: keys are `field`; else `name.field` */
@@ -125,7 +111,7 @@ typedef struct tkvi_fields { /* rows of one struct */
     int n_rows;
 } tkvi_fields;
 
-#define TKVI_MAX_FIELDS 8
+#define TKVI_MAX_FIELDS 10
 #define TKVI_SEEN_BYTES 8192 /* a bit per field: 15 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
@@ -144,19 +130,6 @@ typedef struct tkvi_parser {
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
 } tkvi_parser;
-
-/* Kinds, as in tkvi_kinds. */
-enum {
-    TKVI_INT,
-    TKVI_SIZE,
-    TKVI_FLOAT,
-    TKVI_FLOATS,
-    TKVI_PAIR,
-    TKVI_FLAGS,
-    TKVI_NAME,
-    TKVI_FREQUENCIES,
-    TKVI_PRESET
-};
 
 /* >>spans */
 static int tkvi_span_is(tkvi_span s, const char *name) {
@@ -224,16 +197,20 @@ static int tkvi_field_int(const tkvi_row *row, const void *at) {
     return x;
 }
 
+/* Name number i of a field's values, and its value; NULL after the last. */
+static const char *tkvi_word_at(const tkvi_row *row, int i, int *value) {
+    *value = row->words ? row->words[i].value : i;
+    return row->words ? row->words[i].name : tkv_get_name(row->names, i);
+}
+
 static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    const tkvi_word *w;
     const int negative = s.n > 0 && s.at[0] == '-';
+    const char *word;
     uint64_t n = 0;
-    int x = 0;
+    int x = 0, i;
     (void)r;
-    for (w = row->words; w && w->name && !tkvi_span_is(s, w->name); w++) continue;
-    if (w && w->name) {
-        x = w->value;
-    } else {
+    for (i = 0; (word = tkvi_word_at(row, i, &x)) != NULL && !tkvi_span_is(s, word); i++) continue;
+    if (!word) {
         s.at += negative;
         s.n -= (size_t)negative;
         if (!tkvi_digits(s, &n) || n > 0x7fffffffu + (negative ? 1u : 0u)) return 0;
@@ -246,16 +223,17 @@ static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void 
 }
 
 static void tkvi_write_int(const tkvi_row *row, const void *at, tkvi_out *o) {
-    const tkvi_word *w;
     const int x = tkvi_field_int(row, at);
-    for (w = row->words; w && w->name && w->value != x; w++) continue;
-    if (!w || !w->name) {
+    const char *word;
+    int i, value;
+    for (i = 0; (word = tkvi_word_at(row, i, &value)) != NULL && value != x; i++) continue;
+    if (!word) {
         tkvi_print_int(o, x);
         return;
     }
-    if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
-    tkvi_print(o, w->name);
-    if (strcmp(w->name, "true") != 0) tkvi_print_quote(o);
+    if (strcmp(word, "true") != 0) tkvi_print_quote(o);
+    tkvi_print(o, word);
+    if (strcmp(word, "true") != 0) tkvi_print_quote(o);
 }
 
 /* Reads bytes such as 4096, 512K, 1.5G, 64MiB. K, M, G, T are powers of 1024. At most four digits after the
@@ -525,60 +503,22 @@ static const tkvi_kind tkvi_kinds[] = {
 };
 
 /* >>the table of all fields */
-static const tkvi_word tkvi_words_switch[] = {{"false", 0}, {"true", 1}, {NULL, 0}};
 static const tkvi_word tkvi_words_off[] = {{"off", TKV_OFF}, {NULL, 0}};
 static const tkvi_word tkvi_words_length[] = {{"off", TKV_OFF}, {"unlimited", TKV_UNLIMITED}, {NULL, 0}};
-static const tkvi_word tkvi_words_fit[] = {
-    {"clip", TKV_FIT_CLIP}, {"norm", TKV_FIT_NORM}, {"unbiased", TKV_FIT_UNBIASED}, {NULL, 0}};
-static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
-static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_ROPE},
-                                               {"uniform", TKV_KVQUANT_UNIFORM},
-                                               {"norm", TKV_KVQUANT_NORM},
-                                               {"dense", TKV_KVQUANT_DENSE},
-                                               {NULL, 0}};
 static const tkvi_word tkvi_words_nonfinite[] = {
     {"refuse", TKV_NONFINITE_REFUSE}, {"saturate", TKV_NONFINITE_SATURATE}, {NULL, 0}};
-static const tkvi_word tkvi_words_isa[] = {{"auto", TKV_ISA_AUTO},
-                                           {"scalar", TKV_ISA_SCALAR},
-                                           {"avx2", TKV_ISA_AVX2},
-                                           {"avx512", TKV_ISA_AVX512},
-                                           {"neon", TKV_ISA_NEON},
-                                           {"wasm", TKV_ISA_WASM},
-                                           {NULL, 0}};
-
-static const tkvi_word tkvi_words_profile[] = {{"default", TKV_PROFILE_DEFAULT},
-                                               {"fp16_only", TKV_PROFILE_FP16_ONLY},
-                                               {"aggressive", TKV_PROFILE_AGGRESSIVE},
-                                               {NULL, 0}};
-
-static const tkvi_word tkvi_words_evict[] = {{"none", TKV_EVICT_NONE},
-                                             {"sliding", TKV_EVICT_SLIDING},
-                                             {"h2o", TKV_EVICT_H2O},
-                                             {"snapkv", TKV_EVICT_SNAPKV},
-                                             {"pyramidkv", TKV_EVICT_PYRAMIDKV},
-                                             {"tova", TKV_EVICT_TOVA},
-                                             {"knorm", TKV_EVICT_KNORM},
-                                             {"keydiff", TKV_EVICT_KEYDIFF},
-                                             {"scissorhands", TKV_EVICT_SCISSORHANDS},
-                                             {"fifo", TKV_EVICT_FIFO},
-                                             {"random", TKV_EVICT_RANDOM},
-                                             {"scores", TKV_EVICT_SCORES},
-                                             {"user", TKV_EVICT_USER},
-                                             {NULL, 0}};
 static const tkvi_word tkvi_words_heads[] = {
     {"mean", TKV_IMPORTANCE_MEAN}, {"max", TKV_IMPORTANCE_MAX}, {"sum", TKV_IMPORTANCE_SUM}, {NULL, 0}};
-static const tkvi_word tkvi_words_importance[] = {{"hybrid", TKV_IMPORTANCE_HYBRID},
-                                                  {"accumulation", TKV_IMPORTANCE_ACCUMULATION},
-                                                  {"heavy_hitter", TKV_IMPORTANCE_HEAVY_HITTER},
-                                                  {"recency", TKV_IMPORTANCE_RECENCY},
-                                                  {"persistence", TKV_IMPORTANCE_PERSISTENCE},
-                                                  {NULL, 0}};
-
 #define TKVI_ROW(type, field, kind, words)                                                                   \
-    { #field, kind, offsetof(type, field), sizeof(((type *)0)->field), words }
+    {                                                                                                        \
+#field, kind, offsetof(type, field), sizeof(((type *)0)->field), words, TKV_NAME_COUNT, 0, 0, 0, 0,  \
+            NULL                                                                                             \
+    }
+#define TKVI_NAMED(type, field, names)                                                                       \
+    { #field, TKVI_INT, offsetof(type, field), sizeof(((type *)0)->field), NULL, names, 0, 0, 0, 0, NULL }
 
 static const tkvi_row tkvi_config_rows[] = {
-    {"preset", TKVI_PRESET, 0, 0, NULL},
+    {"preset", TKVI_PRESET, 0, 0, NULL, TKV_NAME_COUNT, 0, 0, 0, 0, NULL},
     TKVI_ROW(tkv_config, model.n_layers, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
@@ -595,17 +535,14 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, tiers.hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_config, tiers.warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_config, tiers.archive, TKVI_PAIR, NULL),
-    TKVI_ROW(tkv_config, format.group_size, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, format.allocation_unit, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, format.fit, TKVI_FLAGS, tkvi_words_fit),
-    TKVI_ROW(tkv_config, format.rotate, TKVI_FLAGS, tkvi_words_rotate),
-    TKVI_ROW(tkv_config, format.center_k, TKVI_INT, tkvi_words_switch),
-    TKVI_ROW(tkv_config, format.squat_block, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, format.subspaces, TKVI_INT, NULL),
-    TKVI_ROW(tkv_config, format.kvquant, TKVI_FLAGS, tkvi_words_kvquant),
+};
+
+static const tkvi_row tkvi_later_rows[] = {
+    /* fields that a text has after those of cfg.format */
     TKVI_ROW(tkv_config, host.nonfinite, TKVI_INT, tkvi_words_nonfinite),
     TKVI_ROW(tkv_config, host.precise, TKVI_INT, tkvi_words_switch),
-    TKVI_ROW(tkv_config, host.isa, TKVI_INT, tkvi_words_isa),
+    TKVI_ROW(tkv_config, host.wipe_freed, TKVI_INT, tkvi_words_switch),
+    TKVI_NAMED(tkv_config, host.isa, TKV_NAME_ISA),
     TKVI_ROW(tkv_config, meter.heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.every, TKVI_INT, NULL),
@@ -643,7 +580,7 @@ static const tkvi_row tkvi_level_rows[] = {
 };
 
 static const tkvi_row tkvi_pressure_rows[] = {
-    TKVI_ROW(tkv_pressure_config, profile, TKVI_INT, tkvi_words_profile),
+    TKVI_NAMED(tkv_pressure_config, profile, TKV_NAME_PROFILE),
     TKVI_ROW(tkv_pressure_config, threshold, TKVI_FLOATS, NULL),
     TKVI_ROW(tkv_pressure_config, hysteresis, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_pressure_config, alpha, TKVI_FLOAT, NULL),
@@ -656,7 +593,7 @@ static const tkvi_row tkvi_offload_rows[] = {
 };
 
 static const tkvi_row tkvi_evict_config_rows[] = {
-    TKVI_ROW(tkv_evict_config, policy, TKVI_INT, tkvi_words_evict),
+    TKVI_NAMED(tkv_evict_config, policy, TKV_NAME_EVICT_POLICY),
     TKVI_ROW(tkv_evict_config, keep_tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_off),
@@ -667,7 +604,7 @@ static const tkvi_row tkvi_evict_config_rows[] = {
 };
 
 static const tkvi_row tkvi_importance_rows[] = {
-    TKVI_ROW(tkv_importance_config, strategy, TKVI_INT, tkvi_words_importance),
+    TKVI_NAMED(tkv_importance_config, strategy, TKV_NAME_IMPORTANCE),
     TKVI_ROW(tkv_importance_config, decay, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, attention, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_importance_config, recency, TKVI_FLOAT, NULL),
@@ -685,6 +622,8 @@ typedef char tkvi_seen_is_enough[TKVI_LAYER_FIELDS + 512 <= 8 * TKVI_SEEN_BYTES 
 
 enum {
     TKVI_OF_CONFIG,
+    TKVI_OF_FORMAT,
+    TKVI_OF_LATER,
     TKVI_OF_ROPE,
     TKVI_OF_PRESSURE,
     TKVI_OF_EVICT,
@@ -697,6 +636,8 @@ enum {
 
 static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_config_rows)},
+    {"format", 0, offsetof(tkv_config, format), 0, TKVI_ROWS_OF(tkvi_option_rows)},
+    {NULL, 0, 0, 0, TKVI_ROWS_OF(tkvi_later_rows)},
     {"model.rope", 0, offsetof(tkv_config, model.rope), 0, TKVI_ROWS_OF(tkvi_rope_rows)},
     {"budget.pressure", 0, offsetof(tkv_config, budget.pressure), 0, TKVI_ROWS_OF(tkvi_pressure_rows)},
     {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_config_rows)},
@@ -806,15 +747,16 @@ static void tkvi_append_unknown(tkvi_parser *r) {
 
 static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     tkvi_text *t = tkvi_append_line(r, r->key_line);
-    const tkvi_word *w = row->words;
+    const char *word;
+    int i, value;
     tkvi_append_span(t, r->key);
     tkvi_append_text(t, r->value.n ? " is " : " has no value");
     tkvi_append_span(t, r->value);
     tkvi_append_text(t, "; it must be ");
     tkvi_append_text(t, tkvi_kinds[row->kind].want);
-    for (; w && w->name; w++) {
-        tkvi_append_text(t, w > row->words ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
-        tkvi_append_text(t, w->name);
+    for (i = 0; (word = tkvi_word_at(row, i, &value)) != NULL; i++) {
+        tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_append_text(t, word);
     }
 }
 
@@ -1040,12 +982,6 @@ static int tkvi_line_of(tkvi_parser *r, const char *key) {
     tkvi_rewind(r);
     while (tkvi_next(r) > 0 && !tkvi_span_is(r->key, key)) continue;
     return r->key_line;
-}
-
-static int tkvi_member_int(const void *base, size_t offset) {
-    int x;
-    memcpy(&x, (const char *)base + offset, sizeof x);
-    return x;
 }
 
 /* Reads a pointer field. It assumes that pointers to all object types have one representation. */

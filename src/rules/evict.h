@@ -10,10 +10,10 @@
  *
  * To add a policy:
  *   1. write evict_NAME.h: paper, section and formula at its top, a tkvi_evict_score (a loop over v->n), its row;
- *   2. name it in tkv_evict_policy (api.h), and at the same place in tkvi_evict_rows below and in tkvi_words_evict
- *      (report/text.h); include the file here and list it in tieredkv.h.
- * No other code changes: cache, config and tests use the table. The row names the attention statistics that the
- * policy needs, and reclaim/scores.h collects them.
+ *   2. name it in tkv_evict_policy (api.h), and at the same place in tkvi_evict_rows below; include the file here and
+ *      list it in tieredkv.h.
+ * CONTRIBUTING.md shows the whole change. No other code changes: cache, config, texts and tests use the table. The row
+ * names the attention statistics that the policy needs, and reclaim/scores.h collects them.
  *
  * A policy sees the heads of a layer as one: its inputs are sums or means over heads. So a token is evicted from
  * all heads of the layer, while the papers select per head.

@@ -12,8 +12,8 @@
 
 static const tkvi_consumer *const tkvi_consumers[] = {
     &tkvi_stats_consumer, /* statistics for tables of formats (learn/sample_queries.h) */
-    TKVI_IF(TKVI_HAS_SQUAT,
-            &tkvi_query_stats_consumer),                /* q q^T for SQUAT formats (learn/sample_queries.h) */
+    TKVI_IF(TKVI_HAS_QUERY_LEARNERS,
+            &tkvi_query_stats_consumer), /* q q^T for formats that learn from it (learn/sample_queries.h) */
     TKVI_IF(TKVI_HAS_METER, &tkvi_comparison_consumer), /* the quality meter (attention/compare.h) */
     TKVI_IF(TKVI_HAS_EVICT, &tkvi_score_consumer), /* attention scores of tokens (reclaim/sample_scores.h) */
     &tkvi_score_output_consumer, /* the call's own output of attention scores (attention/score_output.h) */

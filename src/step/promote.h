@@ -35,18 +35,13 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
 /* Gets memory for one more block of this layout. It recodes, offloads and evicts nothing for that: a full budget
  * gives TKV_ERR_BUDGET. */
 static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
-    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    tkvi_peak_take(&dry_run, layout);
-    if (tkvi_has_budget(kv)) {
-        tkvi_set_request(kv, &dry_run, NULL, 0, -1);
-        if (tkvi_requested_bytes(kv) > kv->tables.cfg.budget.bytes)
-            return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
-                             NULL);
-        tkvi_trim_to(&kv->pool, 0);
-    }
-    if (tkvi_allocate_peak(&kv->pool, &dry_run)) return TKV_OK;
-    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                     "no memory for a block in a better format", 0, NULL);
+    tkvi_request request = tkvi_no_request();
+    request.fixed.slots[kv->tables.layout[layout].size_class] = 1; /* the block has its entry already */
+    if (tkvi_has_budget(kv) && tkvi_bytes_for(kv, &request) > kv->tables.cfg.budget.bytes)
+        return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
+                         NULL);
+    if (tkvi_provide_request(kv, &request)) return TKV_OK;
+    return tkvi_refuse_no_memory(kv, "no memory for a block in a better format", 0, NULL);
 }
 
 /* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of layout `layout`. */
@@ -90,7 +85,6 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
     st = tkvi_promote_ready(kv, layout);
     if (st) return st;
-    b = &kv->pool.block[id]; /* the table may have grown */
     tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, id, &page, &slot);
     st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {

@@ -4,8 +4,8 @@
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
  * block was before. A block stores its last two layouts after the hot one. If it had no others, its bytes are the
- * same as before, unless tokens of it were evicted or the SQUAT factors have changed since. A block that a budget
- * recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
+ * same as before, unless tokens of it were evicted or what its format learned from queries has changed. A block that
+ * a budget recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
@@ -164,7 +164,6 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
     freed_bytes = tkvi_discard_to(kv, seq, to, 1, &last);
     if (n_to_recode) {
-        tkvi_clear_request(kv);
         tkvi_change_level(kv, tkvi_level_to_recode_to(kv));
         for (i = 0; i < n_to_recode * kv->tables.cfg.model.n_layers && freed_bytes < need; i++)
             freed_bytes += tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1);
@@ -200,7 +199,7 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
 }
 
 /* Stores the tokens of the discarded block i and recodes them. Row 0 of k and v belongs to position `start`. Cannot
- * fail: tkvi_allocate_peak has allocated its slots. */
+ * fail: its slots are provided (tkvi_demand_restore). */
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -245,23 +244,36 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     kv->recomputed++;
 }
 
-/* Dry run of restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
- * Blocks are recoded one after the other. So slots of the other layouts are counted once, for the block with the
- * most layouts. */
-static tkvi_peak tkvi_dry_run_restore(tkv_cache *kv, int seq, int layer, int first, int last) {
+/* The slots for restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
+ * Blocks are recoded one after the other, so the slots of other layouts are counted for one block: that with which the
+ * pool needs the most pages. */
+static tkvi_demand tkvi_demand_restore(const tkv_cache *kv, int seq, int layer, int first, int last) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    int i, s, n_longest = 0, layouts[TKV_TIER_COUNT + 1], longest[TKV_TIER_COUNT + 1];
-    for (i = first; i < last; i++) {
-        int n_layouts;
-        if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
-        n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
-        dry_run.n_offloaded--;
-        tkvi_peak_take(&dry_run, layouts[n_layouts - 1]);
-        if (n_layouts > n_longest) memcpy(longest, layouts, sizeof layouts), n_longest = n_layouts;
+    tkvi_demand stored = tkvi_no_demand(), most = stored;
+    int layouts[TKV_TIER_COUNT + 1], i, s, pass;
+    for (pass = 0; pass < 2; pass++) {
+        if (pass) most = stored;
+        for (i = first; i < last; i++) {
+            tkvi_demand with_others = stored;
+            int n_layouts;
+            if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
+            n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
+            if (!pass) { /* the block has its entry already */
+                stored.slots[kv->tables.layout[layouts[n_layouts - 1]].size_class]++;
+                continue;
+            }
+            for (s = 0; s + 1 < n_layouts; s++) with_others.slots[kv->tables.layout[layouts[s]].size_class]++;
+            if (tkvi_pages_for_demand(&kv->pool, &with_others) > tkvi_pages_for_demand(&kv->pool, &most))
+                most = with_others;
+        }
     }
-    for (s = 0; s + 1 < n_longest; s++) tkvi_peak_take(&dry_run, longest[s]);
-    return dry_run;
+    return most;
+}
+
+/* End position of the tokens of block i. Eviction can free the next block; then this one covers its positions too. */
+static int tkvi_tokens_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const int n = tkvi_block_tokens(kv, list, ids, i);
+    return n ? tkvi_slot_position(kv, ids[i], n - 1) + 1 : tkvi_block_start(kv, ids, i);
 }
 
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
@@ -270,7 +282,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
-    tkvi_peak dry_run;
+    tkvi_request request = tkvi_no_request();
     int i, first = -1, last = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
@@ -281,7 +293,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     if (start > list->len || n > list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
-        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_tokens_end(kv, list, ids, i);
         if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
         if (first < 0 && end <= start)
             return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
@@ -294,34 +306,26 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         last = i + 1;
     }
     if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
-    memset(&from_k, 0, sizeof from_k);
-    from_k.data = k;
-    from_k.dim = kv->tables.cfg.model.head_dim;
-    from_k.head_stride = from_k.dim;
-    from_k.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_k.dim;
-    from_v = from_k;
-    from_v.data = v;
-    from_v.dim = kv->tables.cfg.model.v_head_dim;
-    from_v.head_stride = from_v.dim;
-    from_v.token_stride = (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * from_v.dim;
+    from_k = tkvi_describe_source(kv, k, TKV_TYPE_F32, kv->tables.cfg.model.head_dim, 0, 0);
+    from_v = tkvi_describe_source(kv, v, TKV_TYPE_F32, kv->tables.cfg.model.v_head_dim, 0, 0);
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_is_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
          !tkvi_is_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->clock;
-    dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
+    request.fixed = tkvi_demand_restore(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
-        const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t needed;
-        tkvi_set_request(kv, &dry_run, NULL, 0, layer);
-        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget))
-            return tkvi_refuse_over_budget(kv, needed);
-        dry_run = tkvi_dry_run_restore(kv, seq, layer, first, last);
+        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
+        request.fixed = tkvi_demand_restore(kv, seq, layer, first, last); /* the level may have changed */
     }
-    if (!tkvi_allocate_peak(&kv->pool, &dry_run))
-        return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM,
-                         "no memory to restore tokens, in number", n, "");
+    if (!st && !tkvi_provide_request(kv, &request))
+        st = tkvi_refuse_no_memory(kv, "no memory to restore tokens, in number", n, "");
+    if (st) {
+        tkvi_trim(&kv->pool);
+        return st;
+    }
     for (i = first; i < last; i++)
         if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
             tkvi_restore_block(kv, seq, layer, i, &from_k, &from_v, start);

@@ -2,13 +2,13 @@
  * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
  * reset; and tkv_read.
  *
- * A change runs in three steps:
- *     dry run    counts the slots that it takes and gives back, in order, and computes the peak (tkvi_peak)
- *     memory     allocates the memory of that peak, or fails
- *     change     cannot fail
- * So a call that fails stores and removes no token. Under a budget, reclaim stages run between dry run and memory
- * (reclaim/budget.h). If the call then fails, recoded blocks stay recoded. Evicted tokens and expired blocks stay
- * removed.
+ * An append runs in four steps:
+ *     validate   refuses bad arguments, and requests that no reclaim stage can serve; nothing has changed then
+ *     reclaim    frees bytes under a budget (reclaim/budget.h)
+ *     age        recodes blocks that are old enough, and allocates what the new tokens need
+ *     store      expires old tokens and stores new ones; cannot fail
+ * An append that fails stores no token. It changes no position, no length and no answer about which tokens are there.
+ * Blocks that were recoded or offloaded for it may stay so, and a table that was learned stays.
  */
 #ifndef TKVI_STEP_SEQUENCE_H
 #define TKVI_STEP_SEQUENCE_H
@@ -16,22 +16,11 @@
 #include "cache/lookup.h"
 #include "reclaim/budget.h"
 #include "reclaim/scores.h"
+#include "step/shrink.h"
 
 /* Points to the number of slots of a size class that are reserved for a sequence. */
 static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
     return &kv->reserved_slots[(size_t)seq * (size_t)kv->tables.n_classes + (size_t)size_class];
-}
-
-/* Dry run of storing n tokens in one layer. */
-static void tkvi_dry_run_append(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int sink, i, blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
-    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_peak_take(dry_run, kv->pool.block[ids[list->n - 1]].layout); /* a shared block is copied first */
-    for (i = 0; i < blocks; i++)
-        tkvi_peak_take(dry_run, i < sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT]);
 }
 
 /* >>reservations */
@@ -41,7 +30,8 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p
                                          const uint32_t *ids, int64_t *most) {
     int i, all_full = 1;
     tkvi_compute_most_blocks(&kv->tables.cfg, p, most);
-    if (tkvi_plan_learns(p)) { /* blocks may have waited for a table */
+    if (tkvi_plan_learns(p) &&
+        kv->tables.current_version[p->stored_layer] < 0) { /* blocks wait for a table */
         most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
         most[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
@@ -54,11 +44,11 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p
     for (i = 0; i < TKV_TIER_COUNT && (!all_full || tkvi_has_budget(kv)); i++) most[i] = TKVI_FOREVER;
 }
 
-/* Adds to live[class], `sign` times, the slots that a list may still take until it has the reserved length. It counts
- * each new block and each block that ages, but no more blocks of a tier than the list can ever have. It does not
- * subtract slots that are freed meanwhile, so appends of any size fit. A slot taken lowers the need by one, and a
- * slot given back raises it by at most one. So live + need never grows. Returns 0 if no slot is needed any more. */
-static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int sign, int64_t *live) {
+/* Adds to slots[class] those that a list may still take until it has the reserved length. It counts each new block and
+ * each block that ages, but no more blocks of a tier than the list can ever have. It does not subtract slots that are
+ * freed meanwhile, so appends of any size fit. A slot taken lowers the need by one, and a slot given back raises it by
+ * at most one. So slots in use and needed together never grow. Returns 0 if no slot is needed any more. */
+static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slots) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -83,46 +73,77 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int sign, in
         need[TKV_TIER_WARM] += due != TKV_TIER_HOT && (i >= list->n || tkvi_tier_at(list, i) == TKV_TIER_HOT);
         need[TKV_TIER_ARCHIVE] += due == TKV_TIER_ARCHIVE;
     }
+    if (kv->pool.keep_all)
+        need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
     tkvi_compute_most_new_blocks(kv, p, list, ids, most);
-    if (sink) live[layout[p->sink_layout].size_class] += sign;
+    if (sink) slots[layout[p->sink_layout].size_class]++;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
-        if (need[tier] > 0) live[layout[p->now.layout[tier]].size_class] += sign * need[tier];
+        if (need[tier] > 0) slots[layout[p->now.layout[tier]].size_class] += need[tier];
     }
     return 1;
+}
+
+/* Lets the sequence use all slots that are reserved for it. tkvi_release_unused reserves again what it still needs. */
+static void tkvi_unreserve_slots(tkv_cache *kv, int seq) {
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
+    int c;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        kv->pool.reserved_slots[c] -= own[c];
+        own[c] = 0;
+    }
 }
 
 /* Reserves the slots that all layers of a sequence need up to length `len`. 0: ends the reservation. */
 static void tkvi_reserve_slots(tkv_cache *kv, int seq, int len) {
     int layer, c, is_needed = 0;
     int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        kv->pool.reserved_slots[c] -= own[c];
-        own[c] = 0;
-    }
+    tkvi_unreserve_slots(kv, seq);
     kv->seq[seq].reserved_len = len;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && len > 0; layer++)
-        is_needed |= tkvi_add_needed_slots(kv, seq, layer, 1, own);
+        is_needed |= tkvi_add_needed_slots(kv, seq, layer, own);
     for (c = 0; c < kv->tables.n_classes; c++) kv->pool.reserved_slots[c] += own[c];
     if (!is_needed) kv->seq[seq].reserved_len = 0;
 }
 
-/* Dry run of an append of n tokens to one layer, ageing included. It uses the slots that are reserved for the layer:
- * below the reserved length, slots in use and reserved slots together do not grow. An open step that passes the
- * length keeps the reservation as well, because it may be aborted. */
-static void tkvi_dry_run_row(tkv_cache *kv, int seq, int layer, int n, tkvi_peak *dry_run) {
-    const tkvi_seq *s = &kv->seq[seq];
-    int64_t *live_before = dry_run->live + kv->tables.n_classes;
-    size_t bytes = (size_t)kv->tables.n_classes * sizeof *live_before;
-    int is_reserved, len = tkvi_list_of(kv, seq, layer)->len + n;
-    memcpy(live_before, dry_run->live, bytes);
-    is_reserved = tkvi_add_needed_slots(kv, seq, layer, -1, dry_run->live);
-    if (!s->in_step) tkvi_age_list(kv, seq, layer, tkvi_hot_age(kv, layer), 0, dry_run);
-    tkvi_dry_run_append(kv, seq, layer, n, dry_run);
-    if (is_reserved && (len < s->reserved_len || (s->in_step && len == s->reserved_len)))
-        memcpy(dry_run->live, live_before, bytes);
-    else if (is_reserved && s->in_step) (void)tkvi_add_needed_slots(kv, seq, layer, 1, dry_run->live);
-    tkvi_peak_note(dry_run);
+/* Takes slots out of the reservation of a sequence, in slots[class], so that this sequence can use them. Returns 0 if
+ * fewer were reserved. */
+static int tkvi_take_from_reservation(tkv_cache *kv, int seq, const int64_t *slots) {
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
+    int c, is_covered = 1;
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        const int64_t n = slots[c] < own[c] ? slots[c] : own[c];
+        is_covered &= slots[c] <= own[c];
+        if (n <= 0) continue;
+        own[c] -= n;
+        kv->pool.reserved_slots[c] -= n;
+    }
+    return is_covered;
+}
+
+/* Lets an append use the slots that are reserved for its new blocks. Returns 1 if that covers all of them. Beyond the
+ * reserved length nothing stays reserved for the layer, but an open step keeps its reservation, because it may be
+ * aborted. tkvi_release_unused reserves again what is still needed. */
+static int tkvi_use_reservations(tkv_cache *kv, const tkvi_request *request) {
+    int i, c, is_covered = 1;
+    for (i = 0; i < request->n_rows; i++) {
+        const int seq = request->rows[i].seq, n = request->rows[i].n, in_step = kv->seq[seq].in_step;
+        const int len = tkvi_list_of(kv, seq, request->layer)->len + n,
+                  reserved_len = kv->seq[seq].reserved_len;
+        tkvi_demand demand = tkvi_no_demand();
+        if (n == 0) continue;
+        if (len <= reserved_len) tkvi_demand_tokens(kv, seq, request->layer, n, &demand);
+        if (len > reserved_len) is_covered = 0;
+        if (!in_step && len >= reserved_len && reserved_len) {
+            tkvi_demand all = tkvi_no_demand();
+            (void)tkvi_add_needed_slots(kv, seq, request->layer, all.slots);
+            for (c = 0; c < kv->tables.n_classes; c++) is_covered &= demand.slots[c] <= all.slots[c];
+            (void)tkvi_take_from_reservation(kv, seq, all.slots);
+        } else if (len <= reserved_len) {
+            is_covered &= tkvi_take_from_reservation(kv, seq, demand.slots);
+        }
+    }
+    return is_covered;
 }
 
 /* Number of pages in use, and of pages that reservations will need. */
@@ -221,7 +242,11 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
         id = tkvi_new_block(&kv->pool, layout, list->len);
-        memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0, kv->tables.layout[layout].bytes.total);
+        /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
+         * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
+        if (sink || (TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write))
+            memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0,
+                   kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
         ids[list->n++] = id;
         return id;
@@ -334,49 +359,97 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     return TKV_OK;
 }
 
-/* Dry run of an append. */
-static tkvi_peak tkvi_dry_run_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
-    tkvi_peak dry_run = tkvi_begin_dry_run(kv);
-    int i;
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n) tkvi_dry_run_row(kv, rows[i].seq, layer, rows[i].n, &dry_run);
-    return dry_run;
+/* Ages a list before an append, with the slots that are reserved for the layer. Returns 0 without memory. */
+static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer) {
+    const int reserved_len = kv->seq[seq].reserved_len;
+    tkvi_demand needed = tkvi_no_demand();
+    int aged;
+    if (kv->seq[seq].in_step) return 1;
+    if (reserved_len && tkvi_add_needed_slots(kv, seq, layer, needed.slots))
+        (void)tkvi_take_from_reservation(kv, seq, needed.slots);
+    aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0);
+    if (reserved_len) tkvi_reserve_slots(kv, seq, reserved_len);
+    return aged;
 }
 
-/* Under a budget: lets reclaim recode the tokens of the previous append. failed: 1 undoes that. */
-static void tkvi_unprotect_last_append(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                                       int failed) {
-    int i;
-    for (i = 0; i < n_rows; i++) {
-        tkvi_list *list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (rows[i].n == 0 || kv->seq[rows[i].seq].in_step || !tkvi_has_budget(kv)) continue;
-        if (failed) {
-            list->chunk_start = list->previous_chunk_start;
-        } else {
-            list->previous_chunk_start = list->chunk_start;
-            list->chunk_start = list->len;
-        }
+static tkv_status tkvi_refuse_tokens(tkv_cache *kv, int n) {
+    if (kv->pool.keep_all && !tkvi_has_budget(kv))
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_create_in_place is full", 0, NULL);
+    return tkvi_refuse_no_memory(kv, "the allocator gave no memory for", n, " more tokens");
+}
+
+/* The steps of an append after validation: reclaim, age, store. first: row of k and v of the first token. */
+static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, int total,
+                                   const tkvi_source *k, const tkvi_source *v) {
+    const int layer = request->layer;
+    const tkv_rows *rows = request->rows;
+    const int hot = kv->tables.plan[layer].now.layout[TKV_TIER_HOT], has_budget = tkvi_has_budget(kv);
+    const size_t budget = kv->tables.cfg.budget.bytes,
+                 token_bytes = kv->tables.layout[hot].bytes.total / TKVI_BLOCK;
+    int i, first = 0, has_step = 0, is_covered = 0;
+    tkv_status st = TKV_OK;
+    for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
+    if (has_budget) {
+        is_covered = tkvi_use_reservations(kv, request);
+        if (!is_covered) st = tkvi_check_request(kv, request, budget);
+        if (st) return st;
     }
+    if (!has_step && !tkvi_make_due_table(kv, layer, 0)) return tkvi_refuse_tokens(kv, total);
+    if (has_budget) {
+        tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
+        if (!is_covered) st = tkvi_reclaim(kv, request, budget);
+        if (st) return st;
+    }
+    if (!has_step) tkvi_query_stats_learn(kv, layer);
+    if (!has_budget) {
+        for (i = 0; i < request->n_rows; i++)
+            if (rows[i].n && !tkvi_age_for_append(kv, rows[i].seq, layer))
+                return tkvi_refuse_tokens(kv, total);
+        (void)tkvi_use_reservations(kv, request);
+    }
+    if (!is_covered && !tkvi_provide_request(kv, request)) return tkvi_refuse_tokens(kv, total);
+    for (i = 0; i < request->n_rows;
+         i++) /* all rows first, because new blocks take the slots of expired ones */
+        if (rows[i].n && !kv->seq[rows[i].seq].in_step) tkvi_expire_list(kv, rows[i].seq, layer);
+    for (i = 0; i < request->n_rows; first += rows[i].n, i++) {
+        if (rows[i].n == 0) continue;
+        tkvi_start_metering(kv, rows[i].seq);
+        if (!kv->seq[rows[i].seq].in_step) tkvi_evict_excess(kv, rows[i].seq, layer, rows[i].n);
+        tkvi_store_tokens(kv, rows[i].seq, layer, k, v, first, rows[i].n);
+    }
+    tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
+    return tkvi_ok(kv);
+}
+
+/* Describes K or V of an append. Strides of 0: dense rows. */
+static tkvi_source tkvi_describe_source(const tkv_cache *kv, const void *data, tkv_type type, int dim,
+                                        ptrdiff_t token_stride, ptrdiff_t head_stride) {
+    tkvi_source s;
+    s.data = data;
+    s.type = type;
+    s.dim = dim;
+    s.head_stride = head_stride ? head_stride : dim;
+    s.token_stride = token_stride ? token_stride : (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * dim;
+    return s;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
+    tkvi_request request = tkvi_no_request();
     tkv_rows single_row;
-    const tkv_rows *rows;
     tkvi_source k, v;
-    tkvi_peak dry_run;
-    int8_t old_version;
     tkv_status st;
-    int n_rows, i, total, has_step, first = 0;
+    int i, total;
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
     single_row.seq = p->seq;
     single_row.n = p->n;
-    rows = p->batch ? p->batch : &single_row;
-    n_rows = p->batch ? p->n_batch : 1;
-    if (n_rows < 0 || n_rows > cfg->limits.max_seqs)
-        return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", n_rows, "; it must be at most max_seqs");
+    request.rows = p->batch ? p->batch : &single_row;
+    request.n_rows = p->batch ? p->n_batch : 1;
+    request.layer = p->layer;
+    if (request.n_rows < 0 || request.n_rows > cfg->limits.max_seqs)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", request.n_rows, "; it must be at most max_seqs");
     if (p->layer < 0 || p->layer >= cfg->model.n_layers)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", p->layer, "");
     if (kv->tables.plan[p->layer].stored_layer != p->layer)
@@ -384,90 +457,27 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
         return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
-    st = tkvi_check_rows(kv, p->layer, rows, n_rows, p->positions, &total);
+    st = tkvi_check_rows(kv, p->layer, request.rows, request.n_rows, p->positions, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
-    k.data = p->k;
-    k.type = p->k_type;
-    k.dim = cfg->model.head_dim;
-    k.head_stride = p->k_head_stride ? p->k_head_stride : cfg->model.head_dim;
-    k.token_stride =
-        p->k_token_stride ? p->k_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.head_dim;
-    v.data = p->v;
-    v.type = p->v_type;
-    v.dim = cfg->model.v_head_dim;
-    v.head_stride = p->v_head_stride ? p->v_head_stride : cfg->model.v_head_dim;
-    v.token_stride =
-        p->v_token_stride ? p->v_token_stride : (ptrdiff_t)cfg->model.n_kv_heads * cfg->model.v_head_dim;
+    k = tkvi_describe_source(kv, p->k, p->k_type, cfg->model.head_dim, p->k_token_stride, p->k_head_stride);
+    v = tkvi_describe_source(kv, p->v, p->v_type, cfg->model.v_head_dim, p->v_token_stride, p->v_head_stride);
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_is_source_finite(&k, total, cfg->model.n_kv_heads) ||
          !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
-    for (i = 0, has_step = 0; i < n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
-    old_version = kv->tables.current_version[p->layer];
-    if (!has_step && !tkvi_begin_table(kv, p->layer, 0, &old_version)) goto no_table;
-    if (tkvi_has_budget(kv))
-        for (i = 0; i < n_rows; i++) /* frees the slots of expired blocks */
-            if (rows[i].n && !kv->seq[rows[i].seq].in_step)
-                tkvi_age_list(kv, rows[i].seq, p->layer, TKVI_FOREVER, 0, NULL);
-    dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
-    tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 0);
-    for (i = 0, kv->clock++; i < n_rows; i++) kv->seq[rows[i].seq].used = kv->clock;
-    if (tkvi_has_budget(kv)) {
-        const size_t budget = cfg->budget.bytes,
-                     token_bytes =
-                         kv->tables.layout[kv->tables.plan[p->layer].now.layout[TKV_TIER_HOT]].bytes.total /
-                         TKVI_BLOCK;
-        size_t needed;
-        int fits;
-        tkvi_set_request(kv, &dry_run, rows, n_rows, p->layer);
-        fits = tkvi_plan_reclaim(kv, budget, &needed);
-        tkvi_end_table(kv, p->layer, old_version,
-                       fits); /* before blocks are recoded, because they may use the table */
-        if (fits && !(kv->reclaim_stages & TKVI_EVICT_FIRST))
-            tkvi_recode_for_append(kv, (size_t)total * token_bytes);
-        if (!fits || !tkvi_reclaim_bytes(kv, budget)) {
-            tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
-            return tkvi_refuse_over_budget(kv, needed);
-        }
-        old_version =
-            kv->tables.current_version[p->layer]; /* blocks may use a table that reclaim learned: keep it */
-        dry_run = tkvi_dry_run_rows(kv, p->layer, rows, n_rows);
+    kv->append_layer = p->layer;
+    for (i = 0, kv->clock++; i < request.n_rows; i++) {
+        kv->seq[request.rows[i].seq].used = kv->clock;
+        kv->seq[request.rows[i].seq].is_appending = request.rows[i].n > 0;
     }
-    for (i = 0; i < n_rows; i++)
-        if (rows[i].n &&
-            !tkvi_grow_lists(kv, rows[i].seq, tkvi_n_list_entries(kv, rows[i].seq, p->layer, rows[i].n)))
-            goto no_memory;
-    if (!tkvi_allocate_peak(&kv->pool, &dry_run)) goto no_memory;
-    tkvi_end_table(kv, p->layer, old_version, 1);
-    if (!has_step) tkvi_query_stats_learn(kv, p->layer);
-    for (i = 0; i < n_rows; i++) {
-        if (rows[i].n == 0) continue;
-        tkvi_start_metering(kv, rows[i].seq);
-        if (!kv->seq[rows[i].seq].in_step) {
-            tkvi_age_list(kv, rows[i].seq, p->layer, tkvi_hot_age(kv, p->layer), 0, NULL);
-            tkvi_evict_excess(kv, rows[i].seq, p->layer,
-                              rows[i].n); /* after ageing, because the dry run aged all blocks */
-        }
-        tkvi_store_tokens(kv, rows[i].seq, p->layer, &k, &v, first, rows[i].n);
-        first += rows[i].n;
-    }
-    if (kv->tokens_seen && kv->tokens_seen[p->layer] >= 0)
-        kv->tokens_seen[p->layer] =
-            tkvi_min(TKVI_FOREVER, kv->tokens_seen[p->layer] + total); /* tkv_seq_abort subtracts its part */
-    tkvi_query_stats_count(kv, p->layer, total);
-    for (i = 0; i < n_rows; i++)
-        tkvi_release_unused(kv, rows[i].seq); /* only after all rows, because rows share pages */
-    return tkvi_ok(kv);
-no_memory:
-    tkvi_end_table(kv, p->layer, old_version, 0);
-    tkvi_unprotect_last_append(kv, p->layer, rows, n_rows, 1);
-no_table:
-    if (kv->pool.keep_all)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_create_in_place is full", 0, NULL);
-    return tkvi_fail(kv, TKV_ERR_NOMEM, "the allocator gave no memory for", total, " more tokens");
+    st = tkvi_append_rows(kv, &request, total, &k, &v);
+    for (i = 0; i < request.n_rows; i++) kv->seq[request.rows[i].seq].is_appending = 0;
+    for (i = 0; i < request.n_rows; i++)
+        tkvi_release_unused(kv, request.rows[i].seq); /* only after all rows, because rows share pages */
+    return st;
 }
 
 static tkv_status tkvi_append(tkv_cache *kv, int seq, int layer, const int *position, const float *k,
@@ -493,44 +503,24 @@ static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
-/* Ages all layers of a sequence, or none. flush: 1 takes blocks of any age. partial_too: as in tkvi_age_list. */
+/* Ages all layers of a sequence, then expires tokens. flush: 1 takes blocks of any age. partial_too: as in
+ * tkvi_age_list. If it fails, blocks of some layers may be recoded. */
 static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_too) {
-    int8_t old_versions[TKVI_MAX_LAYERS];
-    tkvi_peak dry_run;
-    int layer, pass, n = kv->tables.cfg.model.n_layers, ready = 1;
-    for (layer = 0; layer < n; layer++) {
-        old_versions[layer] = kv->tables.current_version[layer];
-        if (ready && tkvi_has_blocks_to_age(kv, seq, layer))
-            ready = tkvi_begin_table(kv, layer, flush, &old_versions[layer]);
+    int layer, n = kv->tables.cfg.model.n_layers, ready = 1;
+    tkvi_unreserve_slots(kv, seq);
+    for (layer = 0; layer < n && ready; layer++) {
+        const int hot = kv->tables.plan[layer].now.hot;
+        if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
+        ready = tkvi_make_due_table(kv, layer, flush);
+        if (!ready) break;
+        tkvi_query_stats_learn(kv, layer);
+        ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
+                              partial_too);
     }
-    dry_run = tkvi_begin_dry_run(kv);
-    for (layer = 0; layer < n; layer++) tkvi_add_needed_slots(kv, seq, layer, -1, dry_run.live);
-    for (pass = 0; pass < 2 && ready; pass++) {
-        for (layer = 0; layer < n && kv->seq[seq].block; layer++)
-            if (kv->tables.plan[layer].stored_layer == layer)
-                tkvi_age_list(
-                    kv, seq, layer,
-                    flush && kv->tables.plan[layer].now.hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
-                    partial_too, pass ? NULL : &dry_run);
-        if (pass) continue;
-        ready = (tkvi_has_budget(kv) && !flush) ||
-                tkvi_allocate_peak(&kv->pool, &dry_run); /* under a budget blocks only expire: no memory */
-        for (layer = 0; layer < n; layer++) {
-            tkvi_end_table(kv, layer, old_versions[layer], ready);
-            if (ready && tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_query_stats_learn(kv, layer);
-        }
-    }
-    for (layer = 0; layer < n && !pass; layer++) tkvi_end_table(kv, layer, old_versions[layer], 0);
-    if (!ready) {
-        const int is_budget = kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit;
-        return tkvi_fail(kv,
-                         is_budget           ? TKV_ERR_BUDGET
-                         : kv->pool.keep_all ? TKV_ERR_CAPACITY
-                                             : TKV_ERR_NOMEM,
-                         "no memory to recode blocks", 0, NULL);
-    }
+    for (layer = 0; layer < n && ready; layer++)
+        if (tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_expire_list(kv, seq, layer);
     tkvi_release_unused(kv, seq);
-    return tkvi_ok(kv);
+    return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
 }
 
 TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
@@ -546,6 +536,64 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
         tkvi_trim(&kv->pool);
     }
     return st;
+}
+
+/* >>idle time */
+typedef struct tkvi_idle_work {
+    uint64_t demoted_to; /* kv->demoted after the last block of work */
+    tkv_is_time_up is_time_up;
+    void *user;
+} tkvi_idle_work;
+
+static int tkvi_has_time(const tkv_cache *kv, const tkvi_idle_work *work) {
+    return kv->demoted < work->demoted_to && !(work->is_time_up && work->is_time_up(work->user));
+}
+
+/* Makes the tables that are due, as the next append would. Returns 0 without memory. */
+static int tkvi_make_due_tables(tkv_cache *kv, const tkvi_idle_work *work) {
+    int layer, ready = 1;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready; layer++) {
+        if (kv->tables.plan[layer].stored_layer != layer || !tkvi_has_time(kv, work)) continue;
+        ready = tkvi_make_due_table(kv, layer, 0);
+        if (ready) tkvi_query_stats_learn(kv, layer);
+    }
+    return ready;
+}
+
+/* Ages blocks of a sequence, as its next append would. Then expires tokens. Returns 0 without memory. */
+static int tkvi_age_in_idle_time(tkv_cache *kv, int seq, const tkvi_idle_work *work) {
+    int layer, aged = 0;
+    tkvi_unreserve_slots(kv, seq);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && aged >= 0; layer++) {
+        if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
+        do { /* the tokens of the last append stay exact until the next one */
+            if (!tkvi_has_time(kv, work)) break;
+            aged = tkvi_age_next(kv, seq, layer, tkvi_hot_age(kv, layer), tkvi_exact_from(kv, seq, layer), 0);
+            if (aged == 0) tkvi_expire_list(kv, seq, layer);
+        } while (aged > 0);
+    }
+    tkvi_release_unused(kv, seq);
+    return aged >= 0;
+}
+
+TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_time_up, void *user,
+                                int *done) {
+    tkvi_idle_work work;
+    uint64_t before;
+    int seq, ready = 1;
+    if (!kv) return TKV_ERR_ARG;
+    if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
+    before = kv->demoted;
+    work.demoted_to = before + (uint64_t)max_work;
+    work.is_time_up = is_time_up;
+    work.user = user;
+    if (!tkvi_has_open_step(kv)) ready = tkvi_make_due_tables(kv, &work);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && ready; seq++)
+        if (!kv->seq[seq].in_step) ready = tkvi_age_in_idle_time(kv, seq, &work);
+    while (ready && tkvi_has_time(kv, &work) && tkvi_recode_in_idle_time(kv)) {}
+    tkvi_trim(&kv->pool);
+    if (done) *done = (int)(kv->demoted - before);
+    return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
 }
 
 /* >>steps */
@@ -597,6 +645,25 @@ static void tkvi_truncate_packed(tkv_cache *kv, uint32_t id, int len) {
     }
 }
 
+/* Overwrites the positions from len on in block i of a list, unless another list holds it (cfg.host.wipe_freed). */
+static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
+    static const float zeros[TKV_MAX_HEAD_DIM] = {0};
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_layout *layout = &kv->tables.layout[b->layout];
+    const int n = b->n_packed ? b->n_packed : layout->tokens;
+    int t, h;
+    if (b->refs > 1 || tkvi_is_offloaded(b) || tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
+        return;
+    for (t = 0; t < n; t++)
+        for (h = 0; h < kv->tables.cfg.model.n_kv_heads && tkvi_slot_position(kv, id, t) >= len; h++) {
+            const tkvi_record *r = &layout->record[h];
+            uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
+            r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, zeros, t, bytes);
+            r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, zeros, t, bytes + r->v_at);
+        }
+}
+
 /* Truncates a list to its first `len` tokens. Position `len` must be in the hot tail or in the sinks. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -607,6 +674,10 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
         tkvi_release_block(&kv->pool, ids[list->n]);
     }
     list->n_offloaded = tkvi_min(list->n_offloaded, list->n - list->sinks);
+    if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
+        tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
+        if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
+    }
     list->len = len;
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
@@ -624,20 +695,33 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         int n = list->len - list->step_len;
         if (n <= 0) continue;
-        if (kv->tokens_seen && kv->tokens_seen[layer] > 0)
-            kv->tokens_seen[layer] = tkvi_max(0, kv->tokens_seen[layer] - n);
-        if (TKVI_HAS_SQUAT && kv->query_stats && kv->query_stats[layer].tokens > 0)
-            kv->query_stats[layer].tokens = tkvi_max(0, kv->query_stats[layer].tokens - n);
+        tkvi_count_seen_tokens(kv, layer, -n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
 
+/* Sets the demand of a request to the slots that a reservation up to length `len` takes beyond the present one. */
+static void tkvi_demand_reservation(tkv_cache *kv, int seq, int len, tkvi_request *request) {
+    const int old_len = kv->seq[seq].reserved_len;
+    int64_t *own = tkvi_reserved_slots_of(kv, seq, 0);
+    int c;
+    request->fixed = tkvi_no_demand();
+    for (c = 0; c < kv->tables.n_classes; c++) request->fixed.slots[c] = -own[c];
+    tkvi_reserve_slots(kv, seq, len);
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        request->fixed.slots[c] += own[c];
+        request->fixed.entries += request->fixed.slots[c];
+    }
+    tkvi_reserve_slots(kv, seq, old_len);
+}
+
 TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
-    tkvi_peak dry_run;
+    tkvi_request request = tkvi_no_request();
+    tkv_status st = TKV_OK;
     tkv_rows row;
-    int len, layer, old_len, n_entries, ready = 1;
+    int len, layer, reserved_len;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -647,33 +731,27 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
                          kv->tables.cfg.limits.max_tokens - len, " more tokens");
     row.seq = seq;
     row.n = n;
-    old_len = kv->seq[seq].reserved_len;
+    request.rows = &row;
+    request.n_rows = 1;
+    request.layer = -1;
+    reserved_len = tkvi_max(kv->seq[seq].reserved_len, len + n);
     kv->seq[seq].used = ++kv->clock;
-    tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
-    dry_run = tkvi_begin_dry_run(kv);
+    tkvi_demand_reservation(kv, seq, reserved_len, &request);
     if (tkvi_has_budget(kv)) {
-        const size_t budget = kv->tables.cfg.budget.bytes;
-        size_t needed;
-        tkvi_reserve_slots(kv, seq, old_len); /* during reclaim: recoding needs pages that are not reserved */
-        tkvi_set_request(kv, &dry_run, &row, 1, -1);
-        if (!tkvi_plan_reclaim(kv, budget, &needed) || !tkvi_reclaim_bytes(kv, budget)) {
-            tkvi_trim(&kv->pool);
-            return tkvi_refuse_over_budget(kv, needed);
-        }
-        tkvi_reserve_slots(kv, seq, tkvi_max(old_len, len + n));
-        dry_run = tkvi_begin_dry_run(kv);
+        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) tkvi_demand_reservation(kv, seq, reserved_len, &request); /* the level may have changed */
     }
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* the first table may become due; later tables can wait */
-        if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0)
-            ready = tkvi_allocate_version(kv, 0);
-    n_entries = tkvi_n_row_entries(kv, &row, -1, 0);
-    if (ready && tkvi_grow_lists(kv, seq, n_entries) && tkvi_allocate_peak(&kv->pool, &dry_run))
-        return tkvi_ok(kv);
-    tkvi_reserve_slots(kv, seq, old_len); /* restores the old reservation */
+        if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0 &&
+            !tkvi_allocate_version(kv, 0))
+            st = tkvi_refuse_no_memory(kv, "no memory to reserve", n, " tokens");
+    if (!st && !tkvi_provide_request(kv, &request))
+        st = tkvi_refuse_no_memory(kv, "no memory to reserve", n, " tokens");
+    if (!st) tkvi_reserve_slots(kv, seq, reserved_len);
     tkvi_trim(&kv->pool);
-    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, "no memory to reserve", n,
-                     " tokens");
+    return st ? st : tkvi_ok(kv);
 }
 
 /* >>truncation */
@@ -707,30 +785,24 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
         tkvi_reserve_slots(kv, seq, 0);
+    tkvi_shrink_index(kv, seq);
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
-    tkvi_seq *s;
     int layer;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    s = &kv->seq[seq];
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
-    s->in_step = 0;
+    kv->seq[seq].in_step = 0;
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
-    if (!kv->pool.keep_all) {
-        tkvi_put(&kv->heap, s->block,
-                 (size_t)s->cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
-        s->block = NULL;
-        s->cap = 0;
-    }
-    tkvi_trim(&kv->pool);
+    tkvi_wipe_work_space(kv);
+    tkvi_shrink_index(kv, seq);
     return tkvi_ok(kv);
 }
 

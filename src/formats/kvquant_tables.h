@@ -1,8 +1,7 @@
 /*
- * learn/kvquant_tables.h - learns the tables of KVQUANT formats for a layer (KVQuant, arXiv 2401.18079, sections
+ * formats/kvquant_tables.h - learns the tables of KVQUANT formats for a layer (KVQuant, arXiv 2401.18079, sections
  * 3.1 to 3.6). A table has the range of each channel of K, before RoPE, and levels of 2, 3 and 4 bits for K and for
- * V. It is learned together with the tables of learn/statistics.h from hot and warm blocks, or from the caller's
- * samples.
+ * V. The tokens are those of hot and warm blocks (learn/statistics.h), or the caller's samples.
  *
  *   1. Ranges of K: the n / 200 highest and the n / 200 lowest of n values of a channel are outliers. The next
  *      value at each side is the end of the range. TKV_KVQUANT_DENSE has no outliers. V has a range per token,
@@ -14,67 +13,19 @@
  *
  * The code passes over the tokens several times instead of storing them.
  */
-#ifndef TKVI_LEARN_KVQUANT_TABLES_H
-#define TKVI_LEARN_KVQUANT_TABLES_H
+#ifndef TKVI_FORMATS_KVQUANT_TABLES_H
+#define TKVI_FORMATS_KVQUANT_TABLES_H
 
 #include "core/checksum.h"
-#include "cache/cache.h"
+#include "formats/kvquant.h"
 
-/* Source of tokens: the blocks of a layer, or samples. */
-typedef struct tkvi_tokens_of {
-    tkv_cache *kv;
-    const tkv_samples *samples; /* NULL: the blocks of the layer */
-    int layer;
-} tkvi_tokens_of;
-
-/* Called for each token of a head. x: its key before RoPE, or its value, [dim]. weight: of its channels [dim], or
- * NULL. */
-typedef void (*tkvi_token_visit)(void *ctx, const float *x, const float *weight);
-
-typedef struct tkvi_token_walk {
-    const tkvi_tokens_of *from;
-    tkv_side side;
-    tkvi_token_visit visit;
-    void *ctx;
-} tkvi_token_walk;
-
-static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
-    const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
-    const tkvi_tables *tables = &w->from->kv->tables;
-    const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
-    int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
-    float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
-    if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
-    else tkvi_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
-    for (t = 0; t < n; t++) {
-        tkvi_kvquant_key(w->side == TKV_K ? tkvi_kvquant_rope(tables) : NULL, x + t * dim, dim,
-                         (int64_t)start + t, y);
-        w->visit(w->ctx, y, NULL);
-    }
+static size_t tkvi_kvquant_head_bytes(const tkv_config *cfg) {
+    return 2u * (size_t)cfg->model.head_dim * sizeof(float);
 }
 
-/* Calls visit for each token of a head. */
-static void tkvi_walk(const tkvi_tokens_of *from, tkv_side side, int head, tkvi_token_visit visit,
-                      void *ctx) {
-    const tkv_samples *s = from->samples;
-    const tkv_config *cfg = &from->kv->tables.cfg;
-    size_t dim = (size_t)(side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim);
-    tkvi_token_walk w;
-    float y[TKV_MAX_HEAD_DIM];
-    int t;
-    w.from = from;
-    w.side = side;
-    w.visit = visit;
-    w.ctx = ctx;
-    if (!s) (void)tkvi_visit_newest_blocks(from->kv, from->layer, head, tkvi_walk_block, &w);
-    for (t = 0; s && t < s->n; t++) {
-        size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
-        const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
-        int64_t position = (int64_t)s->start + (s->length ? t % s->length : t);
-        tkvi_kvquant_key(side == TKV_K ? tkvi_kvquant_rope(&from->kv->tables) : NULL,
-                         (side == TKV_K ? s->k : s->v) + at, (int)dim, position, y);
-        visit(ctx, y, weight ? weight + at : NULL);
-    }
+/* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
+static float *tkvi_kvquant_range_of(const tkvi_family_state *state, int head) {
+    return (float *)state->heads + (size_t)head * 2u * (size_t)state->cfg->model.head_dim;
 }
 
 static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
@@ -115,8 +66,8 @@ static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
 
 /* Learns radius and middle of each channel of a head from n tokens. radius: [2 * head_dim], the middles follow the
  * radii. A radius is an fp16 value, so its products with levels are exact. */
-static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int n, float *radius) {
-    const tkv_config *cfg = &from->kv->tables.cfg;
+static void tkvi_kvquant_learn_ranges(const tkv_config *cfg, const tkvi_tokens *from, int head, int n,
+                                      float *radius) {
     float *middle = radius + cfg->model.head_dim;
     tkvi_tails s;
     int c;
@@ -124,7 +75,7 @@ static void tkvi_kvquant_learn_ranges(const tkvi_tokens_of *from, int head, int 
     for (s.first = 0; s.first < cfg->model.head_dim; s.first += s.channels) {
         s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->model.head_dim - s.first);
         s.n = 0;
-        tkvi_walk(from, TKV_K, head, tkvi_tails_add, &s);
+        from->walk(from->from, TKV_K, head, tkvi_tails_add, &s);
         for (c = 0; c < s.channels; c++) {
             float low = s.low[c * s.keep + s.keep - 1], high = s.high[c * s.keep + s.keep - 1];
             uint16_t half = tkvi_f32_to_f16(tkvi_f32(high - low) * 0.5f);
@@ -176,10 +127,9 @@ static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
 }
 
 /* Learns the levels of one side. The first pass finds the largest weight, the second fills the histogram. */
-static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, int version,
-                                     tkvi_book *book) {
-    const tkvi_tables *t = &from->kv->tables;
-    const tkv_config *cfg = &t->cfg;
+static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tokens *from, tkv_side side) {
+    const tkv_config *cfg = to->cfg;
+    tkvi_book *book = ((tkvi_kvquant *)to->layer)->book[side];
     tkvi_kvquant_count s;
     int head, pass, bits;
     memset(&s, 0, sizeof s);
@@ -188,10 +138,10 @@ static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, 
     for (pass = 0; pass < 2; pass++) {
         for (head = 0; head < cfg->model.n_kv_heads; head++) {
             if (side == TKV_K) {
-                s.radius = tkvi_kvquant_range_of(t, from->layer, version, head);
+                s.radius = tkvi_kvquant_range_of(to, head);
                 s.middle = s.radius + s.dim;
             }
-            tkvi_walk(from, side, head, side == TKV_K ? tkvi_count_key : tkvi_count_token, &s);
+            from->walk(from->from, side, head, side == TKV_K ? tkvi_count_key : tkvi_count_token, &s);
         }
         /* The largest weight becomes 2^20: a sum over 2^18 tokens of 2^24 channels stays below 2^63. */
         if (pass == 0) s.by = s.most > 0.0f ? tkvi_f32(1048576.0f / s.most) : 1.0f;
@@ -202,26 +152,14 @@ static void tkvi_kvquant_learn_books(const tkvi_tokens_of *from, tkv_side side, 
     }
 }
 
-/* >>the table of a version */
-static void tkvi_kvquant_learn_from(const tkvi_tokens_of *from, int version) {
-    tkv_cache *kv = from->kv;
-    tkvi_kvquant *table = tkvi_kvquant_of(&kv->tables, from->layer, version);
+/* >>the table */
+static void tkvi_kvquant_learn(const tkvi_family_state *to, const tkvi_tokens *from) {
     int head, n = 0;
-    tkvi_walk(from, TKV_K, 0, tkvi_count_tokens, &n);
-    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-        tkvi_kvquant_learn_ranges(from, head, n,
-                                  tkvi_kvquant_range_of(&kv->tables, from->layer, version, head));
-    tkvi_kvquant_learn_books(from, TKV_K, version, table->book[TKV_K]);
-    tkvi_kvquant_learn_books(from, TKV_V, version, table->book[TKV_V]);
-}
-
-/* Learns a version's table from the blocks of the layer, which hold at least one token. */
-static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
-    tkvi_tokens_of from;
-    from.kv = kv;
-    from.samples = NULL;
-    from.layer = layer;
-    tkvi_kvquant_learn_from(&from, version);
+    from->walk(from->from, TKV_K, 0, tkvi_count_tokens, &n);
+    for (head = 0; head < to->cfg->model.n_kv_heads; head++)
+        tkvi_kvquant_learn_ranges(to->cfg, from, head, n, tkvi_kvquant_range_of(to, head));
+    tkvi_kvquant_learn_books(to, from, TKV_K);
+    tkvi_kvquant_learn_books(to, from, TKV_V);
 }
 
 /* >>saved bytes
@@ -230,16 +168,16 @@ static void tkvi_kvquant_learn(tkv_cache *kv, int layer, int version) {
  *   each head: fp16 radius [head_dim] | f32 middle [head_dim] */
 #define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
 
-static size_t tkvi_kvquant_bytes(const tkv_config *cfg) {
+static size_t tkvi_kvquant_saved_bytes(const tkv_config *cfg) {
     return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
-static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
-    const tkvi_rope *rope = tkvi_kvquant_rope(t);
+static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
+    const tkvi_rope *rope = state->rope;
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(t->cfg.format.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[0] = (uint8_t)(state->cfg->format.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
@@ -250,10 +188,10 @@ static uint64_t tkvi_kvquant_mode(const tkvi_tables *t) {
     return h;
 }
 
-static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint8_t *at) {
-    const tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
-    uint64_t mode = tkvi_kvquant_mode(t);
-    int side, bits, i, head, dim = t->cfg.model.head_dim;
+static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
+    const tkvi_kvquant *table = (const tkvi_kvquant *)from->layer;
+    uint64_t mode = tkvi_kvquant_mode(from);
+    int side, bits, i, head, dim = from->cfg->model.head_dim;
     tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
     tkvi_store32(at + 4, (uint32_t)(mode >> 32));
     at += 8;
@@ -263,16 +201,16 @@ static void tkvi_kvquant_save(const tkvi_tables *t, int layer, int version, uint
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
         }
-    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
-        const float *range = tkvi_kvquant_range_of(t, layer, version, head);
+    for (head = 0; head < from->cfg->model.n_kv_heads; head++) {
+        const float *range = tkvi_kvquant_range_of(from, head);
         for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
         for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
     }
 }
 
-static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, const uint8_t *at) {
-    tkvi_kvquant *table = tkvi_kvquant_of(t, layer, version);
-    int side, bits, i, head, dim = t->cfg.model.head_dim;
+static void tkvi_kvquant_load(const tkvi_family_state *to, const uint8_t *at) {
+    tkvi_kvquant *table = (tkvi_kvquant *)to->layer;
+    int side, bits, i, head, dim = to->cfg->model.head_dim;
     at += 8;
     memset(table, 0, sizeof *table);
     for (side = 0; side < 2; side++)
@@ -281,8 +219,8 @@ static void tkvi_kvquant_load(const tkvi_tables *t, int layer, int version, cons
             for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_f16_at(at);
             for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_f16_at(at);
         }
-    for (head = 0; head < t->cfg.model.n_kv_heads; head++) {
-        float *range = tkvi_kvquant_range_of(t, layer, version, head);
+    for (head = 0; head < to->cfg->model.n_kv_heads; head++) {
+        float *range = tkvi_kvquant_range_of(to, head);
         for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_f16_at(at);
         for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
     }
@@ -312,4 +250,30 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
     return 1;
 }
 
-#endif /* TKVI_LEARN_KVQUANT_TABLES_H */
+static const char *tkvi_kvquant_find_fault(const tkvi_family_state *to, const uint8_t *at, int used) {
+    if (!tkvi_kvquant_valid(to->cfg, at)) return "the calibration has invalid ranges or levels";
+    if (used && (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(to))
+        return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
+    return NULL;
+}
+
+static int tkvi_kvquant_undoes_rope(const tkv_format_options *o) {
+    return !(o->kvquant & TKV_KVQUANT_POST_ROPE);
+}
+
+static const tkvi_family tkvi_kvquant_family = {
+    TKVI_HAS_KVQUANT ? NULL : "TKV_NO_KVQUANT leaves this format out",
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_undoes_rope),
+    "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
+    "TKV_KVQUANT_POST_ROPE to code keys as appended",
+    2,
+    sizeof(tkvi_kvquant),
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_head_bytes),
+    NULL,
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_learn),
+    tkvi_kvquant_saved_bytes,
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_save),
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_load),
+    TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_find_fault)};
+
+#endif /* TKVI_FORMATS_KVQUANT_TABLES_H */

@@ -1,0 +1,63 @@
+/*
+ * learn/query_stats.h - statistics of queries, for families of formats that learn from them (tkvi_family). It sums
+ * q q^T over the queries of each head group.
+ *
+ * Attention adds the queries at every fourth position, until the layer has seen TKVI_FIRST_TABLE_TOKENS tokens. The
+ * sums are integers under the lock of learn/statistics.h, so they do not depend on threads. The families learn their
+ * states when the layer has seen 64 tokens, and again each time the number has doubled, the last time at
+ * TKVI_FIRST_TABLE_TOKENS.
+ *
+ * Blocks coded before that use a state of zeros. No block waits, because decoding does not need the state.
+ */
+#ifndef TKVI_LEARN_QUERY_STATS_H
+#define TKVI_LEARN_QUERY_STATS_H
+
+#include "learn/statistics.h"
+
+#define TKVI_QUERY_STATS_EVERY 4 /* positions from one sampled query to the next */
+
+/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats_lock. */
+static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
+    int64_t *sum = tkvi_q_products_of(kv, layer, head);
+    int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
+    for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
+    for (j = 0; j < dim; j++)
+        for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
+}
+
+/* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
+static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
+    const int parts = kv->tables.plan[layer].query_parts;
+    tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
+    const tkvi_family *f = NULL;
+    int head;
+    if (!TKVI_HAS_QUERY_LEARNERS || !parts ||
+        query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
+        return;
+    while ((f = tkvi_next_family(parts, f)) != NULL)
+        for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
+            f->learn_queries(&kv->tables.cfg, tkvi_q_products_of(kv, layer, head), kv->solve,
+                             tkvi_query_state_of(kv, f, layer, head));
+    query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
+    if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
+}
+
+static void tkvi_add_to_count(int *count, int n) {
+    if (*count >= 0) *count = tkvi_max(0, tkvi_min(TKVI_FOREVER, *count + n));
+}
+
+/* Counts n more tokens of the layer, where it collects statistics. n is negative when a step is aborted. */
+static void tkvi_count_seen_tokens(tkv_cache *kv, int layer, int n) {
+    if (kv->tokens_seen) tkvi_add_to_count(&kv->tokens_seen[layer], n);
+    if (TKVI_HAS_QUERY_LEARNERS && kv->query_stats) tkvi_add_to_count(&kv->query_stats[layer].tokens, n);
+}
+
+/* Starts collecting again from zero. The old states stay in use until new ones are learned. */
+static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
+    size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
+    if (!TKVI_HAS_QUERY_LEARNERS || !kv->query_stats) return;
+    kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
+    memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+}
+
+#endif /* TKVI_LEARN_QUERY_STATS_H */

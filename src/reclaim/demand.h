@@ -1,0 +1,215 @@
+/*
+ * reclaim/demand.h - the memory that a call needs: slots of new blocks, block entries, longer lists. It computes the
+ * bytes that the cache would hold, and allocates them.
+ *
+ * The numbers of blocks of each size give the pages in use exactly (cache/pool.h). So the bytes are exact too.
+ */
+#ifndef TKVI_RECLAIM_DEMAND_H
+#define TKVI_RECLAIM_DEMAND_H
+
+#include "cache/lookup.h"
+#include "reclaim/age.h"
+
+/* What a call needs: tokens at the ends of lists, and other slots. */
+typedef struct tkvi_request {
+    const tkv_rows *rows; /* sequences and the tokens that their lists must take */
+    int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
+    tkvi_demand fixed;    /* other blocks; with layer -1 the blocks of the rows too */
+} tkvi_request;
+
+static tkvi_request tkvi_no_request(void) {
+    tkvi_request none;
+    memset(&none, 0, sizeof none);
+    return none;
+}
+
+/* >>bytes */
+/* Bytes held, without pages. */
+static size_t tkvi_bytes_without_pages(const tkv_cache *kv) {
+    return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
+}
+
+/* Bytes held, without free pages beyond pool.recode_pages. */
+static size_t tkvi_used_bytes(const tkv_cache *kv) {
+    const int64_t n_usable = tkvi_n_usable_pages(&kv->pool), n_recode = kv->pool.recode_pages;
+    const int64_t n_taken = (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages;
+    return tkvi_bytes_without_pages(kv) +
+           (size_t)(n_taken + (n_usable < n_recode ? n_usable : n_recode)) * kv->tables.page_bytes;
+}
+
+/* Bytes of the new array if `cap` entries cannot hold n_entries, else 0. The old array is not subtracted: it is freed
+ * only after the copy. */
+static size_t tkvi_growth_bytes(uint32_t cap, int64_t n_entries, size_t entry_bytes) {
+    return n_entries > (int64_t)cap ? (size_t)tkvi_cap_for(n_entries) * entry_bytes : 0;
+}
+
+/* >>new tokens */
+/* Number of tokens that the last block of a list can still take. */
+static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                const uint32_t *ids) {
+    int last = list->n - 1, capacity;
+    if (last < 0) return 0;
+    if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
+        return 0; /* a flush recoded it before it was full */
+    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].n_packed)
+        return 0; /* a packed block: truncation removed the blocks after it */
+    capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
+    return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
+}
+
+/* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
+static int tkvi_n_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                             const uint32_t *ids, int n, int *sink) {
+    int n_tokens = n - tkvi_tail_free_slots(kv, p, list, ids);
+    *sink = n_tokens > 0 && list->len == 0 && p->sink > 0;
+    if (*sink) n_tokens -= p->sink;
+    return *sink + (n_tokens > 0 ? (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+}
+
+/* Adds the blocks that n more tokens of a list take, less the blocks that expire before. */
+static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, tkvi_demand *demand) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
+    if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
+    tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
+    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+        tkvi_demand_blocks(&kv->pool, kv->pool.block[ids[list->n - 1]].layout, 1, demand); /* it is copied */
+    for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
+        const tkvi_block *b = &kv->pool.block[ids[i]];
+        if (b->refs > 1) continue;
+        if (tkvi_is_offloaded(b)) demand->entries--;
+        else tkvi_demand_blocks(&kv->pool, b->layout, -1, demand);
+    }
+}
+
+/* Block numbers that the longest list of a row must hold: its blocks, the new ones, and one more. layer < 0: of all
+ * layers. */
+static int tkvi_n_row_entries(tkv_cache *kv, const tkv_rows *row, int layer) {
+    const int len_after = layer < 0 ? tkv_get_length(kv, row->seq, TKV_ALL_LAYERS) + row->n : 0;
+    int l, most = 0;
+    for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
+        const tkvi_plan *p = &kv->tables.plan[l];
+        const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
+        const int n = layer < 0 ? len_after - list->len : row->n;
+        int sink;
+        if (p->stored_layer == l && n > 0)
+            most = tkvi_max(most, list->n + 1 +
+                                      tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &sink));
+    }
+    return most;
+}
+
+/* >>a request */
+/* The demand of a request in the present state of the lists. */
+static tkvi_demand tkvi_demand_of(const tkv_cache *kv, const tkvi_request *request) {
+    tkvi_demand demand = request->fixed;
+    int i;
+    for (i = 0; i < request->n_rows && request->layer >= 0; i++)
+        if (request->rows[i].n)
+            tkvi_demand_tokens(kv, request->rows[i].seq, request->layer, request->rows[i].n, &demand);
+    return demand;
+}
+
+/* Block numbers that the longest list of a row must hold: tkvi_n_row_entries, or fewer after blocks are freed. */
+typedef int (*tkvi_row_need)(tkv_cache *kv, const tkv_rows *row, int layer);
+
+/* Bytes of new arrays of the index (block table, lists, space of choices) that serve a request. n_entries: of the block
+ * table. */
+static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request, int64_t n_entries,
+                                      tkvi_row_need row_need) {
+    size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, n_entries, tkvi_block_entry_bytes(&kv->tables.cfg));
+    int i, most = 0;
+    for (i = 0; i < request->n_rows; i++) {
+        const int n = row_need(kv, &request->rows[i], request->layer);
+        bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n, sizeof(uint32_t)) *
+                 (size_t)kv->tables.cfg.model.n_layers;
+        most = tkvi_max(most, n);
+    }
+    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
+}
+
+/* Allocates those arrays. Returns 0 without memory. */
+static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n_entries,
+                           tkvi_row_need row_need) {
+    int i;
+    if (n_entries > 0x7fffffff || (n_entries > 0 && !tkvi_grow_blocks(&kv->pool, (uint32_t)n_entries)))
+        return 0;
+    for (i = 0; i < request->n_rows; i++)
+        if (request->rows[i].n &&
+            !tkvi_grow_lists(kv, request->rows[i].seq, row_need(kv, &request->rows[i], request->layer)))
+            return 0;
+    return 1;
+}
+
+/* Bytes held if this demand of a request is served, with the pages for recoding. New arrays count beside the old
+ * ones. Returns (size_t)-1 on overflow. */
+static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
+    const int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
+    size_t bytes;
+    if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
+        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) ||
+        !tkvi_add(bytes,
+                  tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
+                                          tkvi_n_row_entries) +
+                      tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)),
+                  &bytes))
+        return (size_t)-1;
+    return bytes;
+}
+
+static size_t tkvi_bytes_for(tkv_cache *kv, const tkvi_request *request) {
+    const tkvi_demand demand = tkvi_demand_of(kv, request);
+    return tkvi_bytes_for_demand(kv, request, &demand);
+}
+
+/* 1 if a demand of a request needs no further allocation. */
+static int tkvi_is_provided(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
+    const int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
+    return pages <= (int64_t)kv->pool.n_pages && (!kv->pool.max_pages || pages <= kv->pool.max_pages) &&
+           tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
+                                   tkvi_n_row_entries) == 0;
+}
+
+/* The most bytes that the heap may hold. In place no more memory comes. */
+static size_t tkvi_heap_limit(const tkv_cache *kv) {
+    if (kv->pool.keep_all) return kv->heap.held;
+    return kv->heap.limit ? kv->heap.limit : (size_t)-1;
+}
+
+/* Allocates what a request needs, as far as tkvi_heap_limit allows. First gives free pages back where the index needs
+ * their bytes. Returns 0 if the allocator failed; then no block has changed. */
+static int tkvi_provide_within_limit(tkv_cache *kv, const tkvi_request *request) {
+    const tkvi_demand demand = tkvi_demand_of(kv, request);
+    const int64_t n_entries = tkvi_entries_for_demand(&kv->pool, &demand),
+                  pages = tkvi_pages_for_demand(&kv->pool, &demand);
+    const size_t limit = tkvi_heap_limit(kv),
+                 growth = tkvi_index_growth_bytes(kv, request, n_entries, tkvi_n_row_entries);
+    if (growth && (kv->heap.held > limit || growth > limit - kv->heap.held)) tkvi_trim_to(&kv->pool, 0);
+    if (growth && kv->heap.held <= limit && growth <= limit - kv->heap.held &&
+        !tkvi_grow_index(kv, request, n_entries, tkvi_n_row_entries))
+        return 0;
+    while ((int64_t)kv->pool.n_pages < pages) {
+        const size_t page = kv->tables.page_bytes +
+                            tkvi_growth_bytes(kv->pool.page_cap, kv->pool.n_pages + 1, sizeof(tkvi_page));
+        if (kv->heap.held > limit || page > limit - kv->heap.held) return 1;
+        if (!tkvi_add_page(&kv->pool)) return 0;
+    }
+    return 1;
+}
+
+/* Allocates all that a request needs. Returns 0 without memory; then no block has changed. */
+static int tkvi_provide_request(tkv_cache *kv, const tkvi_request *request) {
+    const tkvi_demand demand = tkvi_demand_of(kv, request);
+    return tkvi_provide_within_limit(kv, request) && tkvi_is_provided(kv, request, &demand);
+}
+
+/* Writes the error of a call without memory. what, number, more: as in tkvi_fail. */
+static tkv_status tkvi_refuse_no_memory(tkv_cache *kv, const char *what, int64_t number, const char *more) {
+    if (kv->pool.keep_all ? tkvi_has_budget(kv) : kv->heap.at_limit)
+        return tkvi_fail(kv, TKV_ERR_BUDGET, what, number, more);
+    return tkvi_fail(kv, kv->pool.keep_all ? TKV_ERR_CAPACITY : TKV_ERR_NOMEM, what, number, more);
+}
+
+#endif /* TKVI_RECLAIM_DEMAND_H */

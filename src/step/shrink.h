@@ -1,0 +1,136 @@
+/*
+ * step/shrink.h - after a reset or a truncation: gives memory of the index back, and free pages.
+ *
+ * Appends only let the arrays of the index grow. Here each array moves into a smaller one. It gets the size that the
+ * present blocks and reservations would have grown it to. The smaller array exists beside the old one for a moment. If
+ * the allocator or the budget has no room for it, the old one stays.
+ *
+ * Blocks get other numbers, so that the block table can end earlier. A block that the store has, or a copy of it,
+ * keeps its number: that is its key.
+ */
+#ifndef TKVI_STEP_SHRINK_H
+#define TKVI_STEP_SHRINK_H
+
+#include "reclaim/demand.h"
+
+/* Gets zeroed memory for `cap` entries of an array with old_cap. Returns 0 if it would not be smaller, or without
+ * memory. *smaller: NULL for no entries. */
+static int tkvi_get_smaller(tkvi_heap *heap, uint32_t cap, uint32_t old_cap, size_t entry_bytes,
+                            void **smaller) {
+    *smaller = NULL;
+    if (cap >= old_cap) return 0;
+    if (cap == 0) return 1;
+    *smaller = tkvi_get(heap, cap * entry_bytes);
+    if (*smaller) memset(*smaller, 0, cap * entry_bytes);
+    return *smaller != NULL;
+}
+
+/* The capacity that n entries would have grown an array to. */
+static uint32_t tkvi_least_cap(int64_t n) { return n > 0 ? tkvi_cap_for(n) : 0; }
+
+/* Shrinks the block lists of a sequence to its blocks and its reservation. */
+static void tkvi_shrink_lists(tkv_cache *kv, int seq) {
+    tkvi_seq *s = &kv->seq[seq];
+    const size_t layers = (size_t)kv->tables.cfg.model.n_layers;
+    tkv_rows row;
+    uint32_t cap;
+    size_t l;
+    void *smaller;
+    int most;
+    row.seq = seq;
+    row.n = tkvi_max(0, s->reserved_len - tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    most = tkvi_n_row_entries(kv, &row, -1);
+    for (l = 0; l < layers; l++)
+        if (tkvi_list_of(kv, seq, (int)l)->n) most = tkvi_max(most, tkvi_list_of(kv, seq, (int)l)->n + 1);
+    cap = tkvi_least_cap(most);
+    if (!tkvi_get_smaller(&kv->heap, cap, s->cap, layers * sizeof(uint32_t), &smaller)) return;
+    for (l = 0; l < layers && cap; l++)
+        memcpy((uint32_t *)smaller + l * cap, s->block + l * s->cap, cap * sizeof(uint32_t));
+    tkvi_put(&kv->heap, s->block, layers * s->cap * sizeof(uint32_t));
+    s->block = (uint32_t *)smaller;
+    s->cap = cap;
+}
+
+/* Shrinks the work space of eviction to the longest lists. */
+static void tkvi_shrink_choice(tkv_cache *kv) {
+    uint32_t cap = 0;
+    void *smaller;
+    int seq;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        if (kv->seq[seq].cap > cap) cap = kv->seq[seq].cap;
+    if (!tkvi_get_smaller(&kv->heap, cap, kv->choice_cap, TKVI_CHOICE_BYTES, &smaller)) return;
+    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
+    kv->choice_space = (uint8_t *)smaller;
+    kv->choice_cap = cap;
+}
+
+/* Entries that the block table must keep: the blocks, reserved ones too, and all up to the last one with a key. */
+static int64_t tkvi_n_kept_entries(const tkvi_pool *pool) {
+    const tkvi_demand none = tkvi_no_demand();
+    const int64_t n_blocks = tkvi_entries_for_demand(pool, &none);
+    int64_t n = pool->block_cap;
+    for (; n > n_blocks; n--) {
+        const tkvi_block *b = &pool->block[n - 1];
+        if (b->refs && (b->copy_layout || (tkvi_is_offloaded(b) && !tkvi_is_discarded(b)))) break;
+    }
+    return n;
+}
+
+/* Shrinks the block table. Blocks beyond its new end get the first free numbers. */
+static void tkvi_shrink_blocks(tkv_cache *kv) {
+    tkvi_pool *pool = &kv->pool;
+    tkvi_block *old = pool->block;
+    const tkvi_token_meta *old_meta = pool->token_meta;
+    const size_t entry = tkvi_block_entry_bytes(&kv->tables.cfg);
+    const uint32_t old_cap = pool->block_cap, cap = tkvi_least_cap(tkvi_n_kept_entries(pool));
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    uint32_t id, first_free = 0;
+    void *smaller;
+    int list, i;
+    if (!tkvi_get_smaller(pool->heap, cap, old_cap, entry, &smaller)) return;
+    tkvi_use_block_table(pool, (uint8_t *)smaller, cap);
+    for (id = 0; id < cap; id++) pool->block[id].copy_mark = old[id].copy_mark; /* it belongs to the number */
+    for (id = 0; id < old_cap; id++) {
+        uint32_t to = id;
+        if (id >= cap && old[id].copy_mark > pool->first_copy_mark) pool->first_copy_mark = old[id].copy_mark;
+        if (!old[id].refs) continue;
+        for (; id >= cap && old[first_free].refs; first_free++) {}
+        if (id >= cap) to = first_free++;
+        pool->block[to] = old[id];
+        pool->block[to].copy_mark = old[to].copy_mark;
+        if (TKVI_HAS_EVICT && old_meta) pool->token_meta[to] = old_meta[id];
+        if (!tkvi_is_offloaded(&old[id])) pool->page[old[id].page].owner[old[id].slot] = to;
+        old[id].page = to; /* for the lists below */
+    }
+    for (list = 0; list < kv->tables.cfg.limits.max_seqs * n_layers; list++)
+        for (i = 0; i < kv->list[list].n; i++) {
+            uint32_t *number = &tkvi_ids(kv, list / n_layers, list % n_layers)[i];
+            *number = old[*number].page;
+        }
+    pool->free_block = TKVI_NIL;
+    tkvi_link_free_blocks(pool, 0);
+    tkvi_put(pool->heap, old, old_cap * entry);
+}
+
+static void tkvi_shrink_pages(tkvi_pool *pool) {
+    const uint32_t cap = tkvi_least_cap(pool->n_pages);
+    void *smaller;
+    if (!tkvi_get_smaller(pool->heap, cap, pool->page_cap, sizeof *pool->page, &smaller)) return;
+    if (cap) memcpy(smaller, pool->page, pool->n_pages * sizeof *pool->page);
+    tkvi_put(pool->heap, pool->page, pool->page_cap * sizeof *pool->page);
+    pool->page = (tkvi_page *)smaller;
+    pool->page_cap = cap;
+}
+
+/* Shrinks all that a sequence made the cache allocate. Free pages go first, so a budget has room for the copies. In
+ * place nothing shrinks. */
+static void tkvi_shrink_index(tkv_cache *kv, int seq) {
+    if (kv->pool.keep_all) return;
+    tkvi_trim_to(&kv->pool, 0);
+    tkvi_shrink_lists(kv, seq);
+    tkvi_shrink_choice(kv);
+    tkvi_shrink_blocks(kv);
+    tkvi_shrink_pages(&kv->pool);
+}
+
+#endif /* TKVI_STEP_SHRINK_H */
