@@ -17273,6 +17273,14 @@ static void tkvi_error_sums_add(tkvi_error_sums *sum, const tkvi_error_sums *mor
 #define TKVI_CACHE_CACHE_H
 
 
+/* Searches in a list. Each begins behind the blocks that it has passed, so it looks at one or two blocks. */
+typedef enum tkvi_search {
+    TKVI_RECODED,       /* passed: blocks as small as the level requires (reclaim/stale.h) */
+    TKVI_TIGHTEST,      /* passed: blocks as small as its archive requires; at most TKVI_RECODED's */
+    TKVI_OFFLOADED_RUN, /* passed: offloaded blocks (reclaim/offload.h) */
+    TKVI_SEARCH_COUNT
+} tkvi_search;
+
 /* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens from its
  * start up to the start of block i + 1. */
 typedef struct tkvi_list {
@@ -17281,12 +17289,33 @@ typedef struct tkvi_list {
     int len;                  /* tokens ever appended */
     int expired;              /* tokens before this position have expired (they left the window) */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
-    /* The first n_recoded blocks after the sinks are as small as the level requires. The first n_tightest are as
-     * small as its archive (reclaim/budget.h). */
-    int n_recoded, n_tightest;
-    int n_offloaded; /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
-    int step_len;    /* len when the open step began */
+    int step_len;             /* len when the open step began */
+    int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
+
+/* Block i has changed: all searches look at it again. */
+static void tkvi_search_again(tkvi_list *list, int i) {
+    int s;
+    for (s = 0; s < TKVI_SEARCH_COUNT; s++)
+        list->passed[s] = tkvi_max(0, tkvi_min(list->passed[s], i - list->sinks));
+}
+
+/* Takes those of the blocks first .. end - 1 from *count that are among the blocks from .. from + *count - 1. */
+static void tkvi_take_from_count(int *count, int from, int first, int end) {
+    *count -= tkvi_max(0, tkvi_min(from + *count, end) - tkvi_max(from, first));
+}
+
+/* Removes the blocks first .. end - 1 from a list and from its counts. The caller releases them. */
+static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+    const int sinks = list->sinks, archive = list->archive;
+    int s;
+    tkvi_take_from_count(&list->sinks, 0, first, end);
+    tkvi_take_from_count(&list->archive, sinks, first, end);
+    tkvi_take_from_count(&list->warm, sinks + archive, first, end);
+    for (s = 0; s < TKVI_SEARCH_COUNT; s++) tkvi_take_from_count(&list->passed[s], sinks, first, end);
+    memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
+    list->n -= end - first;
+}
 
 typedef struct tkvi_seq {
     uint32_t *block; /* [n_layers][cap] block numbers */
@@ -17294,7 +17323,7 @@ typedef struct tkvi_seq {
     int in_step;
     int is_appending; /* 1: the append in progress has tokens for this sequence */
     int reserved_len; /* memory is reserved up to this length; 0: none */
-    uint64_t used;    /* kv->clock at the last append, reservation or recomputation */
+    uint64_t used;    /* kv->call.clock at the last append, reservation or recomputation */
 } tkvi_seq;
 
 /* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
@@ -17318,7 +17347,65 @@ typedef struct tkvi_query_stats {
     int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
 
+/* Work space. Sized at creation; the choice space grows with the longest list. */
+typedef struct tkvi_work_space {
+    float *recode;        /* [64][head_dim], [64][v_head_dim] decoded values */
+    float *split_sums;    /* partial results of parallel attention, or NULL */
+    int split_sums_taken; /* 1: a call uses split_sums */
+    float *solve;         /* [packed] for families that learn from queries */
+    uint8_t *choice;      /* for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap;  /* blocks that `choice` has space for */
+} tkvi_work_space;
+
+/* Statistics of attention. Arrays are NULL where no format needs them. packed = head_dim (head_dim + 1) / 2. */
+typedef struct tkvi_stats {
+    int lock; /* of all statistics and of attention scores */
+    /* learn/statistics.h */
+    int *tokens_seen;       /* [n_layers] tokens appended since collection began; -1: nothing is collected */
+    int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    /* learn/query_stats.h */
+    tkvi_query_stats *queries; /* [n_layers] */
+    int64_t *q_products;       /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    uint8_t *query_states;     /* of the families that learn from them (tkvi_state_of) */
+} tkvi_stats;
+
+/* State of the budget (reclaim/budget.h). */
+typedef struct tkvi_budget_state {
+    tkv_pressure pressure;
+    float reported_pressure; /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
+    size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
+    int64_t recode_backlog;  /* bytes that recoding must still free to pay for appended tokens */
+    size_t relax_at;         /* a less compressed level is considered only while fewer bytes are in use */
+    int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
+} tkvi_budget_state;
+
+/* Counts of tkv_budget_info and of the reports, in blocks. `refused` counts calls, the last two count tokens. */
+typedef struct tkvi_counts {
+    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
+    uint64_t offloaded, unwritten, promoted; /* unwritten: refused by the store */
+    uint64_t discarded, recomputed;
+    uint64_t evicted, merged;
+} tkvi_counts;
+
+/* State of the call in progress, and the message of the last one that failed. */
+typedef struct tkvi_call_state {
+    uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
+    int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
+    int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
+    int store_failed;  /* 1: the store failed in this call; an error then names the store as the cause */
+    char error[160];
+} tkvi_call_state;
+
+/* Bytes of the parts of the fixed piece, in their order in memory. Each is rounded up to 64. */
+typedef struct tkvi_sizes {
+    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, query_states, meter;
+    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
+    size_t total;
+} tkvi_sizes;
+
 struct tkv_cache {
+    tkvi_sizes sizes;
     tkvi_tables tables;
     const tkvi_kernels *kernels;
     tkvi_heap heap;
@@ -17327,43 +17414,13 @@ struct tkv_cache {
     tkvi_seq *seq;           /* [max_seqs] */
     tkvi_list *list;         /* [max_seqs][n_layers] */
     int64_t *reserved_slots; /* [max_seqs][n_classes] slots reserved by each sequence */
-    float *recode;           /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
-    float *split_sums;       /* partial results of parallel attention, or NULL */
-    int split_sums_taken;    /* 1: a call uses split_sums */
-    /* Statistics of attention (learn/statistics.h); NULL where no format needs them. */
-    int *tokens_seen;       /* [n_layers] tokens appended since collection began; -1: nothing is collected */
-    int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int stats_lock;         /* lock of all statistics and of attention scores */
-    /* Query statistics (learn/query_stats.h); NULL where no family learns from queries. */
-    tkvi_query_stats *query_stats; /* [n_layers] */
-    int64_t *q_products;           /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint8_t *query_states;         /* of the families that learn from them (tkvi_state_of) */
-    float *solve;                  /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
-    tkvi_meter *meter;             /* NULL: none (cache/meter.h) */
-    /* The budget (reclaim/budget.h). */
-    tkv_pressure pressure;
-    float reported_pressure; /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
-    size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
-    int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
-    int64_t recode_backlog; /* bytes that recoding must still free to pay for appended tokens */
-    size_t relax_at;        /* a less compressed level is considered only while fewer bytes are in use */
-    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
-    uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
-    int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    /* Discarding and recomputation (reclaim/discard.h). */
-    uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
-    int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
-    int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h, stage 7) */
-    uint64_t blocks_discarded, recomputed; /* blocks */
-    tkvi_token_scores token_scores;        /* how the config scores attention (reclaim/scores.h) */
-    /* Eviction (reclaim/evict_tokens.h). */
-    uint8_t
-        *choice_space;   /* work space for choosing among the tokens of the longest list; NULL: no eviction */
-    uint32_t choice_cap; /* blocks that choice_space has space for */
-    uint64_t evicted, merged;
-    size_t fixed_bytes, table_bytes, scratch_bytes, copy_bytes; /* of the fixed piece */
-    char error[160];                                            /* message of the last failed call */
+    tkvi_work_space work;
+    tkvi_stats stats;
+    tkvi_budget_state budget;
+    tkvi_counts counts;
+    tkvi_call_state call;
+    tkvi_meter *meter;              /* NULL: none (cache/meter.h) */
+    tkvi_token_scores token_scores; /* how the config scores attention (reclaim/scores.h) */
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
@@ -17372,18 +17429,18 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
 
 static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    return kv->q_sq_sum +
+    return kv->stats.q_sq_sum +
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (size_t)cfg->model.head_dim;
 }
 
 static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
-    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
+    return kv->stats.far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
 }
 
 static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->model.head_dim;
-    return kv->q_products +
+    return kv->stats.q_products +
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
@@ -17392,7 +17449,7 @@ static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int 
     const tkvi_tables *t = &kv->tables;
     tkvi_family_state state;
     if (!TKVI_HAS_QUERY_LEARNERS || !(t->query_parts & f->part)) return NULL;
-    state = tkvi_state_of(&t->cfg, NULL, kv->query_states, t->query_parts, f, layer);
+    state = tkvi_state_of(&t->cfg, NULL, kv->stats.query_states, t->query_parts, f, layer);
     return tkvi_head_state(&state, f, head);
 }
 
@@ -17450,7 +17507,8 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
  * progress, its own tokens are still to come, and the tokens of the last one may be recoded. */
 static int tkvi_exact_from(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const int is_appending = kv->seq[seq].is_appending && kv->append_layer == layer && !kv->seq[seq].in_step;
+    const int is_appending =
+        kv->seq[seq].is_appending && kv->call.append_layer == layer && !kv->seq[seq].in_step;
     return is_appending ? list->len : list->chunk_start;
 }
 
@@ -17544,13 +17602,13 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
 
 /* >>errors of calls that change the cache: a status and a sentence (tkv_cache.error) */
 static tkv_status tkvi_ok(tkv_cache *kv) {
-    kv->error[0] = 0;
+    kv->call.error[0] = 0;
     return TKV_OK;
 }
 
 static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
                             const char *more) {
-    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     tkvi_append_text(&t, what);
     if (more) {
         tkvi_append_text(&t, " ");
@@ -17625,28 +17683,21 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
  * Returns 0 without memory. */
 static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
-    if (!kv->tables.any_shared || kv->q_sq_sum) return 1;
+    if (!kv->tables.any_shared || kv->stats.q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
-    kv->q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
-    if (!kv->q_sq_sum) return 0;
-    memset(kv->q_sq_sum, 0, bytes);
-    kv->far_attention = kv->q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->stats.q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
+    if (!kv->stats.q_sq_sum) return 0;
+    memset(kv->stats.q_sq_sum, 0, bytes);
+    kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
     return 1;
 }
 
 static void tkvi_free_stats(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
-    kv->q_sq_sum = kv->far_attention = NULL;
+    tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
+    kv->stats.q_sq_sum = kv->stats.far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
-typedef struct tkvi_sizes {
-    /* bytes of the parts in their order in memory, each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, query_states, meter;
-    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
-    size_t total;
-} tkvi_sizes;
-
 static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
     size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
     int k_pad = tkvi_round_up(derived->cfg.model.head_dim, 16),
@@ -17691,6 +17742,9 @@ static size_t tkvi_table_bytes(const tkvi_sizes *s) {
     return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->query_states + s->meter;
 }
 
+/* Bytes that tkv_get_memory reports as scratch. */
+static size_t tkvi_scratch_bytes(const tkvi_sizes *s) { return s->solve + s->recode + s->split_sums; }
+
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
     const size_t pages = (size_t)derived->recode_pages + 2;
@@ -17704,7 +17758,7 @@ static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_s
 
 /* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
 static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
-    return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
+    return (int64_t)(kv->budget.bytes_per_block / kv->tables.page_bytes) + 1;
 }
 
 /* Builds an empty cache in one fixed piece of memory. source: the heap of the memory; the cache gets a copy of it. */
@@ -17737,29 +17791,26 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     kv->pool.partial_pages = (uint32_t *)(void *)(kv->pool.reserved_slots + classes);
     next += s.counts;
     if (s.tokens_seen) {
-        kv->tokens_seen = (int *)(void *)next;
+        kv->stats.tokens_seen = (int *)(void *)next;
         for (c = 0; c < derived->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
-            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
+            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->stats.tokens_seen[c] = -1;
     }
     next += s.tokens_seen;
     if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
-        kv->query_stats = (tkvi_query_stats *)(void *)next;
-        kv->q_products = (int64_t *)(void *)(next + s.query_stats);
-        kv->query_states = next + s.query_stats + s.q_products;
-        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.query_states + s.meter);
+        kv->stats.queries = (tkvi_query_stats *)(void *)next;
+        kv->stats.q_products = (int64_t *)(void *)(next + s.query_stats);
+        kv->stats.query_states = next + s.query_stats + s.q_products;
+        kv->work.solve = (float *)(void *)(next + s.query_stats + s.q_products + s.query_states + s.meter);
     }
     next += s.query_stats + s.q_products + s.query_states;
     kv->meter =
         tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
     next += s.meter + s.solve;
-    kv->recode = (float *)(void *)next;
+    kv->work.recode = (float *)(void *)next;
     next += s.recode;
-    kv->split_sums = s.split_sums ? (float *)(void *)next : NULL;
+    kv->work.split_sums = s.split_sums ? (float *)(void *)next : NULL;
     kv->kernels = kernels;
-    kv->fixed_bytes = s.total;
-    kv->table_bytes = tkvi_table_bytes(&s);
-    kv->scratch_bytes = s.solve + s.recode + s.split_sums;
-    kv->copy_bytes = s.meter_copies;
+    kv->sizes = s;
     kv->pool.tables = &kv->tables;
     if (!tkvi_allocate_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
@@ -17770,14 +17821,15 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
-    (void)tkv_init_pressure(&kv->pressure, &derived->cfg.budget.pressure, NULL, 0);
-    kv->pressure.cfg =
+    (void)tkv_init_pressure(&kv->budget.pressure, &derived->cfg.budget.pressure, NULL, 0);
+    kv->budget.pressure.cfg =
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
-    kv->relax_at = (size_t)-1;
+    kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
     for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
-            kv->bytes_per_block += kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
+            kv->budget.bytes_per_block +=
+                kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
     if (derived->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
@@ -17799,7 +17851,7 @@ static int tkvi_allocate_version(tkv_cache *kv, int version) {
 
 /* Bytes held by table versions and statistics. */
 static size_t tkvi_learning_bytes(const tkv_cache *kv) {
-    size_t n = kv->q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
+    size_t n = kv->stats.q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
     return n;
@@ -17886,10 +17938,10 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
 
 /* Overwrites the work space (cfg.host.wipe_freed), and the meter's copies unless it watches a sequence. */
 static void tkvi_wipe_work_space(tkv_cache *kv) {
-    uint8_t *end = (uint8_t *)(void *)kv + kv->fixed_bytes - kv->copy_bytes;
+    uint8_t *end = (uint8_t *)(void *)kv + kv->sizes.total - kv->sizes.meter_copies;
     if (!kv->tables.cfg.host.wipe_freed) return;
-    tkvi_wipe(end - kv->scratch_bytes, kv->scratch_bytes);
-    if (TKVI_HAS_METER && kv->meter && kv->meter->seq < 0) tkvi_wipe(end, kv->copy_bytes);
+    tkvi_wipe(end - tkvi_scratch_bytes(&kv->sizes), tkvi_scratch_bytes(&kv->sizes));
+    if (TKVI_HAS_METER && kv->meter && kv->meter->seq < 0) tkvi_wipe(end, kv->sizes.meter_copies);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -17916,9 +17968,9 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_free_stats(kv);
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
+    tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
     heap = kv->heap; /* the last piece to free contains kv */
-    if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
+    if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->sizes.total);
 }
 
 /* >>growth */
@@ -17926,13 +17978,13 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
 static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     size_t bytes;
     uint8_t *bigger;
-    if (cap <= kv->choice_cap || !tkvi_choice_entry_bytes(&kv->tables.cfg)) return 1;
+    if (cap <= kv->work.choice_cap || !tkvi_choice_entry_bytes(&kv->tables.cfg)) return 1;
     if (!tkvi_mul(cap, TKVI_CHOICE_BYTES, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
-    kv->choice_space = bigger;
-    kv->choice_cap = cap;
+    tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
+    kv->work.choice = bigger;
+    kv->work.choice_cap = cap;
     return 1;
 }
 
@@ -19171,7 +19223,7 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
-    float *x = w->from->kv->recode, y[TKV_MAX_HEAD_DIM];
+    float *x = w->from->kv->work.recode, y[TKV_MAX_HEAD_DIM];
     if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
     else tkvi_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
     for (t = 0; t < n; t++) {
@@ -19278,7 +19330,7 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
     const int dk = cfg->model.head_dim, dv = cfg->model.v_head_dim;
-    float *k = g->kv->recode, *v = k + tkvi_round_up(dk, 16) * TKVI_BLOCK;
+    float *k = g->kv->work.recode, *v = k + tkvi_round_up(dk, 16) * TKVI_BLOCK;
     int t, c, i;
     (void)start;
     tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)dk);
@@ -19317,7 +19369,7 @@ static float tkvi_power_of_two(int e) {
 static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
+    float *k = g->kv->work.recode, by = tkvi_power_of_two(-g->down);
     int t, c;
     (void)start;
     tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
@@ -19455,10 +19507,10 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
     int any = kv->pool.keep_all, i;
-    kv->tokens_seen[layer] = again ? 0 : -1;
-    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->tokens_seen[i] >= 0;
+    kv->stats.tokens_seen[layer] = again ? 0 : -1;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->stats.tokens_seen[i] >= 0;
     if (!any) tkvi_free_stats(kv);
-    if (!kv->q_sq_sum || !kv->tables.plan[layer].allocates) return;
+    if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
@@ -19487,8 +19539,8 @@ static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
                      : first                     ? 0
                                                  : kv->tables.plan[layer].hot_delay;
     forced = forced && first;
-    if (!kv->tokens_seen ||
-        kv->tokens_seen[layer] <
+    if (!kv->stats.tokens_seen ||
+        kv->stats.tokens_seen[layer] <
             (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
         return 0;
     return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
@@ -19503,12 +19555,13 @@ static int tkvi_make_due_table(tkv_cache *kv, int layer, int forced) {
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
-        kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
+        kv->stats.tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_allocate_version(kv, version)) {
         if (had >= 0 && kv->heap.limit)
-            kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
+            kv->stats.tokens_seen[layer] =
+                TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return had >= 0;
     }
     if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
@@ -19550,7 +19603,7 @@ static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tie
 
 #define TKVI_QUERY_STATS_EVERY 4 /* positions from one sampled query to the next */
 
-/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats_lock. */
+/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats.lock. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
@@ -19562,7 +19615,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     const int parts = kv->tables.plan[layer].query_parts;
-    tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
+    tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     const tkvi_family *f = NULL;
     int head;
     if (!TKVI_HAS_QUERY_LEARNERS || !parts ||
@@ -19570,7 +19623,7 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
         return;
     while ((f = tkvi_next_family(parts, f)) != NULL)
         for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-            f->learn_queries(&kv->tables.cfg, tkvi_q_products_of(kv, layer, head), kv->solve,
+            f->learn_queries(&kv->tables.cfg, tkvi_q_products_of(kv, layer, head), kv->work.solve,
                              tkvi_query_state_of(kv, f, layer, head));
     query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
     if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
@@ -19582,15 +19635,15 @@ static void tkvi_add_to_count(int *count, int n) {
 
 /* Counts n more tokens of the layer, where it collects statistics. n is negative when a step is aborted. */
 static void tkvi_count_seen_tokens(tkv_cache *kv, int layer, int n) {
-    if (kv->tokens_seen) tkvi_add_to_count(&kv->tokens_seen[layer], n);
-    if (TKVI_HAS_QUERY_LEARNERS && kv->query_stats) tkvi_add_to_count(&kv->query_stats[layer].tokens, n);
+    if (kv->stats.tokens_seen) tkvi_add_to_count(&kv->stats.tokens_seen[layer], n);
+    if (TKVI_HAS_QUERY_LEARNERS && kv->stats.queries) tkvi_add_to_count(&kv->stats.queries[layer].tokens, n);
 }
 
 /* Starts collecting again from zero. The old states stay in use until new ones are learned. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
-    if (!TKVI_HAS_QUERY_LEARNERS || !kv->query_stats) return;
-    kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
+    if (!TKVI_HAS_QUERY_LEARNERS || !kv->stats.queries) return;
+    kv->stats.queries[layer].tokens = kv->stats.queries[layer].used = 0;
     memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 
@@ -19619,7 +19672,7 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
 /* >>statistics for tables */
 static int tkvi_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
     (void)p;
-    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->tokens_seen[stored] < 0)
+    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->stats.tokens_seen[stored] < 0)
         return 0;
     return TKVI_WANTS_CALL | TKVI_WANTS_FAR_SUMS;
 }
@@ -19634,7 +19687,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
             *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
     const float *l = v->sums->l;
     (void)state;
-    tkvi_lock(&kv->stats_lock);
+    tkvi_lock(&kv->stats.lock);
     for (r = 0; r < v->rows; r++) {
         if (!(rows >> r & 1)) continue;
         for (c = 0; c < dim; c++) {
@@ -19645,7 +19698,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
         if (l[r] > 0.0f)
             *far_attention += tkvi_counted(v->sums->far_attention[r] / (l[r] * l[r]) * 16777216.0f, 1e12f);
     }
-    tkvi_unlock(&kv->stats_lock);
+    tkvi_unlock(&kv->stats.lock);
     return 0;
 }
 
@@ -19656,7 +19709,7 @@ static const tkvi_consumer tkvi_stats_consumer = {
 static int tkvi_query_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
     (void)p;
     return TKVI_CAN_SAMPLE_QUERIES && kv->tables.plan[stored].query_parts &&
-                   kv->query_stats[stored].tokens >= 0
+                   kv->stats.queries[stored].tokens >= 0
                ? TKVI_WANTS_CALL
                : 0;
 }
@@ -19669,10 +19722,10 @@ static unsigned tkvi_query_stats_sample(const tkvi_tile_view *v) {
 static TKVI_NOINLINE unsigned tkvi_query_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     int r;
     (void)state;
-    tkvi_lock(&v->kv->stats_lock);
+    tkvi_lock(&v->kv->stats.lock);
     for (r = 0; r < v->rows; r++)
         if (rows >> r & 1) tkvi_query_stats_add(v->kv, v->stored, v->head, v->q + r * v->q_stride);
-    tkvi_unlock(&v->kv->stats_lock);
+    tkvi_unlock(&v->kv->stats.lock);
     return 0;
 }
 
@@ -19723,7 +19776,7 @@ TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info
     memset(out, 0, sizeof *out);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         out->n_calibrated += tkvi_has_table(kv, layer);
-        out->n_learning += kv->tokens_seen && kv->tokens_seen[layer] >= 0;
+        out->n_learning += kv->stats.tokens_seen && kv->stats.tokens_seen[layer] >= 0;
     }
     return TKV_OK;
 }
@@ -20078,10 +20131,10 @@ static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const floa
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_token_score_counted(said[t], one);
     if (!any) return;
-    tkvi_lock(&kv->stats_lock);
+    tkvi_lock(&kv->stats.lock);
     tkvi_decay_to_step(m, n, len);
     m->mode->join(n->scores, more);
-    tkvi_unlock(&kv->stats_lock);
+    tkvi_unlock(&kv->stats.lock);
 }
 
 /* Decays the scores of two blocks to the same step, the later one. Scores can then move from one to the other. */
@@ -20095,10 +20148,10 @@ static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
     if (!kv->token_scores.mode || !kv->token_scores.mode->fresh) return 0;
-    tkvi_lock(&kv->stats_lock);
+    tkvi_lock(&kv->stats.lock);
     for (i = 0; i < list->n; i++)
         step = tkvi_max(step, tkvi_min(list->len, kv->pool.token_meta[ids[i]].score_step));
-    tkvi_unlock(&kv->stats_lock);
+    tkvi_unlock(&kv->stats.lock);
     return step;
 }
 
@@ -20111,9 +20164,9 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
     int t;
     memset(&n, 0, sizeof n);
     if (m->mode) {
-        tkvi_lock(&kv->stats_lock);
+        tkvi_lock(&kv->stats.lock);
         n = kv->pool.token_meta[id];
-        tkvi_unlock(&kv->stats_lock);
+        tkvi_unlock(&kv->stats.lock);
         by = m->mode->fresh ? (n.score_step == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.score_step);
         by *= (double)m->mode->sign / (double)m->unit;
@@ -20345,7 +20398,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
                 0)
                 continue;
             tkvi_erase_key(&kv->pool, id, what);
-            kv->n_unwritten++;
+            kv->counts.unwritten++;
             return 0;
         }
     return 1;
@@ -20365,7 +20418,7 @@ static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
 
 /* 1 if there is a store, and it has not failed in this call. */
 static int tkvi_can_store(const tkv_cache *kv) {
-    return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->store_failed;
+    return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->call.store_failed;
 }
 
 /* 1 if blocks that end before position `end` are old enough to be offloaded. At least the hot tokens of the tier spec
@@ -20388,13 +20441,13 @@ static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, cons
     return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
 }
 
-/* Index of the oldest block of a list that may be offloaded; -1: none. Also updates list->n_offloaded. */
+/* Index of the oldest block of a list that may be offloaded; -1: none. Also updates the passed run. */
 static int tkvi_find_offloadable(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i = list->sinks + list->n_offloaded;
+    int i = list->sinks + list->passed[TKVI_OFFLOADED_RUN];
     while (i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]])) i++;
-    list->n_offloaded = tkvi_max(0, i - list->sinks);
+    list->passed[TKVI_OFFLOADED_RUN] = tkvi_max(0, i - list->sinks);
     while (i < list->n && (tkvi_is_offloaded(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1))
         i++;
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
@@ -20411,7 +20464,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
     if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
-        kv->store_failed = 1;
+        kv->call.store_failed = 1;
         return 0;
     }
     page = b->page;
@@ -20419,7 +20472,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     b->page = TKVI_OFFLOADED | (uint32_t)(kv->pool.marks >> 16);
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
-    kv->n_offloaded++;
+    kv->counts.offloaded++;
     tkvi_record_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     tkvi_emit_offloaded(kv, seq, layer, i);
@@ -20572,7 +20625,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             b->page = TKVI_NIL;
             kv->pool.n_offloaded++;
             kv->pool.n_discarded++;
-            kv->blocks_discarded++;
+            kv->counts.discarded++;
             tkvi_give_slot(&kv->pool, page, slot);
         }
     }
@@ -20581,7 +20634,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
 
 /* 1 if the sequence has no open step and the call in progress does not use it. */
 static int tkvi_is_idle(const tkv_cache *kv, int seq) {
-    return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
+    return !kv->seq[seq].in_step && kv->seq[seq].used != kv->call.clock;
 }
 
 /* Takes the idle sequence that was used longest ago and has blocks to discard. Discards its first block in RAM, in
@@ -20833,12 +20886,12 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
     return n_rows;
 }
 
-/* Encodes the n tokens decoded in kv->recode (rows of K, then rows of V) as record r of one head, at dst. start:
+/* Encodes the n tokens decoded in kv->work.recode (rows of K, then rows of V) as record r of one head, at dst. start:
  * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
                                int n, uint8_t *dst) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    const float *k = kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
     const tkvi_family *family = r->k.format->family;
     if (family->learn_queries) to_k.head_state = tkvi_query_state_of(kv, family, layer, head);
@@ -20852,7 +20905,7 @@ static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
     const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
-    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    float *k = r->kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
     int head, n_tokens;
     for (head = 0; head < cfg->model.n_kv_heads; head++) {
@@ -20897,7 +20950,7 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
         b = &kv->pool.block[id]; /* the table may have grown */
     }
     tkvi_copy_for_meter(kv, seq, layer, b);
-    kv->demoted++;
+    kv->counts.demoted++;
     previous_layout = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
     r.kv = kv;
     r.from = &kv->tables.layout[b->layout];
@@ -20954,23 +21007,11 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     const int n_expired = tkvi_n_expiring(kv, seq, layer);
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int *of_tier[3], tier, i, n_left = n_expired;
+    int i;
     if (!n_expired) return;
     list->expired = tkvi_block_start(kv, ids, n_expired);
     for (i = 0; i < n_expired; i++) tkvi_release_block(&kv->pool, ids[i]);
-    list->n -= n_expired;
-    memmove(ids, ids + n_expired, (size_t)list->n * sizeof *ids);
-    list->n_recoded = tkvi_max(0, list->n_recoded - (n_expired - list->sinks));
-    list->n_tightest = tkvi_max(0, list->n_tightest - (n_expired - list->sinks));
-    list->n_offloaded = tkvi_max(0, list->n_offloaded - (n_expired - list->sinks));
-    of_tier[0] = &list->sinks;
-    of_tier[1] = &list->archive;
-    of_tier[2] = &list->warm;
-    for (tier = 0; tier < 3; tier++) {
-        const int n_taken = tkvi_min(n_left, *of_tier[tier]);
-        *of_tier[tier] -= n_taken;
-        n_left -= n_taken;
-    }
+    tkvi_unlist_blocks(list, ids, 0, n_expired);
 }
 
 /* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
@@ -21020,7 +21061,7 @@ static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int par
  *
  * Tokens keep their positions: a packed block lists them (tkvi_token_meta.positions). An empty block is freed, and
  * the block before it then covers its positions. The last block is neither freed nor merged. Nor is a block that
- * several lists hold. Eviction needs no memory except kv->choice_space, which grows with the lists.
+ * several lists hold. Eviction needs no memory except kv->work.choice, which grows with the lists.
  */
 #ifndef TKVI_RECLAIM_EVICT_TOKENS_H
 #define TKVI_RECLAIM_EVICT_TOKENS_H
@@ -21102,21 +21143,13 @@ static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int star
     }
 }
 
-/* Removes block i from its list, updates the counts of the list, and releases the block. */
+/* Removes block i from its list and releases it. */
 static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int after_sinks = i - list->sinks;
     tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
     tkvi_release_block(&kv->pool, ids[i]);
-    if (after_sinks < 0) list->sinks--;
-    else if (after_sinks < list->archive) list->archive--;
-    else if (after_sinks < list->archive + list->warm) list->warm--;
-    if (after_sinks >= 0 && after_sinks < list->n_recoded) list->n_recoded--;
-    if (after_sinks >= 0 && after_sinks < list->n_tightest) list->n_tightest--;
-    if (after_sinks >= 0 && after_sinks < list->n_offloaded) list->n_offloaded--;
-    list->n--;
-    memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
+    tkvi_unlist_blocks(list, ids, i, i + 1);
 }
 
 /* Frees block i, which has no tokens left. The block before it must then list its positions. 0: block i stays,
@@ -21186,7 +21219,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     const uint64_t used_a = tkvi_used_mask(kv, list, ids, i), used_b = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t moved_mask = tkvi_first_bits(used_b, n_moved);
     const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
-    float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    float *k = kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     uint8_t *bytes_a = tkvi_block_bytes(&kv->pool, a);
     const uint8_t *bytes_b = tkvi_block_bytes(&kv->pool, b);
     int head;
@@ -21208,7 +21241,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     a->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     tkvi_forget_meter_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
-    kv->merged++;
+    kv->counts.merged++;
     if (moved_mask == used_b) {
         tkvi_unlist_block(kv, seq, layer, i + 1);
         return;
@@ -21234,7 +21267,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
 }
 
 /* >>the choice of victims */
-/* Arrays over the tokens of a list that a policy may choose, oldest first. They lie in kv->choice_space. */
+/* Arrays over the tokens of a list that a policy may choose, oldest first. They lie in kv->work.choice. */
 typedef struct tkvi_choice {
     uint64_t *pinned, *victims; /* bit masks over the tokens */
     int *position;
@@ -21244,9 +21277,9 @@ typedef struct tkvi_choice {
 } tkvi_choice;
 
 static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
-    const size_t blocks = kv->choice_cap, tokens = blocks * TKVI_BLOCK;
+    const size_t blocks = kv->work.choice_cap, tokens = blocks * TKVI_BLOCK;
     tkvi_choice c;
-    c.pinned = (uint64_t *)(void *)kv->choice_space;
+    c.pinned = (uint64_t *)(void *)kv->work.choice;
     c.victims = c.pinned + blocks;
     c.position = (int *)(void *)(c.victims + blocks);
     c.value = (float *)(void *)(c.position + tokens);
@@ -21275,8 +21308,8 @@ static void tkvi_compute_key_norms(const tkv_cache *kv, uint32_t id, uint64_t ma
     int head, t, n = tkvi_n_bits(mask);
     memset(out, 0, (size_t)n * sizeof *out);
     for (head = 0; head < heads; head++) {
-        tkvi_decode_keys(kv, id, head, mask, kv->recode);
-        for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->recode + t * dim, dim) / heads);
+        tkvi_decode_keys(kv, id, head, mask, kv->work.recode);
+        for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->work.recode + t * dim, dim) / heads);
     }
 }
 
@@ -21294,12 +21327,12 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
             for (i = 0, first = 0; i < list->n; i++, first += count) {
                 const uint64_t mask = tkvi_choosable_mask(kv, list, ids, layer, i);
                 count = tkvi_n_bits(mask);
-                tkvi_decode_keys(kv, ids[i], head, mask, kv->recode);
+                tkvi_decode_keys(kv, ids[i], head, mask, kv->work.recode);
                 for (t = 0; t < count; t++)
                     if (pass)
                         out[first + t] -=
-                            tkvi_key_cosine(kv->recode + t * dim, anchor, length, dim) / (float)heads;
-                    else tkvi_add_direction(kv->recode + t * dim, dim, anchor);
+                            tkvi_key_cosine(kv->work.recode + t * dim, anchor, length, dim) / (float)heads;
+                    else tkvi_add_direction(kv->work.recode + t * dim, dim, anchor);
             }
             length = tkvi_anchor_length(anchor, dim);
         }
@@ -21418,7 +21451,7 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
         kv->pool.block[ids[i]].evicted_mask |= *victim_mask;
         *victim_mask = 0;
     }
-    kv->evicted += (uint64_t)n_evicted;
+    kv->counts.evicted += (uint64_t)n_evicted;
     tkvi_compact_blocks(kv, seq, layer, fill);
     if (n_evicted) tkvi_emit_evicted(kv, seq, layer, positions, n_evicted);
 }
@@ -21656,7 +21689,7 @@ static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request
                  (size_t)kv->tables.cfg.model.n_layers;
         most = tkvi_max(most, n);
     }
-    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
+    return bytes + tkvi_growth_bytes(kv->work.choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
 }
 
 /* Allocates those arrays. Returns 0 without memory. */
@@ -21748,7 +21781,7 @@ static tkv_status tkvi_refuse_no_memory(tkv_cache *kv, const char *what, int64_t
  *
  * Recoding needs a free page for each block size that it writes. These pages (pool.recode_pages) are held from the
  * first append on, and only recoding uses them. A list stores how many of its blocks the level has recoded
- * (tkvi_list.n_recoded, n_tightest). So the search for the next block looks at one or two blocks of a list.
+ * (tkvi_list.passed).
  */
 #ifndef TKVI_RECLAIM_STALE_H
 #define TKVI_RECLAIM_STALE_H
@@ -21780,7 +21813,7 @@ static tkv_tier tkvi_due_tier_of(const tkv_cache *kv, int seq, int layer, int st
                                  const tkvi_tier_spec *spec, int can_learn) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_by_age(spec, spec->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (kv->recodes_young && spec->hot != TKVI_FOREVER)
+    if (kv->call.recodes_young && spec->hot != TKVI_FOREVER)
         due = spec->warm == TKVI_FOREVER ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
     if (end > tkvi_exact_from(kv, seq, layer) || (is_last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
     while (spec->needs_table[due] && kv->tables.current_version[layer] < 0 && !can_learn)
@@ -21805,8 +21838,8 @@ static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
         list->warm--;
         list->archive++;
     }
-    if (due == TKV_TIER_ARCHIVE) list->n_tightest++;
-    list->n_recoded = tkvi_max(list->n_recoded, i + 1 - list->sinks);
+    if (due == TKV_TIER_ARCHIVE) list->passed[TKVI_TIGHTEST]++;
+    list->passed[TKVI_RECODED] = tkvi_max(list->passed[TKVI_RECODED], i + 1 - list->sinks);
 }
 
 /* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Passed
@@ -21816,11 +21849,11 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     for (;;) {
-        int i = list->sinks + list->n_tightest;
+        int i = list->sinks + list->passed[TKVI_TIGHTEST];
         tkv_tier due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         const tkvi_block *b;
         if (due != TKV_TIER_ARCHIVE) {
-            i = list->sinks + list->n_recoded;
+            i = list->sinks + list->passed[TKVI_RECODED];
             due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
@@ -21891,7 +21924,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
     }
     if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;
     tkvi_count_recoded(tkvi_list_of(kv, stale.seq, stale.layer), stale.i, stale.due);
-    kv->recoded[kv->tables.level]++;
+    kv->counts.recoded[kv->tables.level]++;
     return old_bytes - kv->tables.layout[stale.layout].bytes.total;
 }
 
@@ -21940,7 +21973,7 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
                         kv->tables.layout[b->layout].bytes.total / b->refs;
             }
         }
-    parts[2] = kv->table_bytes + tkvi_learning_bytes(kv);
+    parts[2] = tkvi_table_bytes(&kv->sizes) + tkvi_learning_bytes(kv);
     parts[3] = kv->heap.held - parts[0] - parts[1] - parts[2];
     for (i = 1; i < 4; i++)
         if (parts[i] > parts[largest]) largest = i;
@@ -21950,10 +21983,10 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
 
 /* Writes the error of a call that does not fit even after all stages. bytes: what it would take then. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
-    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     size_t largest;
     const char *part = tkvi_find_largest_part(kv, &largest);
-    if (kv->store_failed) {
+    if (kv->call.store_failed) {
         tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
     } else {
         tkvi_append_text(&t, "the call needs ");
@@ -21964,8 +21997,8 @@ static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
         tkvi_append_text(&t, part);
         tkvi_append_text(&t, "; reset a sequence or raise it");
     }
-    kv->refused++;
-    tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->error);
+    kv->counts.refused++;
+    tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->call.error);
     return TKV_ERR_BUDGET;
 }
 
@@ -21987,7 +22020,7 @@ static void tkvi_apply_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.limits.max_seqs * (size_t)kv->tables.cfg.model.n_layers;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
-    for (i = 0; i < lists; i++) kv->list[i].n_recoded = kv->list[i].n_tightest = 0;
+    for (i = 0; i < lists; i++) kv->list[i].passed[TKVI_RECODED] = kv->list[i].passed[TKVI_TIGHTEST] = 0;
 }
 
 /* Changes the level and emits the event. */
@@ -21995,8 +22028,8 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
     const int from = kv->tables.level;
     if (level == from) return;
     tkvi_apply_plans(kv, level);
-    kv->relax_at = (size_t)-1;
-    tkvi_pressure_move(&kv->pressure.now, level);
+    kv->budget.relax_at = (size_t)-1;
+    tkvi_pressure_move(&kv->budget.pressure.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_used_bytes(kv),
                     level > from ? "the pressure rose: old tokens get fewer bits"
                                  : "the pressure fell: new tokens get more bits");
@@ -22046,7 +22079,7 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
 /* The smallest layout that block i can get by any stage; -1: a stage may free its slot. */
 static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
-    const int max_level = kv->pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
+    const int max_level = kv->budget.pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
     int level, least = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout;
     if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->seq[seq].in_step &&
         i + 1 < tkvi_list_of(kv, seq, layer)->n)
@@ -22068,9 +22101,9 @@ static size_t tkvi_least_bytes(tkv_cache *kv, const tkvi_request *request) {
     tkvi_demand demand = tkvi_demand_of(kv, request);
     size_t bytes = tkvi_bytes_without_pages(kv) + (size_t)kv->pool.recode_pages * kv->tables.page_bytes;
     int c;
-    kv->recodes_young = 1;
+    kv->call.recodes_young = 1;
     tkvi_exchange_blocks(kv, tkvi_least_layout, &demand);
-    kv->recodes_young = 0;
+    kv->call.recodes_young = 0;
     for (c = 0; c < kv->tables.n_classes; c++) {
         const int64_t slots = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + demand.slots[c];
         if (slots > 0) bytes += (size_t)slots * kv->tables.size_class[c].slot_bytes;
@@ -22242,11 +22275,11 @@ static tkv_status tkvi_prepare_any_loss(tkv_cache *kv, const tkvi_request *reque
  * (size_t)-1. */
 static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     const size_t budget = kv->tables.cfg.budget.bytes,
-                 bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
+                 bytes_per_block = kv->budget.bytes_per_block + kv->budget.bytes_per_block / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
-    soft = tkvi_threshold(&kv->pressure.cfg, level - 1) < 1.0f
-               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->pressure.cfg, level - 1))
+    soft = tkvi_threshold(&kv->budget.pressure.cfg, level - 1) < 1.0f
+               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->budget.pressure.cfg, level - 1))
                : budget;
     return budget > bytes_per_block && budget - bytes_per_block < soft ? budget - bytes_per_block : soft;
 }
@@ -22262,7 +22295,7 @@ static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
  * table is learned from few tokens only if memory is short. Otherwise blocks wait for it. Returns the bytes freed. */
 static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
-    if (!pressed && (level == 0 || level != kv->pressure.cfg.min_level)) return 0;
+    if (!pressed && (level == 0 || level != kv->budget.pressure.cfg.min_level)) return 0;
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
@@ -22270,14 +22303,15 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
  * short, blocks at cfg.budget.pressure.min_level that wait for a table are not counted: they are not recoded now. */
 static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
     uint64_t n = 0;
-    const int waits_for_tables = kv->tables.level == kv->pressure.cfg.min_level && !tkvi_is_pressed(kv, 10);
+    const int waits_for_tables =
+        kv->tables.level == kv->budget.pressure.cfg.min_level && !tkvi_is_pressed(kv, 10);
     const int can_learn = !tkvi_has_open_step(kv) && !waits_for_tables;
     int seq, layer, i;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = list->sinks + list->n_tightest; i < list->n; i++) {
+            for (i = list->sinks + list->passed[TKVI_TIGHTEST]; i < list->n; i++) {
                 tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &kv->tables.plan[layer].now, can_learn);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_TIER_HOT) break;
@@ -22300,18 +22334,18 @@ static int tkvi_looser_layout(tkv_cache *kv, int seq, int layer, int i) {
  * each layer must fit as well. Otherwise the next blocks could soon bring this level back. */
 static int tkvi_can_relax(tkv_cache *kv, const tkvi_request *request) {
     const int level = kv->tables.level;
-    const tkv_pressure_config *p = &kv->pressure.cfg;
+    const tkv_pressure_config *p = &kv->budget.pressure.cfg;
     const double budget = (double)kv->tables.cfg.budget.bytes;
     tkvi_demand looser;
     double bytes;
-    if (tkvi_used_bytes(kv) >= kv->relax_at) return 0;
+    if (tkvi_used_bytes(kv) >= kv->budget.relax_at) return 0;
     looser = tkvi_demand_of(kv, request);
     tkvi_exchange_blocks(kv, tkvi_looser_layout, &looser);
     bytes = (double)tkvi_bytes_for_demand(kv, request, &looser);
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
-        bytes + 3.0 * (double)kv->bytes_per_block < budget)
+        bytes + 3.0 * (double)kv->budget.bytes_per_block < budget)
         return 1;
-    kv->relax_at = tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check reads all blocks */
+    kv->budget.relax_at = tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check reads all blocks */
     return 0;
 }
 
@@ -22328,7 +22362,7 @@ static int tkvi_has_missing_tables(const tkv_cache *kv) {
 static void tkvi_learn_missing_tables(tkv_cache *kv) {
     int i;
     if (!tkvi_has_budget(kv) || !tkvi_has_missing_tables(kv) || tkvi_has_open_step(kv)) return;
-    if (tkvi_used_bytes(kv) + 2 * kv->bytes_per_block <
+    if (tkvi_used_bytes(kv) + 2 * kv->budget.bytes_per_block <
         tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1))
         return;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
@@ -22340,14 +22374,14 @@ static void tkvi_learn_missing_tables(tkv_cache *kv) {
 
 /* 1 if the next block of every layer does not fit. */
 static int tkvi_is_full(const tkv_cache *kv) {
-    return tkvi_used_bytes(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes;
+    return tkvi_used_bytes(kv) + kv->budget.bytes_per_block > kv->tables.cfg.budget.bytes;
 }
 
 /* Goes to the next level if this one has nothing left to recode. Returns 1 if it did. An open step learns no tables, so
  * it waits if one is missing. */
 static int tkvi_raise_level(tkv_cache *kv) {
     tkvi_stale stale;
-    if (kv->tables.level >= kv->pressure.cfg.max_level ||
+    if (kv->tables.level >= kv->budget.pressure.cfg.max_level ||
         (tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)) ||
         tkvi_find_stale(kv, TKVI_ANYWHERE, 1, &stale))
         return 0;
@@ -22371,26 +22405,26 @@ static int tkvi_recode_in_idle_time(tkv_cache *kv) {
  * cfg.budget.pressure.min_level, recodes blocks until they have freed 1.5 times the new bytes. So the work is
  * spread evenly over the appends. recode_backlog carries the rest to the next append. */
 static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, size_t new_bytes) {
-    const tkv_pressure_config *p = &kv->pressure.cfg;
+    const tkv_pressure_config *p = &kv->budget.pressure.cfg;
     const float used_pressure = (float)((double)tkvi_used_bytes(kv) / (double)kv->tables.cfg.budget.bytes);
     float reported_pressure;
     int level = kv->tables.level, target;
-    tkvi_lock(&kv->pressure.lock);
-    reported_pressure = kv->reported_pressure;
-    tkvi_unlock(&kv->pressure.lock);
+    tkvi_lock(&kv->budget.pressure.lock);
+    reported_pressure = kv->budget.reported_pressure;
+    tkvi_unlock(&kv->budget.pressure.lock);
     target = tkvi_pressure_sample(
-        &kv->pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
+        &kv->budget.pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
     if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
     level = kv->tables.level;
-    kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->recode_backlog > 0 && (target > level || tkvi_is_full(kv))) level += tkvi_raise_level(kv);
-    while (kv->recode_backlog > 0) {
+    kv->budget.recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
+    if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) level += tkvi_raise_level(kv);
+    while (kv->budget.recode_backlog > 0) {
         const size_t freed = tkvi_recode_if_due(
             kv, tkvi_is_pressed(kv, 10) || (level > 0 && reported_pressure > tkvi_threshold(p, level - 1)));
-        kv->recode_backlog -= (int64_t)freed;
+        kv->budget.recode_backlog -= (int64_t)freed;
         if (freed) continue;
         /* The search is slow: it reads all lists. It waits for this many new bytes. */
-        kv->recode_backlog = -(int64_t)(kv->bytes_per_block / 64);
+        kv->budget.recode_backlog = -(int64_t)(kv->budget.bytes_per_block / 64);
     }
 }
 
@@ -22427,7 +22461,7 @@ static int tkvi_is_short_of_pages(tkv_cache *kv, const tkvi_request *request, co
 /* Refuses a request that all stages together cannot serve. Nothing has changed then. */
 static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request, size_t budget) {
     size_t least;
-    kv->store_failed = 0; /* a store that failed in an earlier call is tried again */
+    kv->call.store_failed = 0; /* a store that failed in an earlier call is tried again */
     if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
     least = tkvi_least_bytes(kv, request);
     return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
@@ -22440,14 +22474,14 @@ static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_
     for (;;) {
         if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
-        if (kv->tables.level < kv->pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
+        if (kv->tables.level < kv->budget.pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
         else if (!tkvi_offload_oldest(kv)) break;
     }
     st = tkvi_prepare_any_loss(kv, request, budget);
     if (st == TKV_ERR_BUDGET) {
-        kv->recodes_young = 1;
+        kv->call.recodes_young = 1;
         while (tkvi_bytes_for(kv, request) > budget && tkvi_recode_oldest(kv, 0, 1)) {}
-        kv->recodes_young = 0;
+        kv->call.recodes_young = 0;
         if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
         st = tkvi_prepare_any_loss(kv, request, budget);
     }
@@ -22479,16 +22513,16 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->peak = kv->heap.peak;
     out->level = kv->tables.level;
     out->n_levels = kv->tables.n_levels;
-    out->pressure = kv->pressure.now;
-    for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
-    out->demoted = kv->demoted;
-    out->refused = kv->refused;
-    out->offloaded = kv->n_offloaded;
-    out->unwritten = kv->n_unwritten;
-    out->promoted = kv->n_promoted;
-    out->discarded = kv->blocks_discarded;
-    out->recomputed = kv->recomputed;
-    out->evicted = kv->evicted;
+    out->pressure = kv->budget.pressure.now;
+    for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->counts.recoded[i];
+    out->demoted = kv->counts.demoted;
+    out->refused = kv->counts.refused;
+    out->offloaded = kv->counts.offloaded;
+    out->unwritten = kv->counts.unwritten;
+    out->promoted = kv->counts.promoted;
+    out->discarded = kv->counts.discarded;
+    out->recomputed = kv->counts.recomputed;
+    out->evicted = kv->counts.evicted;
     out->pending = tkvi_has_budget(kv) ? tkvi_n_stale_blocks(kv) : 0;
     return TKV_OK;
 }
@@ -22512,7 +22546,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
-    kv->clock++;
+    kv->call.clock++;
     if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
         kv->pool.recode_pages = kv->tables.recode_pages;
         if (!tkvi_provide(&kv->pool, &none.fixed)) {
@@ -22536,13 +22570,13 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         kv->pool.max_pages = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
     kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
-    kv->relax_at = (size_t)-1;
+    kv->budget.relax_at = (size_t)-1;
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
-    if (level < kv->pressure.cfg.min_level || level > kv->pressure.cfg.max_level)
+    if (level < kv->budget.pressure.cfg.min_level || level > kv->budget.pressure.cfg.max_level)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.budget.pressure");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
@@ -22564,15 +22598,15 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
                 spec->hot = tkvi_add_delay(hot_tokens, kv->tables.plan[layer].hot_delay);
         }
     tkvi_apply_plans(kv, kv->tables.level);
-    kv->hot_tokens_changed = 1;
+    kv->budget.hot_tokens_changed = 1;
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
     if (!kv || !tkvi_is_finite(pressure)) return TKV_ERR_ARG;
-    tkvi_lock(&kv->pressure.lock);
-    kv->reported_pressure = tkvi_clampf(pressure, 0.0f, 1.0f);
-    tkvi_unlock(&kv->pressure.lock);
+    tkvi_lock(&kv->budget.pressure.lock);
+    kv->budget.reported_pressure = tkvi_clampf(pressure, 0.0f, 1.0f);
+    tkvi_unlock(&kv->budget.pressure.lock);
     return TKV_OK;
 }
 
@@ -22608,7 +22642,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
 /* The level after a step of -1, 0 or 1, within cfg.budget.pressure. Under a budget it does not change: there
  * memory pressure decides the level. */
 static int tkvi_level_after_step(const tkv_cache *kv, int step) {
-    const tkv_pressure_config *p = &kv->pressure.cfg;
+    const tkv_pressure_config *p = &kv->budget.pressure.cfg;
     const int level = kv->tables.level + step;
     return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }
@@ -23774,9 +23808,9 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
  * atomics. */
 static int tkvi_take_split_sums(tkv_cache *kv) {
-    if (!kv->split_sums) return 0;
+    if (!kv->work.split_sums) return 0;
 #if defined(__GNUC__) || defined(__clang__)
-    return __atomic_exchange_n(&kv->split_sums_taken, 1, __ATOMIC_ACQUIRE) == 0;
+    return __atomic_exchange_n(&kv->work.split_sums_taken, 1, __ATOMIC_ACQUIRE) == 0;
 #else
     return 0;
 #endif
@@ -23784,7 +23818,7 @@ static int tkvi_take_split_sums(tkv_cache *kv) {
 
 static void tkvi_release_split_sums(tkv_cache *kv) {
 #if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&kv->split_sums_taken, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&kv->work.split_sums_taken, 0, __ATOMIC_RELEASE);
 #else
     (void)kv;
 #endif
@@ -23860,7 +23894,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
         tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->split_sums;
+    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
     tkvi_share_consumers(&w);
     if (w.parts) {
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
@@ -24390,10 +24424,10 @@ static void tkvi_shrink_choice(tkv_cache *kv) {
     int seq;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         if (kv->seq[seq].cap > cap) cap = kv->seq[seq].cap;
-    if (!tkvi_get_smaller(&kv->heap, cap, kv->choice_cap, TKVI_CHOICE_BYTES, &smaller)) return;
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
-    kv->choice_space = (uint8_t *)smaller;
-    kv->choice_cap = cap;
+    if (!tkvi_get_smaller(&kv->heap, cap, kv->work.choice_cap, TKVI_CHOICE_BYTES, &smaller)) return;
+    tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
+    kv->work.choice = (uint8_t *)smaller;
+    kv->work.choice_cap = cap;
 }
 
 /* Entries that the block table must keep: the blocks, reserved ones too, and all up to the last one with a key. */
@@ -24776,7 +24810,7 @@ static void tkvi_start_metering(tkv_cache *kv, int seq) {
  * without tkv_seq_reset would attend to the old one. */
 static tkv_status tkvi_refuse_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
-    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     tkvi_append_text(&t, "sequence ");
     tkvi_append_int(&t, seq);
     tkvi_append_text(&t, ", layer ");
@@ -24933,9 +24967,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
          !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
-    kv->append_layer = p->layer;
-    for (i = 0, kv->clock++; i < request.n_rows; i++) {
-        kv->seq[request.rows[i].seq].used = kv->clock;
+    kv->call.append_layer = p->layer;
+    for (i = 0, kv->call.clock++; i < request.n_rows; i++) {
+        kv->seq[request.rows[i].seq].used = kv->call.clock;
         kv->seq[request.rows[i].seq].is_appending = request.rows[i].n > 0;
     }
     st = tkvi_append_rows(kv, &request, total, &k, &v);
@@ -25005,13 +25039,13 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
 
 /* >>idle time */
 typedef struct tkvi_idle_work {
-    uint64_t demoted_to; /* kv->demoted after the last block of work */
+    uint64_t demoted_to; /* kv->counts.demoted after the last block of work */
     tkv_is_time_up is_time_up;
     void *user;
 } tkvi_idle_work;
 
 static int tkvi_has_time(const tkv_cache *kv, const tkvi_idle_work *work) {
-    return kv->demoted < work->demoted_to && !(work->is_time_up && work->is_time_up(work->user));
+    return kv->counts.demoted < work->demoted_to && !(work->is_time_up && work->is_time_up(work->user));
 }
 
 /* Makes the tables that are due, as the next append would. Returns 0 without memory. */
@@ -25048,7 +25082,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
     int seq, ready = 1;
     if (!kv) return TKV_ERR_ARG;
     if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
-    before = kv->demoted;
+    before = kv->counts.demoted;
     work.demoted_to = before + (uint64_t)max_work;
     work.is_time_up = is_time_up;
     work.user = user;
@@ -25057,7 +25091,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
         if (!kv->seq[seq].in_step) ready = tkvi_age_in_idle_time(kv, seq, &work);
     while (ready && tkvi_has_time(kv, &work) && tkvi_recode_in_idle_time(kv)) {}
     tkvi_trim(&kv->pool);
-    if (done) *done = (int)(kv->demoted - before);
+    if (done) *done = (int)(kv->counts.demoted - before);
     return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
 }
 
@@ -25133,12 +25167,10 @@ static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) 
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    while (list->n > 0 && tkvi_block_start(kv, ids, list->n - 1) >= len) {
-        list->n--;
-        if (list->n < list->sinks) list->sinks = list->n;
-        tkvi_release_block(&kv->pool, ids[list->n]);
-    }
-    list->n_offloaded = tkvi_min(list->n_offloaded, list->n - list->sinks);
+    int n_kept = list->n, i;
+    while (n_kept > 0 && tkvi_block_start(kv, ids, n_kept - 1) >= len) n_kept--;
+    for (i = n_kept; i < list->n; i++) tkvi_release_block(&kv->pool, ids[i]);
+    tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
         if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
@@ -25200,7 +25232,7 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     request.n_rows = 1;
     request.layer = -1;
     reserved_len = tkvi_max(kv->seq[seq].reserved_len, len + n);
-    kv->seq[seq].used = ++kv->clock;
+    kv->seq[seq].used = ++kv->call.clock;
     tkvi_demand_reservation(kv, seq, reserved_len, &request);
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
@@ -25209,8 +25241,8 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* the first table may become due; later tables can wait */
-        if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0 &&
-            !tkvi_allocate_version(kv, 0))
+        if (kv->stats.tokens_seen && kv->stats.tokens_seen[layer] >= 0 &&
+            kv->tables.current_version[layer] < 0 && !tkvi_allocate_version(kv, 0))
             st = tkvi_refuse_no_memory(kv, "no memory to reserve", n, " tokens");
     if (!st && !tkvi_provide_request(kv, &request))
         st = tkvi_refuse_no_memory(kv, "no memory to reserve", n, " tokens");
@@ -25379,7 +25411,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
     wrong = tkvi_evict_fault(cfg, &field, &value);
-    if (wrong) return tkvi_bad(kv->error, sizeof kv->error, field, value, wrong);
+    if (wrong) return tkvi_bad(kv->call.error, sizeof kv->call.error, field, value, wrong);
     if (!p->scores && !tkvi_collects_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,
@@ -25466,15 +25498,15 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
     if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    kv->store_failed = 0;
+    kv->call.store_failed = 0;
     for (l = 0; l < kv->tables.cfg.model.n_layers; l++) {
         if (layer != TKV_ALL_LAYERS && l != layer) continue;
         for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
-        if (kv->store_failed) break;
+        if (kv->call.store_failed) break;
     }
     tkvi_trim(&kv->pool);
     if (done) *done = n;
-    if (kv->store_failed)
+    if (kv->call.store_failed)
         return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; the number of blocks offloaded is", n,
                          "");
     return tkvi_ok(kv);
@@ -25552,12 +25584,9 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     b->layout = (uint16_t)layout;
     if (what == TKVI_COPY) b->previous_layout = 0;
     if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    list->n_offloaded =
-        tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks)); /* it may be offloaded again */
-    list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
-    list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
+    tkvi_search_again(list, i);
     tkvi_record_move(kv, id, list->len);
-    kv->n_promoted++;
+    kv->counts.promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
 }
@@ -25676,7 +25705,7 @@ static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int
 
 /* The level that tkv_seq_free_bytes would recode to. */
 static int tkvi_level_to_recode_to(const tkv_cache *kv) {
-    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->pressure.cfg.max_level)
+    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->budget.pressure.cfg.max_level)
                                : kv->tables.level;
 }
 
@@ -25818,10 +25847,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         tkvi_recode_block(&kv->pool, id, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
-    list->n_offloaded = tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks));
-    list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
-    list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
-    kv->recomputed++;
+    tkvi_search_again(list, i);
+    kv->counts.recomputed++;
 }
 
 /* The slots for restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
@@ -25893,7 +25920,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
          !tkvi_is_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
-    kv->seq[seq].used = ++kv->clock;
+    kv->seq[seq].used = ++kv->call.clock;
     request.fixed = tkvi_demand_restore(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
@@ -25936,7 +25963,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
             at = end;
         }
         if (at == start) break;
-        kv->error[0] = 0; /* so that an error text found afterwards is from compute */
+        kv->call.error[0] = 0; /* so that an error text found afterwards is from compute */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;
@@ -25949,7 +25976,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
     if (!st) return tkvi_ok(kv);
     if (st == TKV_ERR_STATE)
         return tkvi_fail(kv, st, "compute did not restore all tokens from position", start, " on");
-    return kv->error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
+    return kv->call.error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
 }
 
 #endif /* TKVI_STEP_RECOMPUTE_H */
@@ -26238,7 +26265,7 @@ TKV_API const char *tkv_get_status_text(tkv_status s) {
     return "unknown status";
 }
 
-TKV_API const char *tkv_get_last_error(const tkv_cache *kv) { return kv ? kv->error : ""; }
+TKV_API const char *tkv_get_last_error(const tkv_cache *kv) { return kv ? kv->call.error : ""; }
 
 TKV_API tkv_status tkv_get_build(const tkv_cache *kv, tkv_build_info *out) {
     int isa;
@@ -26419,9 +26446,9 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
         for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
-    out->tables = kv->table_bytes + tkvi_learning_bytes(kv);
-    out->scratch = kv->scratch_bytes;
-    out->exact_copies = kv->copy_bytes;
+    out->tables = tkvi_table_bytes(&kv->sizes) + tkvi_learning_bytes(kv);
+    out->scratch = tkvi_scratch_bytes(&kv->sizes);
+    out->exact_copies = kv->sizes.meter_copies;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
                  out->scratch - out->exact_copies;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
@@ -26832,12 +26859,13 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
-    if (list->n_tightest < 0 || list->n_tightest > list->n_recoded || list->n_tightest > list->archive ||
-        list->n_recoded > list->archive + list->warm)
+    if (list->passed[TKVI_TIGHTEST] < 0 || list->passed[TKVI_TIGHTEST] > list->passed[TKVI_RECODED] ||
+        list->passed[TKVI_TIGHTEST] > list->archive ||
+        list->passed[TKVI_RECODED] > list->archive + list->warm)
         return tkvi_report_broken(k, "blocks of the hot tail count as recoded in layer", layer);
-    if (list->n_offloaded < 0 || list->n_offloaded > list->n - list->sinks)
+    if (list->passed[TKVI_OFFLOADED_RUN] < 0 || list->passed[TKVI_OFFLOADED_RUN] > list->n - list->sinks)
         return tkvi_report_broken(k, "more blocks are counted as offloaded than exist, layer", layer);
-    for (i = 0; i < list->n_offloaded; i++)
+    for (i = 0; i < list->passed[TKVI_OFFLOADED_RUN]; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
             return tkvi_report_broken(k, "a block in RAM is counted as offloaded, layer", layer);
     if (list->chunk_start < 0 || list->chunk_start > list->len)
@@ -26884,7 +26912,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_has_budget(kv) && !kv->hot_tokens_changed)
+            !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed)
             return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
@@ -27052,8 +27080,9 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
         (kv->pool.keep_all ? tkvi_used_bytes(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->fixed_bytes + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
+    held = kv->sizes.total + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
+           kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
+           kv->pool.page_cap * sizeof(tkvi_page) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
@@ -28514,7 +28543,7 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_get_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
     f->has[TKVI_RECLAIM] = kv->tables.cfg.evict.policy || kv->tables.cfg.offload.write ||
-                           kv->tables.cfg.budget.discard || kv->blocks_discarded;
+                           kv->tables.cfg.budget.discard || kv->counts.discarded;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->missing = tkvi_n_discarded_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.limits.max_seqs;

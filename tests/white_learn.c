@@ -412,8 +412,8 @@ TEST(statistics_end_with_the_second_table) {
         CHECK_EQ(append_tokens(kv, 0, 0, 20), TKV_OK);
         attend_newest(kv, 0, 0, 20, NULL);
         for (n_collecting = 0, head = 0; head < KV_HEADS; head++)
-            n_collecting += kv->q_sq_sum && (tkvi_q_sq_sum_of(kv, 0, head)[0] != 0 ||
-                                             *tkvi_far_attention_of(kv, 0, head) != 0);
+            n_collecting += kv->stats.q_sq_sum && (tkvi_q_sq_sum_of(kv, 0, head)[0] != 0 ||
+                                                   *tkvi_far_attention_of(kv, 0, head) != 0);
         CHECK_EQ(n_collecting, i < SECOND_TABLE ? KV_HEADS : 0);
         CHECK_EQ(kv->tables.current_version[0], i < FIRST_TABLE ? -1 : i >= SECOND_TABLE);
         CHECK_EQ(tkvi_learning_bytes(kv),
@@ -950,7 +950,7 @@ TEST(saved_and_loaded) {
         CHECK_EQ(info.tokens[TKV_TIER_ARCHIVE],
                  layer == 0 ? 256 : 192); /* layers demote at different tokens */
         CHECK_EQ(info.tokens[TKV_TIER_WARM], layer == 1 ? 192 : 128);
-        CHECK(!b->q_sq_sum); /* a layer with a loaded table collects nothing */
+        CHECK(!b->stats.q_sq_sum); /* a layer with a loaded table collects nothing */
     }
     check_cache_at(a, "saved");
     check_cache_at(b, "loaded");
@@ -1052,7 +1052,7 @@ TEST(a_frozen_table_stays) {
         CHECK_EQ(append_tokens(kv, 0, 0, 50), TKV_OK);
         attend_newest(kv, 0, 1, 10, NULL);
         CHECK_EQ(kv->tables.current_version[0], 0);
-        CHECK(!kv->q_sq_sum);
+        CHECK(!kv->stats.q_sq_sum);
     }
     CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK); /* the second time does nothing */
     CHECK_EQ(kv->tables.current_version[0], 0);
@@ -1523,8 +1523,8 @@ TEST(squat_learns_from_queries) {
             }
         }
     }
-    CHECK_EQ(kv->query_stats[1].tokens, -1);
-    CHECK_EQ(kv->query_stats[1].used, 512);
+    CHECK_EQ(kv->stats.queries[1].tokens, -1);
+    CHECK_EQ(kv->stats.queries[1].used, 512);
     CHECK_EQ(tkvi_feedback_count(24, 16), 16 * 8);
 #if defined(__GNUC__) || defined(__clang__)
     for (h = 0; h < 2; h++) {
@@ -1543,7 +1543,7 @@ TEST(squat_learns_from_queries) {
     CHECK_EQ(t, 0); /* without factors it is KIVI */
     CHECK_MSG(tkv_check(kv, reason, sizeof reason) == TKV_OK, "%s", reason);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
-    CHECK_EQ(kv->query_stats[1].tokens, 0);
+    CHECK_EQ(kv->stats.queries[1].tokens, 0);
     for (i = 0; i < 24 * 25 / 2; i++) CHECK_EQ(tkvi_q_products_of(kv, 1, 1)[i], 0);
     tkv_destroy(kv);
 }
@@ -1566,9 +1566,9 @@ TEST(squat_makes_factors_in_time) {
             CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, cases[k].chunk), TKV_OK);
             generate_queries(s, 8);
             CHECK_EQ(tkv_attend(kv, 0, 0, s->q, 8, s->out), TKV_OK);
-            CHECK_EQ(kv->query_stats[0].used, cases[k].used[i]);
+            CHECK_EQ(kv->stats.queries[0].used, cases[k].used[i]);
         }
-        CHECK_EQ(kv->query_stats[0].tokens, cases[k].used[5] == 512 ? -1 : cases[k].tokens);
+        CHECK_EQ(kv->stats.queries[0].tokens, cases[k].used[5] == 512 ? -1 : cases[k].tokens);
         tkv_destroy(kv);
     }
 }

@@ -1141,9 +1141,9 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
  * atomics. */
 static int tkvi_take_split_sums(tkv_cache *kv) {
-    if (!kv->split_sums) return 0;
+    if (!kv->work.split_sums) return 0;
 #if defined(__GNUC__) || defined(__clang__)
-    return __atomic_exchange_n(&kv->split_sums_taken, 1, __ATOMIC_ACQUIRE) == 0;
+    return __atomic_exchange_n(&kv->work.split_sums_taken, 1, __ATOMIC_ACQUIRE) == 0;
 #else
     return 0;
 #endif
@@ -1151,7 +1151,7 @@ static int tkvi_take_split_sums(tkv_cache *kv) {
 
 static void tkvi_release_split_sums(tkv_cache *kv) {
 #if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&kv->split_sums_taken, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&kv->work.split_sums_taken, 0, __ATOMIC_RELEASE);
 #else
     (void)kv;
 #endif
@@ -1227,7 +1227,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
         tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
     few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
           w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->split_sums;
+    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
     tkvi_share_consumers(&w);
     if (w.parts) {
         tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);

@@ -17,6 +17,14 @@
 #include "cache/pool.h"
 #include "cache/meter.h"
 
+/* Searches in a list. Each begins behind the blocks that it has passed, so it looks at one or two blocks. */
+typedef enum tkvi_search {
+    TKVI_RECODED,       /* passed: blocks as small as the level requires (reclaim/stale.h) */
+    TKVI_TIGHTEST,      /* passed: blocks as small as its archive requires; at most TKVI_RECODED's */
+    TKVI_OFFLOADED_RUN, /* passed: offloaded blocks (reclaim/offload.h) */
+    TKVI_SEARCH_COUNT
+} tkvi_search;
+
 /* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens from its
  * start up to the start of block i + 1. */
 typedef struct tkvi_list {
@@ -25,12 +33,33 @@ typedef struct tkvi_list {
     int len;                  /* tokens ever appended */
     int expired;              /* tokens before this position have expired (they left the window) */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
-    /* The first n_recoded blocks after the sinks are as small as the level requires. The first n_tightest are as
-     * small as its archive (reclaim/budget.h). */
-    int n_recoded, n_tightest;
-    int n_offloaded; /* offloaded blocks after the sinks, up to the first that is in RAM (reclaim/offload.h) */
-    int step_len;    /* len when the open step began */
+    int step_len;             /* len when the open step began */
+    int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
+
+/* Block i has changed: all searches look at it again. */
+static void tkvi_search_again(tkvi_list *list, int i) {
+    int s;
+    for (s = 0; s < TKVI_SEARCH_COUNT; s++)
+        list->passed[s] = tkvi_max(0, tkvi_min(list->passed[s], i - list->sinks));
+}
+
+/* Takes those of the blocks first .. end - 1 from *count that are among the blocks from .. from + *count - 1. */
+static void tkvi_take_from_count(int *count, int from, int first, int end) {
+    *count -= tkvi_max(0, tkvi_min(from + *count, end) - tkvi_max(from, first));
+}
+
+/* Removes the blocks first .. end - 1 from a list and from its counts. The caller releases them. */
+static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+    const int sinks = list->sinks, archive = list->archive;
+    int s;
+    tkvi_take_from_count(&list->sinks, 0, first, end);
+    tkvi_take_from_count(&list->archive, sinks, first, end);
+    tkvi_take_from_count(&list->warm, sinks + archive, first, end);
+    for (s = 0; s < TKVI_SEARCH_COUNT; s++) tkvi_take_from_count(&list->passed[s], sinks, first, end);
+    memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
+    list->n -= end - first;
+}
 
 typedef struct tkvi_seq {
     uint32_t *block; /* [n_layers][cap] block numbers */
@@ -38,7 +67,7 @@ typedef struct tkvi_seq {
     int in_step;
     int is_appending; /* 1: the append in progress has tokens for this sequence */
     int reserved_len; /* memory is reserved up to this length; 0: none */
-    uint64_t used;    /* kv->clock at the last append, reservation or recomputation */
+    uint64_t used;    /* kv->call.clock at the last append, reservation or recomputation */
 } tkvi_seq;
 
 /* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
@@ -62,7 +91,65 @@ typedef struct tkvi_query_stats {
     int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
 
+/* Work space. Sized at creation; the choice space grows with the longest list. */
+typedef struct tkvi_work_space {
+    float *recode;        /* [64][head_dim], [64][v_head_dim] decoded values */
+    float *split_sums;    /* partial results of parallel attention, or NULL */
+    int split_sums_taken; /* 1: a call uses split_sums */
+    float *solve;         /* [packed] for families that learn from queries */
+    uint8_t *choice;      /* for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap;  /* blocks that `choice` has space for */
+} tkvi_work_space;
+
+/* Statistics of attention. Arrays are NULL where no format needs them. packed = head_dim (head_dim + 1) / 2. */
+typedef struct tkvi_stats {
+    int lock; /* of all statistics and of attention scores */
+    /* learn/statistics.h */
+    int *tokens_seen;       /* [n_layers] tokens appended since collection began; -1: nothing is collected */
+    int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    /* learn/query_stats.h */
+    tkvi_query_stats *queries; /* [n_layers] */
+    int64_t *q_products;       /* [n_layers][n_kv_heads][packed] sums of q q^T */
+    uint8_t *query_states;     /* of the families that learn from them (tkvi_state_of) */
+} tkvi_stats;
+
+/* State of the budget (reclaim/budget.h). */
+typedef struct tkvi_budget_state {
+    tkv_pressure pressure;
+    float reported_pressure; /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
+    size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
+    int64_t recode_backlog;  /* bytes that recoding must still free to pay for appended tokens */
+    size_t relax_at;         /* a less compressed level is considered only while fewer bytes are in use */
+    int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
+} tkvi_budget_state;
+
+/* Counts of tkv_budget_info and of the reports, in blocks. `refused` counts calls, the last two count tokens. */
+typedef struct tkvi_counts {
+    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused;
+    uint64_t offloaded, unwritten, promoted; /* unwritten: refused by the store */
+    uint64_t discarded, recomputed;
+    uint64_t evicted, merged;
+} tkvi_counts;
+
+/* State of the call in progress, and the message of the last one that failed. */
+typedef struct tkvi_call_state {
+    uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
+    int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
+    int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
+    int store_failed;  /* 1: the store failed in this call; an error then names the store as the cause */
+    char error[160];
+} tkvi_call_state;
+
+/* Bytes of the parts of the fixed piece, in their order in memory. Each is rounded up to 64. */
+typedef struct tkvi_sizes {
+    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, query_states, meter;
+    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
+    size_t total;
+} tkvi_sizes;
+
 struct tkv_cache {
+    tkvi_sizes sizes;
     tkvi_tables tables;
     const tkvi_kernels *kernels;
     tkvi_heap heap;
@@ -71,43 +158,13 @@ struct tkv_cache {
     tkvi_seq *seq;           /* [max_seqs] */
     tkvi_list *list;         /* [max_seqs][n_layers] */
     int64_t *reserved_slots; /* [max_seqs][n_classes] slots reserved by each sequence */
-    float *recode;           /* [64][head_dim], [64][v_head_dim] decoded values, work space of recoding */
-    float *split_sums;       /* partial results of parallel attention, or NULL */
-    int split_sums_taken;    /* 1: a call uses split_sums */
-    /* Statistics of attention (learn/statistics.h); NULL where no format needs them. */
-    int *tokens_seen;       /* [n_layers] tokens appended since collection began; -1: nothing is collected */
-    int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int stats_lock;         /* lock of all statistics and of attention scores */
-    /* Query statistics (learn/query_stats.h); NULL where no family learns from queries. */
-    tkvi_query_stats *query_stats; /* [n_layers] */
-    int64_t *q_products;           /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint8_t *query_states;         /* of the families that learn from them (tkvi_state_of) */
-    float *solve;                  /* [packed] work space; packed = head_dim (head_dim + 1) / 2 */
-    tkvi_meter *meter;             /* NULL: none (cache/meter.h) */
-    /* The budget (reclaim/budget.h). */
-    tkv_pressure pressure;
-    float reported_pressure; /* memory pressure from the caller (tkv_report_pressure), 0 .. 1 */
-    size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
-    int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
-    int64_t recode_backlog; /* bytes that recoding must still free to pay for appended tokens */
-    size_t relax_at;        /* a less compressed level is considered only while fewer bytes are in use */
-    uint64_t demoted, recoded[TKV_MAX_LEVELS], refused; /* counts of tkv_budget_info */
-    uint64_t n_offloaded, n_unwritten, n_promoted; /* blocks offloaded, refused by the store, brought back */
-    int store_failed; /* 1: the store failed in this call; an error then names the store as the cause */
-    /* Discarding and recomputation (reclaim/discard.h). */
-    uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
-    int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
-    int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h, stage 7) */
-    uint64_t blocks_discarded, recomputed; /* blocks */
-    tkvi_token_scores token_scores;        /* how the config scores attention (reclaim/scores.h) */
-    /* Eviction (reclaim/evict_tokens.h). */
-    uint8_t
-        *choice_space;   /* work space for choosing among the tokens of the longest list; NULL: no eviction */
-    uint32_t choice_cap; /* blocks that choice_space has space for */
-    uint64_t evicted, merged;
-    size_t fixed_bytes, table_bytes, scratch_bytes, copy_bytes; /* of the fixed piece */
-    char error[160];                                            /* message of the last failed call */
+    tkvi_work_space work;
+    tkvi_stats stats;
+    tkvi_budget_state budget;
+    tkvi_counts counts;
+    tkvi_call_state call;
+    tkvi_meter *meter;              /* NULL: none (cache/meter.h) */
+    tkvi_token_scores token_scores; /* how the config scores attention (reclaim/scores.h) */
 };
 
 static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
@@ -116,18 +173,18 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
 
 static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
-    return kv->q_sq_sum +
+    return kv->stats.q_sq_sum +
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (size_t)cfg->model.head_dim;
 }
 
 static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
-    return kv->far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
+    return kv->stats.far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
 }
 
 static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
     const tkv_config *cfg = &kv->tables.cfg;
     size_t dim = (size_t)cfg->model.head_dim;
-    return kv->q_products +
+    return kv->stats.q_products +
            ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
 }
 
@@ -136,7 +193,7 @@ static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int 
     const tkvi_tables *t = &kv->tables;
     tkvi_family_state state;
     if (!TKVI_HAS_QUERY_LEARNERS || !(t->query_parts & f->part)) return NULL;
-    state = tkvi_state_of(&t->cfg, NULL, kv->query_states, t->query_parts, f, layer);
+    state = tkvi_state_of(&t->cfg, NULL, kv->stats.query_states, t->query_parts, f, layer);
     return tkvi_head_state(&state, f, head);
 }
 
@@ -194,7 +251,8 @@ static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int pos
  * progress, its own tokens are still to come, and the tokens of the last one may be recoded. */
 static int tkvi_exact_from(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const int is_appending = kv->seq[seq].is_appending && kv->append_layer == layer && !kv->seq[seq].in_step;
+    const int is_appending =
+        kv->seq[seq].is_appending && kv->call.append_layer == layer && !kv->seq[seq].in_step;
     return is_appending ? list->len : list->chunk_start;
 }
 
@@ -288,13 +346,13 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
 
 /* >>errors of calls that change the cache: a status and a sentence (tkv_cache.error) */
 static tkv_status tkvi_ok(tkv_cache *kv) {
-    kv->error[0] = 0;
+    kv->call.error[0] = 0;
     return TKV_OK;
 }
 
 static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
                             const char *more) {
-    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     tkvi_append_text(&t, what);
     if (more) {
         tkvi_append_text(&t, " ");
@@ -369,28 +427,21 @@ static size_t tkvi_stats_bytes(const tkv_config *cfg) {
  * Returns 0 without memory. */
 static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
-    if (!kv->tables.any_shared || kv->q_sq_sum) return 1;
+    if (!kv->tables.any_shared || kv->stats.q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
-    kv->q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
-    if (!kv->q_sq_sum) return 0;
-    memset(kv->q_sq_sum, 0, bytes);
-    kv->far_attention = kv->q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->stats.q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
+    if (!kv->stats.q_sq_sum) return 0;
+    memset(kv->stats.q_sq_sum, 0, bytes);
+    kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
     return 1;
 }
 
 static void tkvi_free_stats(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
-    kv->q_sq_sum = kv->far_attention = NULL;
+    tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
+    kv->stats.q_sq_sum = kv->stats.far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
-typedef struct tkvi_sizes {
-    /* bytes of the parts in their order in memory, each rounded up to 64 */
-    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, query_states, meter;
-    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
-    size_t total;
-} tkvi_sizes;
-
 static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
     size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
     int k_pad = tkvi_round_up(derived->cfg.model.head_dim, 16),
@@ -435,6 +486,9 @@ static size_t tkvi_table_bytes(const tkvi_sizes *s) {
     return s->tables + s->tokens_seen + s->query_stats + s->q_products + s->query_states + s->meter;
 }
 
+/* Bytes that tkv_get_memory reports as scratch. */
+static size_t tkvi_scratch_bytes(const tkvi_sizes *s) { return s->solve + s->recode + s->split_sums; }
+
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
     const size_t pages = (size_t)derived->recode_pages + 2;
@@ -448,7 +502,7 @@ static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_s
 
 /* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
 static int64_t tkvi_free_pages_to_keep(const tkv_cache *kv) {
-    return (int64_t)(kv->bytes_per_block / kv->tables.page_bytes) + 1;
+    return (int64_t)(kv->budget.bytes_per_block / kv->tables.page_bytes) + 1;
 }
 
 /* Builds an empty cache in one fixed piece of memory. source: the heap of the memory; the cache gets a copy of it. */
@@ -481,29 +535,26 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     kv->pool.partial_pages = (uint32_t *)(void *)(kv->pool.reserved_slots + classes);
     next += s.counts;
     if (s.tokens_seen) {
-        kv->tokens_seen = (int *)(void *)next;
+        kv->stats.tokens_seen = (int *)(void *)next;
         for (c = 0; c < derived->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
-            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->tokens_seen[c] = -1;
+            if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->stats.tokens_seen[c] = -1;
     }
     next += s.tokens_seen;
     if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
-        kv->query_stats = (tkvi_query_stats *)(void *)next;
-        kv->q_products = (int64_t *)(void *)(next + s.query_stats);
-        kv->query_states = next + s.query_stats + s.q_products;
-        kv->solve = (float *)(void *)(next + s.query_stats + s.q_products + s.query_states + s.meter);
+        kv->stats.queries = (tkvi_query_stats *)(void *)next;
+        kv->stats.q_products = (int64_t *)(void *)(next + s.query_stats);
+        kv->stats.query_states = next + s.query_stats + s.q_products;
+        kv->work.solve = (float *)(void *)(next + s.query_stats + s.q_products + s.query_states + s.meter);
     }
     next += s.query_stats + s.q_products + s.query_states;
     kv->meter =
         tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
     next += s.meter + s.solve;
-    kv->recode = (float *)(void *)next;
+    kv->work.recode = (float *)(void *)next;
     next += s.recode;
-    kv->split_sums = s.split_sums ? (float *)(void *)next : NULL;
+    kv->work.split_sums = s.split_sums ? (float *)(void *)next : NULL;
     kv->kernels = kernels;
-    kv->fixed_bytes = s.total;
-    kv->table_bytes = tkvi_table_bytes(&s);
-    kv->scratch_bytes = s.solve + s.recode + s.split_sums;
-    kv->copy_bytes = s.meter_copies;
+    kv->sizes = s;
     kv->pool.tables = &kv->tables;
     if (!tkvi_allocate_stats(kv, &heap)) {
         tkvi_put(&heap, kv, s.total);
@@ -514,14 +565,15 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
     for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
-    (void)tkv_init_pressure(&kv->pressure, &derived->cfg.budget.pressure, NULL, 0);
-    kv->pressure.cfg =
+    (void)tkv_init_pressure(&kv->budget.pressure, &derived->cfg.budget.pressure, NULL, 0);
+    kv->budget.pressure.cfg =
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
-    kv->relax_at = (size_t)-1;
+    kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
     for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
-            kv->bytes_per_block += kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
+            kv->budget.bytes_per_block +=
+                kv->tables.layout[kv->tables.plan[c].now.layout[TKV_TIER_HOT]].bytes.total;
     if (derived->cfg.budget.bytes) kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
     *out = kv;
     return TKV_OK;
@@ -543,7 +595,7 @@ static int tkvi_allocate_version(tkv_cache *kv, int version) {
 
 /* Bytes held by table versions and statistics. */
 static size_t tkvi_learning_bytes(const tkv_cache *kv) {
-    size_t n = kv->q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
+    size_t n = kv->stats.q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
     return n;
@@ -630,10 +682,10 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out) {
 
 /* Overwrites the work space (cfg.host.wipe_freed), and the meter's copies unless it watches a sequence. */
 static void tkvi_wipe_work_space(tkv_cache *kv) {
-    uint8_t *end = (uint8_t *)(void *)kv + kv->fixed_bytes - kv->copy_bytes;
+    uint8_t *end = (uint8_t *)(void *)kv + kv->sizes.total - kv->sizes.meter_copies;
     if (!kv->tables.cfg.host.wipe_freed) return;
-    tkvi_wipe(end - kv->scratch_bytes, kv->scratch_bytes);
-    if (TKVI_HAS_METER && kv->meter && kv->meter->seq < 0) tkvi_wipe(end, kv->copy_bytes);
+    tkvi_wipe(end - tkvi_scratch_bytes(&kv->sizes), tkvi_scratch_bytes(&kv->sizes));
+    if (TKVI_HAS_METER && kv->meter && kv->meter->seq < 0) tkvi_wipe(end, kv->sizes.meter_copies);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -660,9 +712,9 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_free_stats(kv);
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
+    tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
     heap = kv->heap; /* the last piece to free contains kv */
-    if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->fixed_bytes);
+    if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->sizes.total);
 }
 
 /* >>growth */
@@ -670,13 +722,13 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
 static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
     size_t bytes;
     uint8_t *bigger;
-    if (cap <= kv->choice_cap || !tkvi_choice_entry_bytes(&kv->tables.cfg)) return 1;
+    if (cap <= kv->work.choice_cap || !tkvi_choice_entry_bytes(&kv->tables.cfg)) return 1;
     if (!tkvi_mul(cap, TKVI_CHOICE_BYTES, &bytes)) return 0;
     bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
-    kv->choice_space = bigger;
-    kv->choice_cap = cap;
+    tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
+    kv->work.choice = bigger;
+    kv->work.choice_cap = cap;
     return 1;
 }
 

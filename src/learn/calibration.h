@@ -38,7 +38,7 @@ TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info
     memset(out, 0, sizeof *out);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         out->n_calibrated += tkvi_has_table(kv, layer);
-        out->n_learning += kv->tokens_seen && kv->tokens_seen[layer] >= 0;
+        out->n_learning += kv->stats.tokens_seen && kv->stats.tokens_seen[layer] >= 0;
     }
     return TKV_OK;
 }

@@ -16,7 +16,7 @@
 
 #define TKVI_QUERY_STATS_EVERY 4 /* positions from one sampled query to the next */
 
-/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats_lock. */
+/* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats.lock. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_q_products_of(kv, layer, head);
     int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
@@ -28,7 +28,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     const int parts = kv->tables.plan[layer].query_parts;
-    tkvi_query_stats *query_stats = kv->query_stats ? &kv->query_stats[layer] : NULL;
+    tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     const tkvi_family *f = NULL;
     int head;
     if (!TKVI_HAS_QUERY_LEARNERS || !parts ||
@@ -36,7 +36,7 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
         return;
     while ((f = tkvi_next_family(parts, f)) != NULL)
         for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-            f->learn_queries(&kv->tables.cfg, tkvi_q_products_of(kv, layer, head), kv->solve,
+            f->learn_queries(&kv->tables.cfg, tkvi_q_products_of(kv, layer, head), kv->work.solve,
                              tkvi_query_state_of(kv, f, layer, head));
     query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
     if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
@@ -48,15 +48,15 @@ static void tkvi_add_to_count(int *count, int n) {
 
 /* Counts n more tokens of the layer, where it collects statistics. n is negative when a step is aborted. */
 static void tkvi_count_seen_tokens(tkv_cache *kv, int layer, int n) {
-    if (kv->tokens_seen) tkvi_add_to_count(&kv->tokens_seen[layer], n);
-    if (TKVI_HAS_QUERY_LEARNERS && kv->query_stats) tkvi_add_to_count(&kv->query_stats[layer].tokens, n);
+    if (kv->stats.tokens_seen) tkvi_add_to_count(&kv->stats.tokens_seen[layer], n);
+    if (TKVI_HAS_QUERY_LEARNERS && kv->stats.queries) tkvi_add_to_count(&kv->stats.queries[layer].tokens, n);
 }
 
 /* Starts collecting again from zero. The old states stay in use until new ones are learned. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
     size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
-    if (!TKVI_HAS_QUERY_LEARNERS || !kv->query_stats) return;
-    kv->query_stats[layer].tokens = kv->query_stats[layer].used = 0;
+    if (!TKVI_HAS_QUERY_LEARNERS || !kv->stats.queries) return;
+    kv->stats.queries[layer].tokens = kv->stats.queries[layer].used = 0;
     memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
 }
 

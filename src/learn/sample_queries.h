@@ -23,7 +23,7 @@
 /* >>statistics for tables */
 static int tkvi_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
     (void)p;
-    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->tokens_seen[stored] < 0)
+    if (!TKVI_CAN_SAMPLE_QUERIES || !kv->tables.plan[stored].allocates || kv->stats.tokens_seen[stored] < 0)
         return 0;
     return TKVI_WANTS_CALL | TKVI_WANTS_FAR_SUMS;
 }
@@ -38,7 +38,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
             *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
     const float *l = v->sums->l;
     (void)state;
-    tkvi_lock(&kv->stats_lock);
+    tkvi_lock(&kv->stats.lock);
     for (r = 0; r < v->rows; r++) {
         if (!(rows >> r & 1)) continue;
         for (c = 0; c < dim; c++) {
@@ -49,7 +49,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
         if (l[r] > 0.0f)
             *far_attention += tkvi_counted(v->sums->far_attention[r] / (l[r] * l[r]) * 16777216.0f, 1e12f);
     }
-    tkvi_unlock(&kv->stats_lock);
+    tkvi_unlock(&kv->stats.lock);
     return 0;
 }
 
@@ -60,7 +60,7 @@ static const tkvi_consumer tkvi_stats_consumer = {
 static int tkvi_query_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
     (void)p;
     return TKVI_CAN_SAMPLE_QUERIES && kv->tables.plan[stored].query_parts &&
-                   kv->query_stats[stored].tokens >= 0
+                   kv->stats.queries[stored].tokens >= 0
                ? TKVI_WANTS_CALL
                : 0;
 }
@@ -73,10 +73,10 @@ static unsigned tkvi_query_stats_sample(const tkvi_tile_view *v) {
 static TKVI_NOINLINE unsigned tkvi_query_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     int r;
     (void)state;
-    tkvi_lock(&v->kv->stats_lock);
+    tkvi_lock(&v->kv->stats.lock);
     for (r = 0; r < v->rows; r++)
         if (rows >> r & 1) tkvi_query_stats_add(v->kv, v->stored, v->head, v->q + r * v->q_stride);
-    tkvi_unlock(&v->kv->stats_lock);
+    tkvi_unlock(&v->kv->stats.lock);
     return 0;
 }
 

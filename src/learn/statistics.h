@@ -53,7 +53,7 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
     const int dk = cfg->model.head_dim, dv = cfg->model.v_head_dim;
-    float *k = g->kv->recode, *v = k + tkvi_round_up(dk, 16) * TKVI_BLOCK;
+    float *k = g->kv->work.recode, *v = k + tkvi_round_up(dk, 16) * TKVI_BLOCK;
     int t, c, i;
     (void)start;
     tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)dk);
@@ -92,7 +92,7 @@ static float tkvi_power_of_two(int e) {
 static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->recode, by = tkvi_power_of_two(-g->down);
+    float *k = g->kv->work.recode, by = tkvi_power_of_two(-g->down);
     int t, c;
     (void)start;
     tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
@@ -230,10 +230,10 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
     int any = kv->pool.keep_all, i;
-    kv->tokens_seen[layer] = again ? 0 : -1;
-    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->tokens_seen[i] >= 0;
+    kv->stats.tokens_seen[layer] = again ? 0 : -1;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->stats.tokens_seen[i] >= 0;
     if (!any) tkvi_free_stats(kv);
-    if (!kv->q_sq_sum || !kv->tables.plan[layer].allocates) return;
+    if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
@@ -262,8 +262,8 @@ static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
                      : first                     ? 0
                                                  : kv->tables.plan[layer].hot_delay;
     forced = forced && first;
-    if (!kv->tokens_seen ||
-        kv->tokens_seen[layer] <
+    if (!kv->stats.tokens_seen ||
+        kv->stats.tokens_seen[layer] <
             (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
         return 0;
     return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
@@ -278,12 +278,13 @@ static int tkvi_make_due_table(tkv_cache *kv, int layer, int forced) {
     if (!tkvi_learn_due(kv, layer, forced)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
-        kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
+        kv->stats.tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_allocate_version(kv, version)) {
         if (had >= 0 && kv->heap.limit)
-            kv->tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
+            kv->stats.tokens_seen[layer] =
+                TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return had >= 0;
     }
     if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);

@@ -30,7 +30,7 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
 /* The level after a step of -1, 0 or 1, within cfg.budget.pressure. Under a budget it does not change: there
  * memory pressure decides the level. */
 static int tkvi_level_after_step(const tkv_cache *kv, int step) {
-    const tkv_pressure_config *p = &kv->pressure.cfg;
+    const tkv_pressure_config *p = &kv->budget.pressure.cfg;
     const int level = kv->tables.level + step;
     return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }

@@ -63,12 +63,12 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
     return n_rows;
 }
 
-/* Encodes the n tokens decoded in kv->recode (rows of K, then rows of V) as record r of one head, at dst. start:
+/* Encodes the n tokens decoded in kv->work.recode (rows of K, then rows of V) as record r of one head, at dst. start:
  * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
                                int n, uint8_t *dst) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    const float *k = kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     tkvi_side to_k = r->k;
     const tkvi_family *family = r->k.format->family;
     if (family->learn_queries) to_k.head_state = tkvi_query_state_of(kv, family, layer, head);
@@ -82,7 +82,7 @@ static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
     const tkv_config *cfg = &r->kv->tables.cfg;
     const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
-    float *k = r->kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    float *k = r->kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
     int head, n_tokens;
     for (head = 0; head < cfg->model.n_kv_heads; head++) {
@@ -127,7 +127,7 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
         b = &kv->pool.block[id]; /* the table may have grown */
     }
     tkvi_copy_for_meter(kv, seq, layer, b);
-    kv->demoted++;
+    kv->counts.demoted++;
     previous_layout = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
     r.kv = kv;
     r.from = &kv->tables.layout[b->layout];
@@ -184,23 +184,11 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     const int n_expired = tkvi_n_expiring(kv, seq, layer);
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int *of_tier[3], tier, i, n_left = n_expired;
+    int i;
     if (!n_expired) return;
     list->expired = tkvi_block_start(kv, ids, n_expired);
     for (i = 0; i < n_expired; i++) tkvi_release_block(&kv->pool, ids[i]);
-    list->n -= n_expired;
-    memmove(ids, ids + n_expired, (size_t)list->n * sizeof *ids);
-    list->n_recoded = tkvi_max(0, list->n_recoded - (n_expired - list->sinks));
-    list->n_tightest = tkvi_max(0, list->n_tightest - (n_expired - list->sinks));
-    list->n_offloaded = tkvi_max(0, list->n_offloaded - (n_expired - list->sinks));
-    of_tier[0] = &list->sinks;
-    of_tier[1] = &list->archive;
-    of_tier[2] = &list->warm;
-    for (tier = 0; tier < 3; tier++) {
-        const int n_taken = tkvi_min(n_left, *of_tier[tier]);
-        *of_tier[tier] -= n_taken;
-        n_left -= n_taken;
-    }
+    tkvi_unlist_blocks(list, ids, 0, n_expired);
 }
 
 /* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age

@@ -44,7 +44,7 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
                         kv->tables.layout[b->layout].bytes.total / b->refs;
             }
         }
-    parts[2] = kv->table_bytes + tkvi_learning_bytes(kv);
+    parts[2] = tkvi_table_bytes(&kv->sizes) + tkvi_learning_bytes(kv);
     parts[3] = kv->heap.held - parts[0] - parts[1] - parts[2];
     for (i = 1; i < 4; i++)
         if (parts[i] > parts[largest]) largest = i;
@@ -54,10 +54,10 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
 
 /* Writes the error of a call that does not fit even after all stages. bytes: what it would take then. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
-    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     size_t largest;
     const char *part = tkvi_find_largest_part(kv, &largest);
-    if (kv->store_failed) {
+    if (kv->call.store_failed) {
         tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
     } else {
         tkvi_append_text(&t, "the call needs ");
@@ -68,8 +68,8 @@ static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
         tkvi_append_text(&t, part);
         tkvi_append_text(&t, "; reset a sequence or raise it");
     }
-    kv->refused++;
-    tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->error);
+    kv->counts.refused++;
+    tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->call.error);
     return TKV_ERR_BUDGET;
 }
 
@@ -91,7 +91,7 @@ static void tkvi_apply_plans(tkv_cache *kv, int level) {
     size_t i, lists = (size_t)kv->tables.cfg.limits.max_seqs * (size_t)kv->tables.cfg.model.n_layers;
     tkvi_take_level(&kv->tables, level);
     if (!tkvi_has_budget(kv)) tkvi_end_reservations(kv);
-    for (i = 0; i < lists; i++) kv->list[i].n_recoded = kv->list[i].n_tightest = 0;
+    for (i = 0; i < lists; i++) kv->list[i].passed[TKVI_RECODED] = kv->list[i].passed[TKVI_TIGHTEST] = 0;
 }
 
 /* Changes the level and emits the event. */
@@ -99,8 +99,8 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
     const int from = kv->tables.level;
     if (level == from) return;
     tkvi_apply_plans(kv, level);
-    kv->relax_at = (size_t)-1;
-    tkvi_pressure_move(&kv->pressure.now, level);
+    kv->budget.relax_at = (size_t)-1;
+    tkvi_pressure_move(&kv->budget.pressure.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_used_bytes(kv),
                     level > from ? "the pressure rose: old tokens get fewer bits"
                                  : "the pressure fell: new tokens get more bits");
@@ -150,7 +150,7 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
 /* The smallest layout that block i can get by any stage; -1: a stage may free its slot. */
 static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
-    const int max_level = kv->pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
+    const int max_level = kv->budget.pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
     int level, least = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout;
     if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->seq[seq].in_step &&
         i + 1 < tkvi_list_of(kv, seq, layer)->n)
@@ -172,9 +172,9 @@ static size_t tkvi_least_bytes(tkv_cache *kv, const tkvi_request *request) {
     tkvi_demand demand = tkvi_demand_of(kv, request);
     size_t bytes = tkvi_bytes_without_pages(kv) + (size_t)kv->pool.recode_pages * kv->tables.page_bytes;
     int c;
-    kv->recodes_young = 1;
+    kv->call.recodes_young = 1;
     tkvi_exchange_blocks(kv, tkvi_least_layout, &demand);
-    kv->recodes_young = 0;
+    kv->call.recodes_young = 0;
     for (c = 0; c < kv->tables.n_classes; c++) {
         const int64_t slots = kv->pool.used_slots[c] + kv->pool.reserved_slots[c] + demand.slots[c];
         if (slots > 0) bytes += (size_t)slots * kv->tables.size_class[c].slot_bytes;
@@ -346,11 +346,11 @@ static tkv_status tkvi_prepare_any_loss(tkv_cache *kv, const tkvi_request *reque
  * (size_t)-1. */
 static size_t tkvi_soft_limit(const tkv_cache *kv, int level) {
     const size_t budget = kv->tables.cfg.budget.bytes,
-                 bytes_per_block = kv->bytes_per_block + kv->bytes_per_block / 4;
+                 bytes_per_block = kv->budget.bytes_per_block + kv->budget.bytes_per_block / 4;
     size_t soft;
     if (level == 0) return (size_t)-1;
-    soft = tkvi_threshold(&kv->pressure.cfg, level - 1) < 1.0f
-               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->pressure.cfg, level - 1))
+    soft = tkvi_threshold(&kv->budget.pressure.cfg, level - 1) < 1.0f
+               ? (size_t)((double)budget * (double)tkvi_threshold(&kv->budget.pressure.cfg, level - 1))
                : budget;
     return budget > bytes_per_block && budget - bytes_per_block < soft ? budget - bytes_per_block : soft;
 }
@@ -366,7 +366,7 @@ static int tkvi_is_pressed(const tkv_cache *kv, int tenths) {
  * table is learned from few tokens only if memory is short. Otherwise blocks wait for it. Returns the bytes freed. */
 static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     const int level = kv->tables.level;
-    if (!pressed && (level == 0 || level != kv->pressure.cfg.min_level)) return 0;
+    if (!pressed && (level == 0 || level != kv->budget.pressure.cfg.min_level)) return 0;
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
@@ -374,14 +374,15 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
  * short, blocks at cfg.budget.pressure.min_level that wait for a table are not counted: they are not recoded now. */
 static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
     uint64_t n = 0;
-    const int waits_for_tables = kv->tables.level == kv->pressure.cfg.min_level && !tkvi_is_pressed(kv, 10);
+    const int waits_for_tables =
+        kv->tables.level == kv->budget.pressure.cfg.min_level && !tkvi_is_pressed(kv, 10);
     const int can_learn = !tkvi_has_open_step(kv) && !waits_for_tables;
     int seq, layer, i;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = list->sinks + list->n_tightest; i < list->n; i++) {
+            for (i = list->sinks + list->passed[TKVI_TIGHTEST]; i < list->n; i++) {
                 tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &kv->tables.plan[layer].now, can_learn);
                 const tkvi_block *b = &kv->pool.block[ids[i]];
                 if (due == TKV_TIER_HOT) break;
@@ -404,18 +405,18 @@ static int tkvi_looser_layout(tkv_cache *kv, int seq, int layer, int i) {
  * each layer must fit as well. Otherwise the next blocks could soon bring this level back. */
 static int tkvi_can_relax(tkv_cache *kv, const tkvi_request *request) {
     const int level = kv->tables.level;
-    const tkv_pressure_config *p = &kv->pressure.cfg;
+    const tkv_pressure_config *p = &kv->budget.pressure.cfg;
     const double budget = (double)kv->tables.cfg.budget.bytes;
     tkvi_demand looser;
     double bytes;
-    if (tkvi_used_bytes(kv) >= kv->relax_at) return 0;
+    if (tkvi_used_bytes(kv) >= kv->budget.relax_at) return 0;
     looser = tkvi_demand_of(kv, request);
     tkvi_exchange_blocks(kv, tkvi_looser_layout, &looser);
     bytes = (double)tkvi_bytes_for_demand(kv, request, &looser);
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
-        bytes + 3.0 * (double)kv->bytes_per_block < budget)
+        bytes + 3.0 * (double)kv->budget.bytes_per_block < budget)
         return 1;
-    kv->relax_at = tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check reads all blocks */
+    kv->budget.relax_at = tkvi_used_bytes(kv) - tkvi_used_bytes(kv) / 16; /* this check reads all blocks */
     return 0;
 }
 
@@ -432,7 +433,7 @@ static int tkvi_has_missing_tables(const tkv_cache *kv) {
 static void tkvi_learn_missing_tables(tkv_cache *kv) {
     int i;
     if (!tkvi_has_budget(kv) || !tkvi_has_missing_tables(kv) || tkvi_has_open_step(kv)) return;
-    if (tkvi_used_bytes(kv) + 2 * kv->bytes_per_block <
+    if (tkvi_used_bytes(kv) + 2 * kv->budget.bytes_per_block <
         tkvi_soft_limit(kv, kv->tables.level ? kv->tables.level : 1))
         return;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
@@ -444,14 +445,14 @@ static void tkvi_learn_missing_tables(tkv_cache *kv) {
 
 /* 1 if the next block of every layer does not fit. */
 static int tkvi_is_full(const tkv_cache *kv) {
-    return tkvi_used_bytes(kv) + kv->bytes_per_block > kv->tables.cfg.budget.bytes;
+    return tkvi_used_bytes(kv) + kv->budget.bytes_per_block > kv->tables.cfg.budget.bytes;
 }
 
 /* Goes to the next level if this one has nothing left to recode. Returns 1 if it did. An open step learns no tables, so
  * it waits if one is missing. */
 static int tkvi_raise_level(tkv_cache *kv) {
     tkvi_stale stale;
-    if (kv->tables.level >= kv->pressure.cfg.max_level ||
+    if (kv->tables.level >= kv->budget.pressure.cfg.max_level ||
         (tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)) ||
         tkvi_find_stale(kv, TKVI_ANYWHERE, 1, &stale))
         return 0;
@@ -475,26 +476,26 @@ static int tkvi_recode_in_idle_time(tkv_cache *kv) {
  * cfg.budget.pressure.min_level, recodes blocks until they have freed 1.5 times the new bytes. So the work is
  * spread evenly over the appends. recode_backlog carries the rest to the next append. */
 static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, size_t new_bytes) {
-    const tkv_pressure_config *p = &kv->pressure.cfg;
+    const tkv_pressure_config *p = &kv->budget.pressure.cfg;
     const float used_pressure = (float)((double)tkvi_used_bytes(kv) / (double)kv->tables.cfg.budget.bytes);
     float reported_pressure;
     int level = kv->tables.level, target;
-    tkvi_lock(&kv->pressure.lock);
-    reported_pressure = kv->reported_pressure;
-    tkvi_unlock(&kv->pressure.lock);
+    tkvi_lock(&kv->budget.pressure.lock);
+    reported_pressure = kv->budget.reported_pressure;
+    tkvi_unlock(&kv->budget.pressure.lock);
     target = tkvi_pressure_sample(
-        &kv->pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
+        &kv->budget.pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
     if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
     level = kv->tables.level;
-    kv->recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->recode_backlog > 0 && (target > level || tkvi_is_full(kv))) level += tkvi_raise_level(kv);
-    while (kv->recode_backlog > 0) {
+    kv->budget.recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
+    if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) level += tkvi_raise_level(kv);
+    while (kv->budget.recode_backlog > 0) {
         const size_t freed = tkvi_recode_if_due(
             kv, tkvi_is_pressed(kv, 10) || (level > 0 && reported_pressure > tkvi_threshold(p, level - 1)));
-        kv->recode_backlog -= (int64_t)freed;
+        kv->budget.recode_backlog -= (int64_t)freed;
         if (freed) continue;
         /* The search is slow: it reads all lists. It waits for this many new bytes. */
-        kv->recode_backlog = -(int64_t)(kv->bytes_per_block / 64);
+        kv->budget.recode_backlog = -(int64_t)(kv->budget.bytes_per_block / 64);
     }
 }
 
@@ -531,7 +532,7 @@ static int tkvi_is_short_of_pages(tkv_cache *kv, const tkvi_request *request, co
 /* Refuses a request that all stages together cannot serve. Nothing has changed then. */
 static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request, size_t budget) {
     size_t least;
-    kv->store_failed = 0; /* a store that failed in an earlier call is tried again */
+    kv->call.store_failed = 0; /* a store that failed in an earlier call is tried again */
     if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
     least = tkvi_least_bytes(kv, request);
     return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
@@ -544,14 +545,14 @@ static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_
     for (;;) {
         if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
         if (tkvi_recode_oldest(kv, 0, 1)) continue;
-        if (kv->tables.level < kv->pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
+        if (kv->tables.level < kv->budget.pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
         else if (!tkvi_offload_oldest(kv)) break;
     }
     st = tkvi_prepare_any_loss(kv, request, budget);
     if (st == TKV_ERR_BUDGET) {
-        kv->recodes_young = 1;
+        kv->call.recodes_young = 1;
         while (tkvi_bytes_for(kv, request) > budget && tkvi_recode_oldest(kv, 0, 1)) {}
-        kv->recodes_young = 0;
+        kv->call.recodes_young = 0;
         if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
         st = tkvi_prepare_any_loss(kv, request, budget);
     }
@@ -583,16 +584,16 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->peak = kv->heap.peak;
     out->level = kv->tables.level;
     out->n_levels = kv->tables.n_levels;
-    out->pressure = kv->pressure.now;
-    for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->recoded[i];
-    out->demoted = kv->demoted;
-    out->refused = kv->refused;
-    out->offloaded = kv->n_offloaded;
-    out->unwritten = kv->n_unwritten;
-    out->promoted = kv->n_promoted;
-    out->discarded = kv->blocks_discarded;
-    out->recomputed = kv->recomputed;
-    out->evicted = kv->evicted;
+    out->pressure = kv->budget.pressure.now;
+    for (i = 0; i < TKV_MAX_LEVELS; i++) out->recoded[i] = kv->counts.recoded[i];
+    out->demoted = kv->counts.demoted;
+    out->refused = kv->counts.refused;
+    out->offloaded = kv->counts.offloaded;
+    out->unwritten = kv->counts.unwritten;
+    out->promoted = kv->counts.promoted;
+    out->discarded = kv->counts.discarded;
+    out->recomputed = kv->counts.recomputed;
+    out->evicted = kv->counts.evicted;
     out->pending = tkvi_has_budget(kv) ? tkvi_n_stale_blocks(kv) : 0;
     return TKV_OK;
 }
@@ -616,7 +617,7 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         tkvi_trim(&kv->pool);
         return tkvi_ok(kv);
     }
-    kv->clock++;
+    kv->call.clock++;
     if (kv->pool.recode_pages == 0) { /* the budget had ended: recoding needs its pages again */
         kv->pool.recode_pages = kv->tables.recode_pages;
         if (!tkvi_provide(&kv->pool, &none.fixed)) {
@@ -640,13 +641,13 @@ TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes) {
         kv->pool.max_pages = (int64_t)((bytes - tkvi_bytes_without_pages(kv)) / kv->tables.page_bytes);
     else kv->heap.limit = bytes;
     kv->pool.kept_free_pages = tkvi_free_pages_to_keep(kv);
-    kv->relax_at = (size_t)-1;
+    kv->budget.relax_at = (size_t)-1;
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level) {
     if (!kv) return TKV_ERR_ARG;
-    if (level < kv->pressure.cfg.min_level || level > kv->pressure.cfg.max_level)
+    if (level < kv->budget.pressure.cfg.min_level || level > kv->budget.pressure.cfg.max_level)
         return tkvi_fail(kv, TKV_ERR_ARG, "there is no level", level, " within cfg.budget.pressure");
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_ARG, "in place and without a budget the plan is fixed", 0, NULL);
@@ -668,15 +669,15 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens) {
                 spec->hot = tkvi_add_delay(hot_tokens, kv->tables.plan[layer].hot_delay);
         }
     tkvi_apply_plans(kv, kv->tables.level);
-    kv->hot_tokens_changed = 1;
+    kv->budget.hot_tokens_changed = 1;
     return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
     if (!kv || !tkvi_is_finite(pressure)) return TKV_ERR_ARG;
-    tkvi_lock(&kv->pressure.lock);
-    kv->reported_pressure = tkvi_clampf(pressure, 0.0f, 1.0f);
-    tkvi_unlock(&kv->pressure.lock);
+    tkvi_lock(&kv->budget.pressure.lock);
+    kv->budget.reported_pressure = tkvi_clampf(pressure, 0.0f, 1.0f);
+    tkvi_unlock(&kv->budget.pressure.lock);
     return TKV_OK;
 }
 

@@ -127,7 +127,7 @@ static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request
                  (size_t)kv->tables.cfg.model.n_layers;
         most = tkvi_max(most, n);
     }
-    return bytes + tkvi_growth_bytes(kv->choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
+    return bytes + tkvi_growth_bytes(kv->work.choice_cap, most, tkvi_choice_entry_bytes(&kv->tables.cfg));
 }
 
 /* Allocates those arrays. Returns 0 without memory. */

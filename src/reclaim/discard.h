@@ -93,7 +93,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             b->page = TKVI_NIL;
             kv->pool.n_offloaded++;
             kv->pool.n_discarded++;
-            kv->blocks_discarded++;
+            kv->counts.discarded++;
             tkvi_give_slot(&kv->pool, page, slot);
         }
     }
@@ -102,7 +102,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
 
 /* 1 if the sequence has no open step and the call in progress does not use it. */
 static int tkvi_is_idle(const tkv_cache *kv, int seq) {
-    return !kv->seq[seq].in_step && kv->seq[seq].used != kv->clock;
+    return !kv->seq[seq].in_step && kv->seq[seq].used != kv->call.clock;
 }
 
 /* Takes the idle sequence that was used longest ago and has blocks to discard. Discards its first block in RAM, in

@@ -9,7 +9,7 @@
  *
  * Tokens keep their positions: a packed block lists them (tkvi_token_meta.positions). An empty block is freed, and
  * the block before it then covers its positions. The last block is neither freed nor merged. Nor is a block that
- * several lists hold. Eviction needs no memory except kv->choice_space, which grows with the lists.
+ * several lists hold. Eviction needs no memory except kv->work.choice, which grows with the lists.
  */
 #ifndef TKVI_RECLAIM_EVICT_TOKENS_H
 #define TKVI_RECLAIM_EVICT_TOKENS_H
@@ -92,21 +92,13 @@ static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int star
     }
 }
 
-/* Removes block i from its list, updates the counts of the list, and releases the block. */
+/* Removes block i from its list and releases it. */
 static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int after_sinks = i - list->sinks;
     tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
     tkvi_release_block(&kv->pool, ids[i]);
-    if (after_sinks < 0) list->sinks--;
-    else if (after_sinks < list->archive) list->archive--;
-    else if (after_sinks < list->archive + list->warm) list->warm--;
-    if (after_sinks >= 0 && after_sinks < list->n_recoded) list->n_recoded--;
-    if (after_sinks >= 0 && after_sinks < list->n_tightest) list->n_tightest--;
-    if (after_sinks >= 0 && after_sinks < list->n_offloaded) list->n_offloaded--;
-    list->n--;
-    memmove(ids + i, ids + i + 1, (size_t)(list->n - i) * sizeof *ids);
+    tkvi_unlist_blocks(list, ids, i, i + 1);
 }
 
 /* Frees block i, which has no tokens left. The block before it must then list its positions. 0: block i stays,
@@ -176,7 +168,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     const uint64_t used_a = tkvi_used_mask(kv, list, ids, i), used_b = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t moved_mask = tkvi_first_bits(used_b, n_moved);
     const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
-    float *k = kv->recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    float *k = kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
     uint8_t *bytes_a = tkvi_block_bytes(&kv->pool, a);
     const uint8_t *bytes_b = tkvi_block_bytes(&kv->pool, b);
     int head;
@@ -198,7 +190,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     a->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     tkvi_forget_meter_copies(kv, seq, layer, a->start);
     tkvi_forget_copy(&kv->pool, ids[i]);
-    kv->merged++;
+    kv->counts.merged++;
     if (moved_mask == used_b) {
         tkvi_unlist_block(kv, seq, layer, i + 1);
         return;
@@ -224,7 +216,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
 }
 
 /* >>the choice of victims */
-/* Arrays over the tokens of a list that a policy may choose, oldest first. They lie in kv->choice_space. */
+/* Arrays over the tokens of a list that a policy may choose, oldest first. They lie in kv->work.choice. */
 typedef struct tkvi_choice {
     uint64_t *pinned, *victims; /* bit masks over the tokens */
     int *position;
@@ -234,9 +226,9 @@ typedef struct tkvi_choice {
 } tkvi_choice;
 
 static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
-    const size_t blocks = kv->choice_cap, tokens = blocks * TKVI_BLOCK;
+    const size_t blocks = kv->work.choice_cap, tokens = blocks * TKVI_BLOCK;
     tkvi_choice c;
-    c.pinned = (uint64_t *)(void *)kv->choice_space;
+    c.pinned = (uint64_t *)(void *)kv->work.choice;
     c.victims = c.pinned + blocks;
     c.position = (int *)(void *)(c.victims + blocks);
     c.value = (float *)(void *)(c.position + tokens);
@@ -265,8 +257,8 @@ static void tkvi_compute_key_norms(const tkv_cache *kv, uint32_t id, uint64_t ma
     int head, t, n = tkvi_n_bits(mask);
     memset(out, 0, (size_t)n * sizeof *out);
     for (head = 0; head < heads; head++) {
-        tkvi_decode_keys(kv, id, head, mask, kv->recode);
-        for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->recode + t * dim, dim) / heads);
+        tkvi_decode_keys(kv, id, head, mask, kv->work.recode);
+        for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->work.recode + t * dim, dim) / heads);
     }
 }
 
@@ -284,12 +276,12 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
             for (i = 0, first = 0; i < list->n; i++, first += count) {
                 const uint64_t mask = tkvi_choosable_mask(kv, list, ids, layer, i);
                 count = tkvi_n_bits(mask);
-                tkvi_decode_keys(kv, ids[i], head, mask, kv->recode);
+                tkvi_decode_keys(kv, ids[i], head, mask, kv->work.recode);
                 for (t = 0; t < count; t++)
                     if (pass)
                         out[first + t] -=
-                            tkvi_key_cosine(kv->recode + t * dim, anchor, length, dim) / (float)heads;
-                    else tkvi_add_direction(kv->recode + t * dim, dim, anchor);
+                            tkvi_key_cosine(kv->work.recode + t * dim, anchor, length, dim) / (float)heads;
+                    else tkvi_add_direction(kv->work.recode + t * dim, dim, anchor);
             }
             length = tkvi_anchor_length(anchor, dim);
         }
@@ -408,7 +400,7 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
         kv->pool.block[ids[i]].evicted_mask |= *victim_mask;
         *victim_mask = 0;
     }
-    kv->evicted += (uint64_t)n_evicted;
+    kv->counts.evicted += (uint64_t)n_evicted;
     tkvi_compact_blocks(kv, seq, layer, fill);
     if (n_evicted) tkvi_emit_evicted(kv, seq, layer, positions, n_evicted);
 }

@@ -79,7 +79,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
                 0)
                 continue;
             tkvi_erase_key(&kv->pool, id, what);
-            kv->n_unwritten++;
+            kv->counts.unwritten++;
             return 0;
         }
     return 1;
@@ -99,7 +99,7 @@ static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
 
 /* 1 if there is a store, and it has not failed in this call. */
 static int tkvi_can_store(const tkv_cache *kv) {
-    return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->store_failed;
+    return TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write && !kv->call.store_failed;
 }
 
 /* 1 if blocks that end before position `end` are old enough to be offloaded. At least the hot tokens of the tier spec
@@ -122,13 +122,13 @@ static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, cons
     return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
 }
 
-/* Index of the oldest block of a list that may be offloaded; -1: none. Also updates list->n_offloaded. */
+/* Index of the oldest block of a list that may be offloaded; -1: none. Also updates the passed run. */
 static int tkvi_find_offloadable(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i = list->sinks + list->n_offloaded;
+    int i = list->sinks + list->passed[TKVI_OFFLOADED_RUN];
     while (i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]])) i++;
-    list->n_offloaded = tkvi_max(0, i - list->sinks);
+    list->passed[TKVI_OFFLOADED_RUN] = tkvi_max(0, i - list->sinks);
     while (i < list->n && (tkvi_is_offloaded(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1))
         i++;
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
@@ -145,7 +145,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     id = tkvi_ids(kv, seq, layer)[i];
     b = &kv->pool.block[id];
     if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
-        kv->store_failed = 1;
+        kv->call.store_failed = 1;
         return 0;
     }
     page = b->page;
@@ -153,7 +153,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     b->page = TKVI_OFFLOADED | (uint32_t)(kv->pool.marks >> 16);
     b->slot = (uint16_t)(kv->pool.marks & 0xffffu);
     kv->pool.n_offloaded++;
-    kv->n_offloaded++;
+    kv->counts.offloaded++;
     tkvi_record_move(kv, id, tkvi_list_of(kv, seq, layer)->len);
     tkvi_give_slot(&kv->pool, page, slot);
     tkvi_emit_offloaded(kv, seq, layer, i);

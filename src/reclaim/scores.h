@@ -54,10 +54,10 @@ static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const floa
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_token_score_counted(said[t], one);
     if (!any) return;
-    tkvi_lock(&kv->stats_lock);
+    tkvi_lock(&kv->stats.lock);
     tkvi_decay_to_step(m, n, len);
     m->mode->join(n->scores, more);
-    tkvi_unlock(&kv->stats_lock);
+    tkvi_unlock(&kv->stats.lock);
 }
 
 /* Decays the scores of two blocks to the same step, the later one. Scores can then move from one to the other. */
@@ -71,10 +71,10 @@ static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
     if (!kv->token_scores.mode || !kv->token_scores.mode->fresh) return 0;
-    tkvi_lock(&kv->stats_lock);
+    tkvi_lock(&kv->stats.lock);
     for (i = 0; i < list->n; i++)
         step = tkvi_max(step, tkvi_min(list->len, kv->pool.token_meta[ids[i]].score_step));
-    tkvi_unlock(&kv->stats_lock);
+    tkvi_unlock(&kv->stats.lock);
     return step;
 }
 
@@ -87,9 +87,9 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
     int t;
     memset(&n, 0, sizeof n);
     if (m->mode) {
-        tkvi_lock(&kv->stats_lock);
+        tkvi_lock(&kv->stats.lock);
         n = kv->pool.token_meta[id];
-        tkvi_unlock(&kv->stats_lock);
+        tkvi_unlock(&kv->stats.lock);
         by = m->mode->fresh ? (n.score_step == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.score_step);
         by *= (double)m->mode->sign / (double)m->unit;

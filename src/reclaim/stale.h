@@ -3,7 +3,7 @@
  *
  * Recoding needs a free page for each block size that it writes. These pages (pool.recode_pages) are held from the
  * first append on, and only recoding uses them. A list stores how many of its blocks the level has recoded
- * (tkvi_list.n_recoded, n_tightest). So the search for the next block looks at one or two blocks of a list.
+ * (tkvi_list.passed).
  */
 #ifndef TKVI_RECLAIM_STALE_H
 #define TKVI_RECLAIM_STALE_H
@@ -36,7 +36,7 @@ static tkv_tier tkvi_due_tier_of(const tkv_cache *kv, int seq, int layer, int st
                                  const tkvi_tier_spec *spec, int can_learn) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     tkv_tier due = tkvi_tier_by_age(spec, spec->hot, end, kv->seq[seq].in_step ? list->step_len : list->len);
-    if (kv->recodes_young && spec->hot != TKVI_FOREVER)
+    if (kv->call.recodes_young && spec->hot != TKVI_FOREVER)
         due = spec->warm == TKVI_FOREVER ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
     if (end > tkvi_exact_from(kv, seq, layer) || (is_last && end - start < TKVI_BLOCK)) return TKV_TIER_HOT;
     while (spec->needs_table[due] && kv->tables.current_version[layer] < 0 && !can_learn)
@@ -61,8 +61,8 @@ static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
         list->warm--;
         list->archive++;
     }
-    if (due == TKV_TIER_ARCHIVE) list->n_tightest++;
-    list->n_recoded = tkvi_max(list->n_recoded, i + 1 - list->sinks);
+    if (due == TKV_TIER_ARCHIVE) list->passed[TKVI_TIGHTEST]++;
+    list->passed[TKVI_RECODED] = tkvi_max(list->passed[TKVI_RECODED], i + 1 - list->sinks);
 }
 
 /* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Passed
@@ -72,11 +72,11 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     for (;;) {
-        int i = list->sinks + list->n_tightest;
+        int i = list->sinks + list->passed[TKVI_TIGHTEST];
         tkv_tier due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         const tkvi_block *b;
         if (due != TKV_TIER_ARCHIVE) {
-            i = list->sinks + list->n_recoded;
+            i = list->sinks + list->passed[TKVI_RECODED];
             due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
@@ -147,7 +147,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
     }
     if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;
     tkvi_count_recoded(tkvi_list_of(kv, stale.seq, stale.layer), stale.i, stale.due);
-    kv->recoded[kv->tables.level]++;
+    kv->counts.recoded[kv->tables.level]++;
     return old_bytes - kv->tables.layout[stale.layout].bytes.total;
 }
 

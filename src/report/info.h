@@ -19,7 +19,7 @@ TKV_API const char *tkv_get_status_text(tkv_status s) {
     return "unknown status";
 }
 
-TKV_API const char *tkv_get_last_error(const tkv_cache *kv) { return kv ? kv->error : ""; }
+TKV_API const char *tkv_get_last_error(const tkv_cache *kv) { return kv ? kv->call.error : ""; }
 
 TKV_API tkv_status tkv_get_build(const tkv_cache *kv, tkv_build_info *out) {
     int isa;
@@ -200,9 +200,9 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
         for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_add_list(kv, seq, layer, 1, out);
     out->total = kv->heap.held;
     out->peak = kv->heap.peak;
-    out->tables = kv->table_bytes + tkvi_learning_bytes(kv);
-    out->scratch = kv->scratch_bytes;
-    out->exact_copies = kv->copy_bytes;
+    out->tables = tkvi_table_bytes(&kv->sizes) + tkvi_learning_bytes(kv);
+    out->scratch = tkvi_scratch_bytes(&kv->sizes);
+    out->exact_copies = kv->sizes.meter_copies;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
                  out->scratch - out->exact_copies;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
@@ -613,12 +613,13 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
-    if (list->n_tightest < 0 || list->n_tightest > list->n_recoded || list->n_tightest > list->archive ||
-        list->n_recoded > list->archive + list->warm)
+    if (list->passed[TKVI_TIGHTEST] < 0 || list->passed[TKVI_TIGHTEST] > list->passed[TKVI_RECODED] ||
+        list->passed[TKVI_TIGHTEST] > list->archive ||
+        list->passed[TKVI_RECODED] > list->archive + list->warm)
         return tkvi_report_broken(k, "blocks of the hot tail count as recoded in layer", layer);
-    if (list->n_offloaded < 0 || list->n_offloaded > list->n - list->sinks)
+    if (list->passed[TKVI_OFFLOADED_RUN] < 0 || list->passed[TKVI_OFFLOADED_RUN] > list->n - list->sinks)
         return tkvi_report_broken(k, "more blocks are counted as offloaded than exist, layer", layer);
-    for (i = 0; i < list->n_offloaded; i++)
+    for (i = 0; i < list->passed[TKVI_OFFLOADED_RUN]; i++)
         if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
             return tkvi_report_broken(k, "a block in RAM is counted as offloaded, layer", layer);
     if (list->chunk_start < 0 || list->chunk_start > list->len)
@@ -665,7 +666,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_has_budget(kv) && !kv->hot_tokens_changed)
+            !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed)
             return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
@@ -833,8 +834,9 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
         (kv->pool.keep_all ? tkvi_used_bytes(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
     if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->fixed_bytes + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
-           kv->choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) + kv->pool.page_cap * sizeof(tkvi_page) +
+    held = kv->sizes.total + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
+           kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
+           kv->pool.page_cap * sizeof(tkvi_page) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);

@@ -204,7 +204,7 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_get_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
     f->has[TKVI_RECLAIM] = kv->tables.cfg.evict.policy || kv->tables.cfg.offload.write ||
-                           kv->tables.cfg.budget.discard || kv->blocks_discarded;
+                           kv->tables.cfg.budget.discard || kv->counts.discarded;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->missing = tkvi_n_discarded_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.limits.max_seqs;

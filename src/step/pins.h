@@ -57,7 +57,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
     wrong = tkvi_evict_fault(cfg, &field, &value);
-    if (wrong) return tkvi_bad(kv->error, sizeof kv->error, field, value, wrong);
+    if (wrong) return tkvi_bad(kv->call.error, sizeof kv->call.error, field, value, wrong);
     if (!p->scores && !tkvi_collects_for(kv, cfg->policy))
         return tkvi_fail(kv, TKV_ERR_CONFIG,
                          "this policy needs scores that cfg.evict and cfg.importance do not collect", 0,

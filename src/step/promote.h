@@ -18,15 +18,15 @@ TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, 
         return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
     if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
     if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    kv->store_failed = 0;
+    kv->call.store_failed = 0;
     for (l = 0; l < kv->tables.cfg.model.n_layers; l++) {
         if (layer != TKV_ALL_LAYERS && l != layer) continue;
         for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
-        if (kv->store_failed) break;
+        if (kv->call.store_failed) break;
     }
     tkvi_trim(&kv->pool);
     if (done) *done = n;
-    if (kv->store_failed)
+    if (kv->call.store_failed)
         return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; the number of blocks offloaded is", n,
                          "");
     return tkvi_ok(kv);
@@ -104,12 +104,9 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     b->layout = (uint16_t)layout;
     if (what == TKVI_COPY) b->previous_layout = 0;
     if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    list->n_offloaded =
-        tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks)); /* it may be offloaded again */
-    list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
-    list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
+    tkvi_search_again(list, i);
     tkvi_record_move(kv, id, list->len);
-    kv->n_promoted++;
+    kv->counts.promoted++;
     tkvi_trim(&kv->pool);
     return tkvi_ok(kv);
 }

@@ -96,7 +96,7 @@ static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int
 
 /* The level that tkv_seq_free_bytes would recode to. */
 static int tkvi_level_to_recode_to(const tkv_cache *kv) {
-    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->pressure.cfg.max_level)
+    return tkvi_has_budget(kv) ? tkvi_min(kv->tables.level + 1, kv->budget.pressure.cfg.max_level)
                                : kv->tables.level;
 }
 
@@ -238,10 +238,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         tkvi_recode_block(&kv->pool, id, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
-    list->n_offloaded = tkvi_max(0, tkvi_min(list->n_offloaded, i - list->sinks));
-    list->n_recoded = tkvi_max(0, tkvi_min(list->n_recoded, i - list->sinks));
-    list->n_tightest = tkvi_max(0, tkvi_min(list->n_tightest, i - list->sinks));
-    kv->recomputed++;
+    tkvi_search_again(list, i);
+    kv->counts.recomputed++;
 }
 
 /* The slots for restoring the discarded blocks first .. last-1 of a layer. Each block takes a slot of its last layout.
@@ -313,7 +311,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
          !tkvi_is_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
-    kv->seq[seq].used = ++kv->clock;
+    kv->seq[seq].used = ++kv->call.clock;
     request.fixed = tkvi_demand_restore(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
@@ -356,7 +354,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
             at = end;
         }
         if (at == start) break;
-        kv->error[0] = 0; /* so that an error text found afterwards is from compute */
+        kv->call.error[0] = 0; /* so that an error text found afterwards is from compute */
         st = compute(user, kv, seq, 0, layers, start, at - start);
         if (!st && tkvi_first_discarded(kv, seq, 0) >= 0 && tkvi_first_discarded(kv, seq, 0) < at)
             st = TKV_ERR_STATE;
@@ -369,7 +367,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
     if (!st) return tkvi_ok(kv);
     if (st == TKV_ERR_STATE)
         return tkvi_fail(kv, st, "compute did not restore all tokens from position", start, " on");
-    return kv->error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
+    return kv->call.error[0] ? st : tkvi_fail(kv, st, "compute failed at position", start, "");
 }
 
 #endif /* TKVI_STEP_RECOMPUTE_H */

@@ -311,7 +311,7 @@ static void tkvi_start_metering(tkv_cache *kv, int seq) {
  * without tkv_seq_reset would attend to the old one. */
 static tkv_status tkvi_refuse_position(tkv_cache *kv, int seq, int layer, int position) {
     const int len = tkvi_list_of(kv, seq, layer)->len;
-    tkvi_text t = tkvi_text_begin(kv->error, sizeof kv->error);
+    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     tkvi_append_text(&t, "sequence ");
     tkvi_append_int(&t, seq);
     tkvi_append_text(&t, ", layer ");
@@ -468,9 +468,9 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
          !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
-    kv->append_layer = p->layer;
-    for (i = 0, kv->clock++; i < request.n_rows; i++) {
-        kv->seq[request.rows[i].seq].used = kv->clock;
+    kv->call.append_layer = p->layer;
+    for (i = 0, kv->call.clock++; i < request.n_rows; i++) {
+        kv->seq[request.rows[i].seq].used = kv->call.clock;
         kv->seq[request.rows[i].seq].is_appending = request.rows[i].n > 0;
     }
     st = tkvi_append_rows(kv, &request, total, &k, &v);
@@ -540,13 +540,13 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
 
 /* >>idle time */
 typedef struct tkvi_idle_work {
-    uint64_t demoted_to; /* kv->demoted after the last block of work */
+    uint64_t demoted_to; /* kv->counts.demoted after the last block of work */
     tkv_is_time_up is_time_up;
     void *user;
 } tkvi_idle_work;
 
 static int tkvi_has_time(const tkv_cache *kv, const tkvi_idle_work *work) {
-    return kv->demoted < work->demoted_to && !(work->is_time_up && work->is_time_up(work->user));
+    return kv->counts.demoted < work->demoted_to && !(work->is_time_up && work->is_time_up(work->user));
 }
 
 /* Makes the tables that are due, as the next append would. Returns 0 without memory. */
@@ -583,7 +583,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
     int seq, ready = 1;
     if (!kv) return TKV_ERR_ARG;
     if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
-    before = kv->demoted;
+    before = kv->counts.demoted;
     work.demoted_to = before + (uint64_t)max_work;
     work.is_time_up = is_time_up;
     work.user = user;
@@ -592,7 +592,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
         if (!kv->seq[seq].in_step) ready = tkvi_age_in_idle_time(kv, seq, &work);
     while (ready && tkvi_has_time(kv, &work) && tkvi_recode_in_idle_time(kv)) {}
     tkvi_trim(&kv->pool);
-    if (done) *done = (int)(kv->demoted - before);
+    if (done) *done = (int)(kv->counts.demoted - before);
     return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
 }
 
@@ -668,12 +668,10 @@ static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) 
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    while (list->n > 0 && tkvi_block_start(kv, ids, list->n - 1) >= len) {
-        list->n--;
-        if (list->n < list->sinks) list->sinks = list->n;
-        tkvi_release_block(&kv->pool, ids[list->n]);
-    }
-    list->n_offloaded = tkvi_min(list->n_offloaded, list->n - list->sinks);
+    int n_kept = list->n, i;
+    while (n_kept > 0 && tkvi_block_start(kv, ids, n_kept - 1) >= len) n_kept--;
+    for (i = n_kept; i < list->n; i++) tkvi_release_block(&kv->pool, ids[i]);
+    tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
         if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
@@ -735,7 +733,7 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     request.n_rows = 1;
     request.layer = -1;
     reserved_len = tkvi_max(kv->seq[seq].reserved_len, len + n);
-    kv->seq[seq].used = ++kv->clock;
+    kv->seq[seq].used = ++kv->call.clock;
     tkvi_demand_reservation(kv, seq, reserved_len, &request);
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
@@ -744,8 +742,8 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* the first table may become due; later tables can wait */
-        if (kv->tokens_seen && kv->tokens_seen[layer] >= 0 && kv->tables.current_version[layer] < 0 &&
-            !tkvi_allocate_version(kv, 0))
+        if (kv->stats.tokens_seen && kv->stats.tokens_seen[layer] >= 0 &&
+            kv->tables.current_version[layer] < 0 && !tkvi_allocate_version(kv, 0))
             st = tkvi_refuse_no_memory(kv, "no memory to reserve", n, " tokens");
     if (!st && !tkvi_provide_request(kv, &request))
         st = tkvi_refuse_no_memory(kv, "no memory to reserve", n, " tokens");

@@ -58,10 +58,10 @@ static void tkvi_shrink_choice(tkv_cache *kv) {
     int seq;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         if (kv->seq[seq].cap > cap) cap = kv->seq[seq].cap;
-    if (!tkvi_get_smaller(&kv->heap, cap, kv->choice_cap, TKVI_CHOICE_BYTES, &smaller)) return;
-    tkvi_put(&kv->heap, kv->choice_space, kv->choice_cap * TKVI_CHOICE_BYTES);
-    kv->choice_space = (uint8_t *)smaller;
-    kv->choice_cap = cap;
+    if (!tkvi_get_smaller(&kv->heap, cap, kv->work.choice_cap, TKVI_CHOICE_BYTES, &smaller)) return;
+    tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
+    kv->work.choice = (uint8_t *)smaller;
+    kv->work.choice_cap = cap;
 }
 
 /* Entries that the block table must keep: the blocks, reserved ones too, and all up to the last one with a key. */
