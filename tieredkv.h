@@ -785,6 +785,7 @@
 #define tkv_codec TKV_NAME_(tkv_codec)
 #define tkv_compute TKV_NAME_(tkv_compute)
 #define tkv_compute_level TKV_NAME_(tkv_compute_level)
+#define tkv_compute_rows TKV_NAME_(tkv_compute_rows)
 #define tkv_compute_score TKV_NAME_(tkv_compute_score)
 #define tkv_compute_tier TKV_NAME_(tkv_compute_tier)
 #define tkv_config TKV_NAME_(tkv_config)
@@ -886,6 +887,7 @@
 #define tkv_quality_info TKV_NAME_(tkv_quality_info)
 #define tkv_ranked TKV_NAME_(tkv_ranked)
 #define tkv_read TKV_NAME_(tkv_read)
+#define tkv_recompute_config TKV_NAME_(tkv_recompute_config)
 #define tkv_refresh_calibration TKV_NAME_(tkv_refresh_calibration)
 #define tkv_remat TKV_NAME_(tkv_remat)
 #define tkv_remat_action TKV_NAME_(tkv_remat_action)
@@ -1294,6 +1296,43 @@ typedef struct tkv_offload_config { /* set write and read, or neither */
     int keep_exact; /* 1: writes the exact bytes of each block when it is first compressed, for tkv_promote */
 } tkv_offload_config;
 
+/* What recomputation costs, and what it may cost (tkv_init_remat, cfg.recompute). */
+typedef struct tkv_remat_config {
+    /* the model; required: n_layers 1 to 4096, head_dim 1 to 256, n_heads 1 to 65536, or TKV_OFF to count no
+     * attention. In cfg.recompute, 0 takes them from cfg.model */
+    int n_layers, n_heads, head_dim;
+    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15; required */
+    /* the rule; zero means default */
+    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
+    int min_materialized;  /* least tokens that stay; 0: 512; TKV_OFF: none */
+    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_OFF: none */
+    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
+    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
+    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
+} tkv_remat_config;
+
+/* >>recompute. K and V that the caller's model can give again whenever attention reads them, such as projections of
+ * inputs that it keeps, or of an encoder's output. A full budget then discards the oldest blocks of any sequence, and
+ * no token is lost: attention, tkv_read and eviction by keys ask for the rows of a discarded block, and see them
+ * exactly, in the hot format. A discarded block costs its part of the index. See the manual, chapter 9.
+ *
+ * Which blocks: old enough for cfg.offload, of the sequence that costs the fewest FLOPs per byte (cost). Blocks cheaper
+ * than cost.quantize_price go before the next level of the ladder, all others after cfg.offload. In each sequence
+ * cost.min_materialized tokens stay, and its discarded blocks cost at most cost.step_flops together.
+ *
+ * Calls: `compute` runs inside the call that reads, and must not call the cache. Several threads may be in it at once,
+ * from tkv_attend or from cfg.host.parallel_for. It returns 0 if it gave all rows. With another number, or a row that
+ * is not finite, the call fails with TKV_ERR_NO_SOURCE. */
+typedef int (*tkv_compute_rows)(void *user, int seq, int layer, int head, const int *positions, int n,
+                                float *k, float *v);
+typedef struct tkv_recompute_config {
+    /* gives K and V of n tokens (1 to 16) of a KV head of a layer, as they were appended. k is [n][head_dim], v
+     * [n][v_head_dim], or NULL if not needed. Evicted tokens may be among the positions. NULL: no model */
+    tkv_compute_rows compute;
+    void *user;
+    tkv_remat_config cost; /* read if `compute` is set; threshold: least share of the budget in use */
+} tkv_recompute_config;
+
 /* >>config. The options of a cache, in groups. */
 typedef struct tkv_model_config { /* the model */
     int n_layers;                 /* required, 1 .. 4096 */
@@ -1381,6 +1420,8 @@ typedef struct tkv_config {
     tkv_importance_config importance;
     tkv_offload_config
         offload; /* store for blocks that are offloaded when the budget is full; zero: no store */
+    tkv_recompute_config
+        recompute; /* model for blocks that are discarded when the budget is full; zero: none */
     tkv_meter_config meter;
     tkv_host_config host;
     uint32_t end_canary; /* leave 0 */
@@ -1569,7 +1610,7 @@ typedef struct tkv_attend_params {
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave out undefined, the others leave it unchanged):
  *   TKV_ERR_ARG         a pointer is missing or a number is out of range
  *   TKV_ERR_RANGE       more queries than tokens; or an old query or a wide window reaches expired tokens
- *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_seq_discard)
+ *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_seq_discard), or cfg.recompute failed
  *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
  * Cost: O(rows * n_heads * keys seen); a block's bytes about once per 8 rows of a KV head, less often in a prefill.
@@ -1581,7 +1622,7 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
  * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave k and v undefined, the others leave them unchanged):
  *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
- *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it
+ *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it; or cfg.recompute failed
  *   TKV_ERR_ARG         bad sequence or number, or a layer without a cache
  *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
@@ -2016,18 +2057,6 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
  *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)
  * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are
  * discarded front to back, and recomputed in the same order. */
-typedef struct tkv_remat_config {
-    /* the model; required: n_layers 1 to 4096, n_heads 1 to 65536, head_dim 1 to 256 */
-    int n_layers, n_heads, head_dim;
-    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15 */
-    /* the rule; zero means default */
-    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
-    int min_materialized;  /* least tokens that stay; 0: 512; TKV_OFF: none */
-    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_OFF: none */
-    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
-    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
-    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
-} tkv_remat_config;
 typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_DISCARD, TKV_REMAT_QUANTIZE } tkv_remat_action;
 typedef struct tkv_remat_block {
     int start, end;         /* tokens start to end - 1; blocks follow one another without gaps */
@@ -2059,7 +2088,8 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
  * tokens younger than hot_tokens and offloaded blocks are not discarded.
  *
- * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE.
+ * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
+ * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
  * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
  * still be evicted. tkv_seq_truncate cannot cut discarded tokens. tkv_seq_reset forgets them. tkv_promote restores
  * those with an exact copy (cfg.offload.keep_exact).
@@ -2955,6 +2985,27 @@ static int tkvi_round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 /* >>half floats, stored little-endian on every machine */
 #define TKVI_F16_MAX 65504.0f
+
+/* 1 if all n values are finite. Adding 1 to the exponent sets the sign bit only of a NaN or an infinity. Works on 16
+ * values at a time, because compilers vectorise that. */
+static int tkvi_is_all_finite(const float *x, int n) {
+    uint32_t bits[16], signs[16] = {0}, sign = 0;
+    int i, k;
+    for (i = 0; i < n; i += 16) {
+        memset(bits, 0, sizeof bits);
+        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
+        for (k = 0; k < 16; k++) signs[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+    }
+    for (k = 0; k < 16; k++) sign |= signs[k];
+    return !(sign >> 31);
+}
+
+/* The finite value that stands for x: 0 for NaN, the largest fp16 value for an infinity. */
+TKVI_FN float tkvi_saturate(float x) {
+    if (tkvi_is_finite(x)) return x;
+    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
+    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
+}
 
 TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
 
@@ -15258,7 +15309,8 @@ static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
 static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_config *cfg) {
     *cfg = *from;
     if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
-    if (cfg->n_heads < 1 || cfg->n_heads > 65536) return "n_heads must be from 1 to 65536";
+    if (cfg->n_heads != TKV_OFF && (cfg->n_heads < 1 || cfg->n_heads > 65536))
+        return "n_heads must be from 1 to 65536, or TKV_OFF";
     if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 256";
     if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
         return "layer_params must be the weights of a layer, 1 to 1e15";
@@ -15294,19 +15346,18 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
 
 /* >>the price. A token at position p takes 2 FLOPs for each weight of a layer. It sees about p keys, and each takes
  * 2 * n_heads * head_dim FLOPs for q.k and as many for the weighted sum of values. */
-static double tkvi_remat_flops(const tkv_remat *r, int start, int end, int layers) {
+static double tkvi_remat_flops(const tkv_remat_config *cfg, int start, int end, int layers) {
     double attention;
-    if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
-    attention = 4.0 * r->cfg.n_heads * r->cfg.head_dim * (((double)start + end) / 2.0);
-    return ((double)end - start) * (layers ? layers : r->cfg.n_layers) *
-           (2.0 * r->cfg.layer_params + attention);
+    if (start < 0 || end < start || layers < 0 || layers > cfg->n_layers) return -1.0;
+    attention = 4.0 * tkvi_max(cfg->n_heads, 0) * cfg->head_dim * (((double)start + end) / 2.0);
+    return ((double)end - start) * (layers ? layers : cfg->n_layers) * (2.0 * cfg->layer_params + attention);
 }
 
 /* Returns the FLOPs times the probability that block b is used: use / (1 + age / age_tokens). use below 0 means
  * never used: the result is negative, so below any price. */
-static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
+static double tkvi_remat_expected(const tkv_remat_config *cfg, const tkv_remat_block *b, int now) {
     const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
-    return tkvi_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
+    return tkvi_remat_flops(cfg, b->start, b->end, b->layers) * use / (1.0 + age / (double)cfg->age_tokens);
 }
 
 /* Returns whether the n blocks follow one another without gaps and their fields are in range. */
@@ -15327,9 +15378,17 @@ static size_t tkvi_remat_saved(const tkv_remat_block *b) {
     return !b->discarded && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
 }
 
-/* Returns whether one step can recompute block b alone. */
-static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
-    return r->cfg.step_flops <= 0.0 || tkvi_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
+/* Returns whether one step can recompute the positions start to end - 1 of `layers` layers. */
+static int tkvi_remat_fits_step(const tkv_remat_config *cfg, int start, int end, int layers) {
+    return cfg->step_flops <= 0.0 || tkvi_remat_flops(cfg, start, end, layers) <= cfg->step_flops;
+}
+
+/* Returns whether block b may be discarded, of `held` tokens that are not. cheap: 1 requires that its recomputation
+ * costs fewer FLOPs a byte than quantizing does. */
+static int tkvi_remat_may_discard(const tkv_remat_config *cfg, const tkv_remat_block *b, int64_t held,
+                                  int now, int cheap) {
+    return held - (b->end - b->start) >= cfg->min_materialized &&
+           (!cheap || tkvi_remat_expected(cfg, b, now) < cfg->quantize_price * (double)b->bytes);
 }
 
 typedef struct tkvi_remat_progress {
@@ -15346,9 +15405,8 @@ static void tkvi_remat_discard(const tkv_remat *r, const tkv_remat_block *blocks
     for (; run->at < n && run->freed < need; run->at++) {
         const tkv_remat_block *b = blocks + run->at;
         if (b->discarded || b->start < r->cfg.sink_tokens) continue;
-        if (run->held - (b->end - b->start) < r->cfg.min_materialized) return;
-        if (cheap && tkvi_remat_expected(r, b, now) >= r->cfg.quantize_price * (double)b->bytes) return;
-        if (!tkvi_remat_fits_step(r, b)) {
+        if (!tkvi_remat_may_discard(&r->cfg, b, run->held, now, cheap)) return;
+        if (!tkvi_remat_fits_step(&r->cfg, b->start, b->end, b->layers)) {
             run->refused = 1;
             return;
         }
@@ -15409,7 +15467,7 @@ static tkv_status tkvi_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
     r->step = step;
     while (at < n && !blocks[at].discarded) at++;
     for (i = at; i < n && blocks[i].discarded; i++, found++) {
-        const double flops = tkvi_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
+        const double flops = tkvi_remat_flops(&r->cfg, blocks[i].start, blocks[i].end, blocks[i].layers);
         if (r->cfg.step_flops > 0.0 && r->spent + flops > r->cfg.step_flops) break;
         r->spent += flops;
         r->info.flops += flops;
@@ -15590,6 +15648,14 @@ static tkv_status tkvi_bad(char *reason, size_t size, const char *field, double 
     return TKV_ERR_CONFIG;
 }
 
+/* Writes the name of a group and a sentence on it to `reason`, and returns TKV_ERR_CONFIG. */
+static tkv_status tkvi_bad_text(char *reason, size_t size, const char *group, const char *wrong) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_append_text(&t, group);
+    tkvi_append_text(&t, wrong);
+    return TKV_ERR_CONFIG;
+}
+
 /* The same, with the name of the struct that has the field, such as "tiers." */
 static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, const char *field, double value,
                               const char *want) {
@@ -15618,6 +15684,8 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
         return tkvi_bad_here(reason, size, "importance.sample_every", cfg->importance.sample_every, no_evict);
     if (!TKVI_HAS_OFFLOAD && (cfg->offload.write || cfg->offload.read))
         return tkvi_bad_here(reason, size, "offload.write", 1, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_DISCARD && cfg->recompute.compute)
+        return tkvi_bad_here(reason, size, "recompute.compute", 1, "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_DISCARD && cfg->budget.discard)
         return tkvi_bad_here(reason, size, "budget.discard", cfg->budget.discard,
                              "TKV_NO_DISCARD leaves this out");
@@ -15779,8 +15847,23 @@ static int tkvi_add_delay(int length, int delay) {
     return tkvi_min(length + delay, TKVI_FOREVER - 1);
 }
 
+/* 1 if blocks can be outside RAM. */
+static int tkvi_may_leave_ram(const tkv_config *cfg) {
+    return cfg->offload.write || cfg->budget.discard || cfg->recompute.compute;
+}
+
 static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
     return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
+/* Copies cfg.recompute.cost to *cost, with the shape of the model and with defaults. Returns NULL, or the reason why it
+ * is invalid. */
+static const char *tkvi_recompute_cost(const tkv_config *cfg, tkv_remat_config *cost) {
+    tkv_remat_config given = cfg->recompute.cost;
+    if (!given.n_layers) given.n_layers = cfg->model.n_layers;
+    if (!given.n_heads) given.n_heads = cfg->model.n_heads;
+    if (!given.head_dim) given.head_dim = cfg->model.head_dim;
+    return tkvi_remat_fill(&given, cost);
 }
 
 static void tkvi_fill_defaults(tkv_config *cfg) {
@@ -16228,6 +16311,11 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
                         "write and read must both be set, or neither");
     if (cfg->offload.keep_exact < 0 || cfg->offload.keep_exact > 1)
         return tkvi_bad(reason, size, "offload.keep_exact", cfg->offload.keep_exact, "it must be 0 or 1");
+    if (cfg->recompute.compute) {
+        tkv_remat_config cost;
+        wrong = tkvi_recompute_cost(cfg, &cost);
+        if (wrong) return tkvi_bad_text(reason, size, "recompute.cost: ", wrong);
+    }
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, "tiers.", reason, size);
     if (!st) st = tkvi_validate_window(wide.window, "model.", reason, size);
@@ -16236,12 +16324,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st) {
         tkv_pressure_config full;
         wrong = tkvi_pressure_for(cfg, &full);
-        if (wrong) {
-            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_append_text(&t, "budget.pressure: ");
-            tkvi_append_text(&t, wrong);
-            return TKV_ERR_CONFIG;
-        }
+        if (wrong) return tkvi_bad_text(reason, size, "budget.pressure: ", wrong);
     }
     if (TKVI_HAS_EVICT && !st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
@@ -16250,16 +16333,17 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
                         "their formats and sinks need too many block layouts, or too large blocks");
     if (!st && shape->needs_rope && !cfg->model.rope.dim)
         return tkvi_bad(reason, size, "model.rope.dim", 0, shape->needs_rope);
-    if (TKVI_HAS_OFFLOAD && !st &&
-        cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
+    if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !st &&
+        (cfg->offload.write ||
+         cfg->recompute.compute)) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
             tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
             if (r.k.bytes > TKVI_OFFLOAD_SIDE || r.v.bytes > TKVI_OFFLOAD_SIDE)
                 return tkvi_bad(
-                    reason, size, "offload.write", 1,
-                    "heads of more than 128 channels in F32 are too large to be offloaded: take F16");
+                    reason, size, cfg->offload.write ? "offload.write" : "recompute.compute", 1,
+                    "heads of more than 128 channels in F32 are too large for blocks outside RAM: take F16");
         }
     }
     return st;
@@ -17467,6 +17551,18 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
     return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
 }
 
+/* Index of the block that covers a position. -1: the position is past the end or has expired. */
+static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+    int low = 0, high = list->n;
+    if (position >= list->len) return -1;
+    while (low < high) { /* finds the first block that starts after it */
+        const int mid = low + (high - low) / 2;
+        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
+        else low = mid + 1;
+    }
+    return low - 1;
+}
+
 /* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -17561,6 +17657,11 @@ static int tkvi_is_hot_layout(const tkv_cache *kv, int layer, int layout) {
  * it back into a window. */
 static int tkvi_expiry_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
+}
+
+/* 1 if nothing gives the tokens of a block: it is discarded, and cfg.recompute has no model. */
+static int tkvi_has_no_source(const tkv_cache *kv, const tkvi_block *b) {
+    return tkvi_is_discarded(b) && !kv->tables.cfg.recompute.compute;
 }
 
 /* The tier that block i of a list is counted in. Sinks count as hot. */
@@ -18059,8 +18160,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
     for (; sizes->pages > derived->recode_pages;
          sizes->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)sizes->pages * derived->page_bytes, n;
-        uint64_t fitting_blocks =
-            derived->cfg.offload.write || derived->cfg.budget.discard ? blocks : 64u * (uint64_t)sizes->pages;
+        uint64_t fitting_blocks = tkvi_may_leave_ram(&derived->cfg) ? blocks : 64u * (uint64_t)sizes->pages;
         sizes->block_cap =
             tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
         sizes->page_cap = tkvi_cap_for(sizes->pages);
@@ -20321,7 +20421,8 @@ static const tkvi_consumer tkvi_score_consumer = {TKVI_OBSERVES_BLOCKS,
 /* ======== reclaim/offload.h ======== */
 /*
  * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.offload) and reads single
- * records back. Which blocks are offloaded, and when: reclaim/budget.h, step/promote.h.
+ * records back. Records of discarded blocks come from the caller's model instead (cfg.recompute). Which blocks are
+ * offloaded, and when: reclaim/budget.h, step/promote.h.
  *
  * A block is stored in its format, in pieces. Each KV head's record is one piece, or two (K, V) where it is larger
  * than TKVI_OFFLOAD_SIDE bytes. So attention reads only the bytes that it multiplies with.
@@ -20350,13 +20451,23 @@ typedef struct tkvi_piece {
     uint64_t seed;    /* of the checksum */
 } tkvi_piece;
 
+/* Rows that cfg.recompute gives in one call. */
+#define TKVI_ROWS_AT_ONCE 16
+
 /* A fetch buffer holds the piece that was read last. Callers ask for K, then for V: a record of one piece is read
  * only once. */
 typedef struct tkvi_fetch_buffer {
     TKVI_ALIGNED uint8_t bytes[TKVI_OFFLOAD_ROOM];
     uint32_t key; /* of the block; TKVI_NIL: the buffer is empty */
     int head, part;
+    int seq, layer; /* of all blocks that are read with it */
 } tkvi_fetch_buffer;
+
+static void tkvi_empty_buffer(tkvi_fetch_buffer *buffer, int seq, int layer) {
+    buffer->key = TKVI_NIL;
+    buffer->seq = seq;
+    buffer->layer = layer;
+}
 
 /* Number of pieces of a record: 1 or 2. */
 static int tkvi_n_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
@@ -20480,9 +20591,41 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
 }
 
 /* >>reading */
-/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `buffer`. *bytes points to
- * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
- * TKV_ERR_DATA (wrong checksum). */
+/* Asks the model for the rows of a discarded block and stores them as a piece of the hot format in `buffer`. Returns 0
+ * if the model failed, or a row is not finite (cfg.host.nonfinite). */
+static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, const tkvi_record *record,
+                                            int head, int part, tkvi_fetch_buffer *buffer) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_list *list = tkvi_list_of(kv, buffer->seq, buffer->layer);
+    const uint32_t *ids = tkvi_ids(kv, buffer->seq, buffer->layer);
+    const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.block[id].start));
+    const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
+    float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
+    int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
+    for (first = 0; first < n; first += TKVI_ROWS_AT_ONCE) {
+        const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
+        for (t = 0; t < count; t++) position[t] = tkvi_slot_position(kv, id, first + t);
+        if (cfg->recompute.compute(cfg->recompute.user, buffer->seq, buffer->layer, head, position, count,
+                                   wanted[0] ? row[0] : NULL, wanted[1] ? row[1] : NULL))
+            return 0;
+        for (s = 0; s < 2; s++) {
+            const tkvi_side *side = s ? &record->v : &record->k;
+            const int dim = s ? cfg->model.v_head_dim : cfg->model.head_dim;
+            uint8_t *dst = buffer->bytes + (s && !part ? record->v_at : 0);
+            if (!wanted[s]) continue;
+            for (c = 0; cfg->host.nonfinite == TKV_NONFINITE_SATURATE && c < count * dim; c++)
+                row[s][c] = tkvi_saturate(row[s][c]);
+            if (!tkvi_is_all_finite(row[s], count * dim)) return 0;
+            for (t = 0; t < count; t++)
+                side->format->side[s].put(side, kv->kernels->simd_ops, row[s] + t * dim, first + t, dst);
+        }
+    }
+    return 1;
+}
+
+/* Reads one side of a head's record of a block outside RAM, or of its exact copy, into `buffer`. *bytes points to
+ * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded, and no model gave its rows),
+ * TKV_ERR_IO (the store failed), TKV_ERR_DATA (wrong checksum). */
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                 int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
@@ -20492,14 +20635,19 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     const tkvi_record *record = &kv->tables.layout[layout].record[head];
     const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
     const tkvi_piece piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
-    if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
+    const int is_computed = what == TKVI_ITSELF && tkvi_is_discarded(b);
+    if (is_computed && tkvi_has_no_source(kv, b)) return TKV_ERR_NO_SOURCE;
     *bytes = buffer->bytes + (side == TKV_V && !part ? record->v_at : 0);
     if (buffer->key == piece.key && buffer->head == head && buffer->part == part) return TKV_OK;
     buffer->key = TKVI_NIL;
-    if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
-        return TKV_ERR_IO;
-    if (tkvi_load64(buffer->bytes + piece.bytes) != tkvi_xxh64(piece.seed, buffer->bytes, piece.bytes))
-        return TKV_ERR_DATA;
+    if (is_computed) {
+        if (!tkvi_compute_piece(kv, id, record, head, part, buffer)) return TKV_ERR_NO_SOURCE;
+    } else {
+        if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
+            return TKV_ERR_IO;
+        if (tkvi_load64(buffer->bytes + piece.bytes) != tkvi_xxh64(piece.seed, buffer->bytes, piece.bytes))
+            return TKV_ERR_DATA;
+    }
     buffer->key = piece.key;
     buffer->head = head;
     buffer->part = part;
@@ -20541,6 +20689,9 @@ static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
  *
  * Blocks are discarded front to back, in all layers at once. The reason: a token cannot be computed without its
  * prefix, nor a layer without the layers below it. Recomputing them: step/recompute.h.
+ *
+ * With cfg.recompute the model gives the rows of a discarded block whenever they are read (reclaim/offload.h). Then a
+ * sequence in use discards its own oldest blocks as well, by the costs of rules/remat.h.
  */
 #ifndef TKVI_RECLAIM_DISCARD_H
 #define TKVI_RECLAIM_DISCARD_H
@@ -20563,21 +20714,21 @@ static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t f
     return found;
 }
 
-/* 1 if queries that see the positions from `oldest` on need a discarded block. The last two blocks always count,
- * because attention takes its reference key from them. */
+/* 1 if queries that see the positions from `oldest` on need a discarded block that nothing gives. The last two blocks
+ * always count, because attention takes its reference key from them. */
 static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
     if (!TKVI_HAS_DISCARD || !kv->pool.n_discarded || list->n == 0) return 0;
+    if (kv->tables.cfg.recompute.compute) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
     return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
 /* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
- * decide which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
+ * decide which blocks are old enough. TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
-    if (kv->seq[seq].in_step) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -20623,6 +20774,10 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             if (!really) continue;
             b->page = TKVI_NIL;
+            if (kv->tables.cfg.recompute.compute) { /* it is read in the hot format */
+                b->layout = (uint16_t)kv->tables.plan[layer].now.layout[TKV_TIER_HOT];
+                b->previous_layout = 0;
+            }
             kv->pool.n_offloaded++;
             kv->pool.n_discarded++;
             kv->counts.discarded++;
@@ -20654,6 +20809,52 @@ static int tkvi_discard_idle(tkv_cache *kv) {
     return from >= 0 && tkvi_discard_to(kv, from, to, 1, &last) > 0;
 }
 
+/* Finds the block, in all layers, that a sequence with cfg.recompute may discard next. cheap: as in
+ * tkvi_remat_may_discard. *price: its FLOPs per byte freed. Returns its end; 0: none. */
+static int tkvi_recomputable_to(tkv_cache *kv, int seq, const tkv_remat_config *cost, int cheap,
+                                double *price) {
+    const int len = tkv_get_length(kv, seq, TKV_ALL_LAYERS), now = tkvi_max(0, len - 1);
+    int last = 0, first = TKVI_FOREVER, layer;
+    tkv_remat_block block;
+    memset(&block, 0, sizeof block);
+    if (!tkvi_first_in_ram(kv, seq, &block.start, &block.end)) return 0;
+    if (block.start < cost->sink_tokens || block.end > tkvi_discardable_to(kv, seq, kv->tables.level))
+        return 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (list->n > list->sinks)
+            first = tkvi_min(first, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), list->sinks));
+    }
+    block.bytes = tkvi_discard_to(kv, seq, block.end, 0, &last);
+    if (!block.bytes || !tkvi_remat_fits_step(cost, first, block.end, 0) ||
+        !tkvi_remat_may_discard(cost, &block, (int64_t)len - (block.start - first),
+                                tkvi_max(now, block.end - 1), cheap))
+        return 0;
+    *price = tkvi_remat_expected(cost, &block, tkvi_max(now, block.end - 1)) / (double)block.bytes;
+    return block.end;
+}
+
+/* With cfg.recompute: discards the block, in all layers, whose recomputation costs the fewest FLOPs per byte freed.
+ * cheap: 1 only if that is less than cost.quantize_price, from the pressure cost.threshold on. Returns the bytes freed;
+ * 0: nothing is discarded. */
+static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    tkv_remat_config cost;
+    double least = 0.0, price;
+    int seq, from = -1, to = 0, last = 0;
+    if (!TKVI_HAS_DISCARD || !cfg->recompute.compute || tkvi_recompute_cost(cfg, &cost)) return 0;
+    if (cheap && (double)kv->heap.held < (double)tkvi_number(cost.threshold) * (double)cfg->budget.bytes)
+        return 0;
+    for (seq = 0; seq < cfg->limits.max_seqs; seq++) {
+        const int end = tkvi_recomputable_to(kv, seq, &cost, cheap, &price);
+        if (!end || (from >= 0 && price >= least)) continue;
+        from = seq;
+        to = end;
+        least = price;
+    }
+    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &last) : 0;
+}
+
 #endif /* TKVI_RECLAIM_DISCARD_H */
 /* ======== reclaim/anchors.h ======== */
 /*
@@ -20675,18 +20876,6 @@ static int tkvi_discard_idle(tkv_cache *kv) {
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
            (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
-}
-
-/* Index of the block that covers a position. -1: the position is past the end or has expired. */
-static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    int low = 0, high = list->n;
-    if (position >= list->len) return -1;
-    while (low < high) { /* finds the first block that starts after it */
-        const int mid = low + (high - low) / 2;
-        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
-        else low = mid + 1;
-    }
-    return low - 1;
 }
 
 /* Slot of a position in block i; -1: none. In a packed block only live and anchored tokens are found. In other
@@ -20770,7 +20959,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
 /* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
 static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int i = tkvi_block_at(kv, list, ids, tkvi_slot_position(kv, ids[0], slot));
-    return i > 0 && tkvi_is_discarded(&kv->pool.block[ids[i]]);
+    return i > 0 && tkvi_has_no_source(kv, &kv->pool.block[ids[i]]);
 }
 
 /* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score; -1: none. a:
@@ -21289,26 +21478,28 @@ static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
     return c;
 }
 
-/* Decodes the keys of the slots in `mask` of a block, for one head. If the block is offloaded and cannot be read,
- * its keys count as zeros. */
-static void tkvi_decode_keys(const tkv_cache *kv, uint32_t id, int head, uint64_t mask, float *out) {
+/* Decodes the keys of the slots in `mask` of a block, for one head. If the block is not in RAM and cannot be
+ * read, its keys count as zeros. */
+static void tkvi_decode_keys(const tkv_cache *kv, int seq, int layer, uint32_t id, int head, uint64_t mask,
+                             float *out) {
     const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
     const tkvi_record *r = &kv->tables.layout[kv->pool.block[id].layout].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer buffer;
-    buffer.key = TKVI_NIL;
+    tkvi_empty_buffer(&buffer, seq, layer);
     if (tkvi_get_side_bytes(kv, id, head, TKV_K, &buffer, &bytes))
         memset(out, 0, (size_t)tkvi_n_bits(mask) * dim * sizeof *out);
     else (void)tkvi_decode_tokens(&r->k, kv->kernels->simd_ops, bytes, mask, out, dim);
 }
 
 /* Norms of the keys of the slots in `mask` of a block. Each is the mean over the KV heads. */
-static void tkvi_compute_key_norms(const tkv_cache *kv, uint32_t id, uint64_t mask, float *out) {
+static void tkvi_compute_key_norms(const tkv_cache *kv, int seq, int layer, uint32_t id, uint64_t mask,
+                                   float *out) {
     const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
     int head, t, n = tkvi_n_bits(mask);
     memset(out, 0, (size_t)n * sizeof *out);
     for (head = 0; head < heads; head++) {
-        tkvi_decode_keys(kv, id, head, mask, kv->work.recode);
+        tkvi_decode_keys(kv, seq, layer, id, head, mask, kv->work.recode);
         for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->work.recode + t * dim, dim) / heads);
     }
 }
@@ -21327,7 +21518,7 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
             for (i = 0, first = 0; i < list->n; i++, first += count) {
                 const uint64_t mask = tkvi_choosable_mask(kv, list, ids, layer, i);
                 count = tkvi_n_bits(mask);
-                tkvi_decode_keys(kv, ids[i], head, mask, kv->work.recode);
+                tkvi_decode_keys(kv, seq, layer, ids[i], head, mask, kv->work.recode);
                 for (t = 0; t < count; t++)
                     if (pass)
                         out[first + t] -=
@@ -21339,27 +21530,11 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
     }
 }
 
-/* Tokens that an eviction to free bytes spares, although the policy would evict them. */
-typedef struct tkvi_spared {
-    int offloaded; /* 1: spares offloaded and discarded tokens, as they take bytes only in the index */
-    const tkvi_tier_spec *tier_spec; /* dry run: blocks that it lets offload count as offloaded; or NULL */
-    int discarded_to; /* dry run with a tier_spec: blocks that end at or before this count as discarded */
-} tkvi_spared;
-
-/* 1 if block i is offloaded or discarded, or counts as such in a dry run. */
-static int tkvi_has_no_slot(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *spared) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) return 1;
-    if (!spared || !spared->tier_spec || i < list->sinks) return 0;
-    return tkvi_block_end(kv, list, ids, i) <= spared->discarded_to ||
-           (tkvi_can_store(kv) && tkvi_can_offload(kv, seq, layer, i, spared->tier_spec));
-}
-
 /* Builds the view of a list's tokens for a policy, with its arrays in *c. p, or NULL: the caller's pins, priorities
- * and scores, all by position. needs: bits TKVI_NEEDS_. */
+ * and scores, all by position. needs: bits TKVI_NEEDS_. spares_outside: 1 spares tokens outside RAM, because they
+ * take bytes only in the index. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
-                                      const tkvi_spared *spared, tkvi_choice *c) {
+                                      int spares_outside, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
@@ -21370,13 +21545,12 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
-        const int first = c->n,
-                  is_spared = spared && spared->offloaded && tkvi_has_no_slot(kv, seq, layer, i, spared);
+        const int first = c->n, is_spared = spares_outside && tkvi_is_offloaded(b);
         float scores[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, scores);
         if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
-            tkvi_compute_key_norms(kv, ids[i], choosable, c->value + c->n);
+            tkvi_compute_key_norms(kv, seq, layer, ids[i], choosable, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int position;
             if (!(choosable >> t & 1)) continue;
@@ -21456,14 +21630,15 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
     if (n_evicted) tkvi_emit_evicted(kv, seq, layer, positions, n_evicted);
 }
 
-/* Chooses victims so that at most `keep` tokens of a list stay. Pinned and spared tokens stay even if they are more.
+/* Chooses victims so that at most `keep` tokens of a list stay. Pinned tokens, and those that
+ * spares_outside names (tkvi_build_view), stay even if they are more.
  * p: as in tkv_evict, or NULL. Fails if a score is not finite. */
 static tkv_status tkvi_choose_victims(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
-                                      const tkv_evict_params *p, int keep, const tkvi_spared *spared,
+                                      const tkv_evict_params *p, int keep, int spares_outside,
                                       tkvi_choice *c) {
     const int attention = TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES;
     const int needs = p && p->scores ? TKVI_NEEDS_USER_SCORES : tkvi_evict_needs(cfg->policy);
-    tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spared, c);
+    tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spares_outside, c);
     tkv_evict_config scoring = *cfg;
     tkv_status st;
     if (p && p->scores && !(tkvi_evict_needs(cfg->policy) & attention)) scoring.policy = TKV_EVICT_SCORES;
@@ -21475,21 +21650,20 @@ static tkv_status tkvi_choose_victims(tkv_cache *kv, int seq, int layer, const t
 
 /* Chooses victims by cfg.evict. If that fails, because the caller's scores contain a NaN, it chooses the oldest
  * tokens. Cannot fail. */
-static void tkvi_choose_victims_or_oldest(tkv_cache *kv, int seq, int layer, int keep,
-                                          const tkvi_spared *spared, tkvi_choice *c) {
+static void tkvi_choose_victims_or_oldest(tkv_cache *kv, int seq, int layer, int keep, int spares_outside,
+                                          tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
-    if (tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
+    if (tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spares_outside, c) == TKV_OK) return;
     oldest.policy = TKV_EVICT_SLIDING;
-    (void)tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spared, c);
+    (void)tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spares_outside, c);
 }
 
-/* Evicts by cfg.evict, or the oldest tokens, until at most `keep` stay. fill: as in tkvi_n_joinable. */
-static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
-                                 int fill) {
+/* Evicts by cfg.evict, or the oldest tokens, until at most `keep` stay. */
+static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, int spares_outside) {
     tkvi_choice c;
-    tkvi_choose_victims_or_oldest(kv, seq, layer, keep, spared, &c);
+    tkvi_choose_victims_or_oldest(kv, seq, layer, keep, spares_outside, &c);
     tkvi_mark_victims(kv, seq, layer, &c);
-    tkvi_apply_eviction(kv, seq, layer, fill);
+    tkvi_apply_eviction(kv, seq, layer, 0);
 }
 
 /* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the
@@ -21506,7 +21680,7 @@ static void tkvi_evict_excess(tkv_cache *kv, int seq, int layer, int n) {
     excess = tkvi_evict_due(&cfg->evict, count, n, keep);
     (void)tkvi_evict_fill(&cfg->evict, &filled);
     least = tkvi_min(filled.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
-    if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), NULL, 0);
+    if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), 0);
 }
 
 /* >>eviction as a reclaim stage, when no level fits the budget */
@@ -21518,7 +21692,7 @@ static uint64_t tkvi_live_pinned_mask(const tkv_cache *kv, const tkvi_list *list
 
 /* Upper bound of the tokens of a list that eviction cannot remove: sinks, recent, pinned and spared tokens, and
  * anchors. It counts all n_anchors, because recoding a block can make anchors. */
-static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_outside) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_config cfg;
@@ -21529,7 +21703,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_sp
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_n_bits(spared->offloaded && tkvi_has_no_slot(kv, seq, layer, i, spared)
+        n += tkvi_n_bits(spares_outside && tkvi_is_offloaded(&kv->pool.block[ids[i]])
                              ? tkvi_live_mask_in(kv, list, ids, i)
                              : tkvi_live_pinned_mask(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
@@ -21540,13 +21714,10 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_sp
 static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most_spare = 0, of_seq = 0, of_layer = 0, count = 0;
-    tkvi_spared spared;
-    memset(&spared, 0, sizeof spared);
-    spared.offloaded = !offloaded_too;
     for (seq = 0; seq < cfg->limits.max_seqs && cfg->evict.policy; seq++)
         for (layer = 0; layer < cfg->model.n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_n_live(kv, seq, layer) : 0;
-            const int spare = n ? n - tkvi_n_staying(kv, seq, layer, &spared) : 0;
+            const int spare = n ? n - tkvi_n_staying(kv, seq, layer, !offloaded_too) : 0;
             if (spare <= most_spare) continue;
             most_spare = spare;
             of_seq = seq;
@@ -21555,8 +21726,8 @@ static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
         }
     if (most_spare > 0)
         tkvi_evict_or_oldest(kv, of_seq, of_layer,
-                             count - tkvi_min(most_spare, cfg->evict.batch ? cfg->evict.batch : 64), &spared,
-                             0);
+                             count - tkvi_min(most_spare, cfg->evict.batch ? cfg->evict.batch : 64),
+                             !offloaded_too);
     return most_spare > 0;
 }
 
@@ -21937,11 +22108,13 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
  *     append -> validate
  *            -> reclaim   1. bytes that all stages together can free at most (tkvi_least_bytes). If they do not
  *                            suffice: TKV_ERR_BUDGET, and nothing has changed.
- *                         2. recode every block that this level recodes, then go to the next level
- *                         3. offload the oldest blocks, if the config has a store (offload.h)
+ *                         2. recode every block that this level recodes; discard blocks that cfg.recompute gives
+ *                            again for less than quantizing costs (discard.h); go to the next level
+ *                         3. offload the oldest blocks, if the config has a store (offload.h); discard the other
+ *                            blocks that cfg.recompute gives again
  *                         4. bytes that stages 5 and 6 free at least (tkvi_bound_loss). If they do not suffice:
  *                            TKV_ERR_BUDGET. No token was lost; blocks stay recoded and offloaded.
- *                         5. discard blocks that the caller's model can recompute (discard.h)
+ *                         5. discard blocks of idle sequences, which tkv_seq_recompute brings back (discard.h)
  *                         6. evict tokens (evict_tokens.h)
  *                         7. in the place of a refusal by stage 4: recode blocks of any age for the archive, but
  *                            not the last append
@@ -22086,7 +22259,7 @@ static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
         return -1;
     for (level = kv->tables.level; level <= max_level; level++) {
         const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &specs[level], can_learn);
-        if ((tkvi_can_store(kv) ||
+        if ((tkvi_can_store(kv) || kv->tables.cfg.recompute.compute ||
              (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))) &&
             tkvi_can_offload(kv, seq, layer, i, &specs[level]))
             return -1;
@@ -22186,7 +22359,6 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_vict
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n_staying, discarded_to = 0, is_shared = 0;
-    tkvi_spared none;
     tkvi_choice choice;
     if (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
@@ -22198,9 +22370,8 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_vict
     }
     if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || is_shared || !list->n)
         return;
-    memset(&none, 0, sizeof none);
-    n_staying = tkvi_n_staying(kv, seq, layer, &none);
-    if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, &none, &choice);
+    n_staying = tkvi_n_staying(kv, seq, layer, 0);
+    if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, 0, &choice);
     tkvi_subtract_evicted(kv, seq, layer, discarded_to, n_staying, knows_victims ? &choice : NULL, demand);
 }
 
@@ -22396,6 +22567,7 @@ static int tkvi_recode_in_idle_time(tkv_cache *kv) {
     if (tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 9))) return 1;
     while (tkvi_is_full(kv)) {
         if (tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1)) return 1;
+        if (tkvi_discard_recomputable(kv, 1)) return 1;
         if (!tkvi_raise_level(kv)) return 0;
     }
     return 0;
@@ -22417,7 +22589,11 @@ static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, s
     if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
     level = kv->tables.level;
     kv->budget.recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) level += tkvi_raise_level(kv);
+    if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) {
+        const size_t freed = tkvi_discard_recomputable(kv, 1);
+        kv->budget.recode_backlog -= (int64_t)freed;
+        if (!freed) level += tkvi_raise_level(kv);
+    }
     while (kv->budget.recode_backlog > 0) {
         const size_t freed = tkvi_recode_if_due(
             kv, tkvi_is_pressed(kv, 10) || (level > 0 && reported_pressure > tkvi_threshold(p, level - 1)));
@@ -22473,9 +22649,9 @@ static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_
     tkv_status st;
     for (;;) {
         if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
-        if (tkvi_recode_oldest(kv, 0, 1)) continue;
+        if (tkvi_recode_oldest(kv, 0, 1) || tkvi_discard_recomputable(kv, 1)) continue;
         if (kv->tables.level < kv->budget.pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
-        else if (!tkvi_offload_oldest(kv)) break;
+        else if (!tkvi_offload_oldest(kv) && !tkvi_discard_recomputable(kv, 0)) break;
     }
     st = tkvi_prepare_any_loss(kv, request, budget);
     if (st == TKV_ERR_BUDGET) {
@@ -22723,19 +22899,21 @@ typedef struct tkvi_call {
     unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
 
-/* Errors with offloaded blocks. Tasks then skip their remaining work, and the call fails. */
-typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_failure;
+/* Errors with blocks outside RAM. Tasks then skip their remaining work, and the call fails. */
+typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2, TKVI_FAILED_ROWS = 4 } tkvi_failure;
 
 static int tkvi_failed(const tkvi_call *c) {
 #if defined(__GNUC__) || defined(__clang__)
-    return TKVI_HAS_OFFLOAD && c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
+    return TKVI_HAS_BLOCKS_OUTSIDE_RAM && c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
 #else
-    return TKVI_HAS_OFFLOAD && c->room && *c->failed;
+    return TKVI_HAS_BLOCKS_OUTSIDE_RAM && c->room && *c->failed;
 #endif
 }
 
 static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
-    const int bit = st == TKV_ERR_IO ? TKVI_FAILED_IO : TKVI_FAILED_DATA;
+    const int bit = st == TKV_ERR_IO     ? TKVI_FAILED_IO
+                    : st == TKV_ERR_DATA ? TKVI_FAILED_DATA
+                                         : TKVI_FAILED_ROWS;
 #if defined(__GNUC__) || defined(__clang__)
     (void)__atomic_fetch_or(c->failed, bit, __ATOMIC_RELAXED);
 #else
@@ -22960,7 +23138,7 @@ static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const u
     return r;
 }
 
-/* Fetches a side of an offloaded record. Before K, it asks the store to prefetch the record of the next block.
+/* Fetches a side of a record that is not in RAM. Before K, it asks the store to prefetch the record of the next block.
  * Returns NULL on failure, and the call then fails. */
 static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int i, tkv_side side) {
     const tkv_cache *kv = u->call->kv;
@@ -22970,6 +23148,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(&kv->pool.block[u->ids[i + 1]]) &&
         !tkvi_is_discarded(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
+    u->call->room->seq = u->call->rows[u->item].seq;
     st = tkvi_read_piece(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
     tkvi_fail_call(u->call, st);
@@ -22981,7 +23160,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
-    if (TKVI_HAS_OFFLOAD && !bytes) return tkvi_fetch_side(u, i, side);
+    if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !bytes) return tkvi_fetch_side(u, i, side);
     return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
@@ -22997,7 +23176,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
-        if (tkvi_is_discarded(&u->call->kv->pool.block[u->ids[block]])) return;
+        if (tkvi_has_no_source(u->call->kv, &u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
@@ -23119,12 +23298,13 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
     return bytes;
 }
 
-/* End (exclusive) of the positions that rows may see in block i. It is 0 for a discarded block. tkvi_call_init made
- * sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
+/* End (exclusive) of the positions that rows may see in block i. It is 0 for a block without a source. tkvi_call_init
+ * made sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0
-                                                         : tkvi_block_position_end(kv, u->list, u->ids, i);
+    return tkvi_has_no_source(kv, &kv->pool.block[u->ids[i]])
+               ? 0
+               : tkvi_block_position_end(kv, u->list, u->ids, i);
 }
 
 /* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
@@ -23838,7 +24018,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     tkvi_fetch_buffer room;
     tkvi_work w = *(const tkvi_work *)ctx;
     tkvi_call c = *w.call;
-    room.key = TKVI_NIL;
+    tkvi_empty_buffer(&room, TKV_NO_SEQ, c.plan->stored_layer);
     c.room = &room;
     w.call = &c;
     if (!tkvi_failed(&c)) w.task(&w, index);
@@ -23847,7 +24027,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
 /* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
-    tkv_task run = TKVI_HAS_OFFLOAD && kv->pool.n_offloaded ? tkvi_run_fetching : task;
+    tkv_task run = TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     if (together) tkvi_for(kv, n, run, w);
@@ -23909,7 +24089,8 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     if (!failed && tkvi_any_sampled(&w))
         tkvi_run(&w, (longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, 1, tkvi_run_range);
     if (w.parts) tkvi_release_split_sums(kv);
-    if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
+    if (failed & TKVI_FAILED_IO) return TKV_ERR_IO;
+    if (failed) return failed & TKVI_FAILED_DATA ? TKV_ERR_DATA : TKV_ERR_NO_SOURCE;
     return TKV_OK;
 }
 
@@ -24249,7 +24430,8 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
-    room[0].key = room[1].key = TKVI_NIL;
+    tkvi_empty_buffer(&room[0], c->rows[item].seq, c->plan->stored_layer);
+    tkvi_empty_buffer(&room[1], c->rows[item].seq, c->plan->stored_layer);
     if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head])) {
         top = (double)c->p->sink_logits[head];
         any = 1;
@@ -24264,7 +24446,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
-            if (tkvi_is_discarded(b)) continue; /* no row sees it: tkvi_call_init */
+            if (tkvi_has_no_source(kv, b)) continue; /* no row sees it: tkvi_call_init */
             st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
                 st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
@@ -24675,20 +24857,6 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, first + c);
 }
 
-/* 1 if all n values are finite. Adding 1 to the exponent sets the sign bit only of a NaN or an infinity. Works on 16
- * values at a time, because compilers vectorise that. */
-static int tkvi_is_all_finite(const float *x, int n) {
-    uint32_t bits[16], signs[16] = {0}, sign = 0;
-    int i, k;
-    for (i = 0; i < n; i += 16) {
-        memset(bits, 0, sizeof bits);
-        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
-        for (k = 0; k < 16; k++) signs[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
-    }
-    for (k = 0; k < 16; k++) sign |= signs[k];
-    return !(sign >> 31);
-}
-
 static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
     int t, h, finite = 1;
@@ -24698,13 +24866,6 @@ static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
             finite &= tkvi_is_all_finite(row, s->dim);
         }
     return finite;
-}
-
-/* The finite value that stands for x: 0 for NaN, the largest fp16 value for an infinity. */
-TKVI_FN float tkvi_saturate(float x) {
-    if (tkvi_is_finite(x)) return x;
-    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
-    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
 /* Encodes one row of a source into a slot of an exact block. */
@@ -25311,20 +25472,20 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const uint32_t *ids;
     tkvi_fetch_buffer buffer;
     int i, h, from, to, slot;
-    buffer.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     simd_ops = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
+    tkvi_empty_buffer(&buffer, seq, layer);
     if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_n_live_between(kv, list, ids, start, n) < n)
         return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
-        if (block >= 0 && tkvi_is_discarded(&kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
+        if (block >= 0 && tkvi_has_no_source(kv, &kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
@@ -25380,7 +25541,7 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
     for (l = tkvi_max(p->layer, 0); l <= last; l++) {
         tkvi_choice c;
         if (kv->tables.plan[l].stored_layer != l || tkvi_list_of(kv, p->seq, l)->n == 0) continue;
-        (void)tkvi_build_view(kv, p->seq, l, NULL, 0, NULL, &c);
+        (void)tkvi_build_view(kv, p->seq, l, NULL, 0, 0, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
             if (c.position[i] < p->n_victims && tkvi_has(p->victims, c.position[i]) && !tkvi_has(c.pinned, i))
@@ -25426,7 +25587,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                 continue;
             }
             st = tkvi_choose_victims(kv, p->seq, layer, cfg, p,
-                                     tkvi_n_kept_in_layer(kv, p->seq, layer, cfg, keep), NULL, &c);
+                                     tkvi_n_kept_in_layer(kv, p->seq, layer, cfg, keep), 0, &c);
             if (!st) tkvi_mark_victims(kv, p->seq, layer, &c);
             if (st == TKV_ERR_BUDGET)
                 return tkvi_fail(kv, st, "the policy is \"none\", but tokens must be evicted in layer", layer,
@@ -25530,7 +25691,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     const tkvi_layout *c = &kv->tables.layout[layout];
     tkvi_fetch_buffer room;
     int i;
-    room.key = TKVI_NIL;
+    tkvi_empty_buffer(&room, TKV_NO_SEQ, TKV_ALL_LAYERS); /* stored blocks need neither */
     memset(to, 0, c->bytes.total);
     for (i = 0; i < 2 * kv->tables.cfg.model.n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
@@ -26839,7 +27000,9 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !is_discarded;
+    int i, t,
+        one = kv->tables.n_levels == 1 && !is_discarded && !kv->tables.cfg.offload.write &&
+              !kv->tables.cfg.recompute.compute;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;

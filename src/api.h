@@ -355,6 +355,43 @@ typedef struct tkv_offload_config { /* set write and read, or neither */
     int keep_exact; /* 1: writes the exact bytes of each block when it is first compressed, for tkv_promote */
 } tkv_offload_config;
 
+/* What recomputation costs, and what it may cost (tkv_init_remat, cfg.recompute). */
+typedef struct tkv_remat_config {
+    /* the model; required: n_layers 1 to 4096, head_dim 1 to 256, n_heads 1 to 65536, or TKV_OFF to count no
+     * attention. In cfg.recompute, 0 takes them from cfg.model */
+    int n_layers, n_heads, head_dim;
+    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15; required */
+    /* the rule; zero means default */
+    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
+    int min_materialized;  /* least tokens that stay; 0: 512; TKV_OFF: none */
+    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_OFF: none */
+    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
+    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
+    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
+} tkv_remat_config;
+
+/* >>recompute. K and V that the caller's model can give again whenever attention reads them, such as projections of
+ * inputs that it keeps, or of an encoder's output. A full budget then discards the oldest blocks of any sequence, and
+ * no token is lost: attention, tkv_read and eviction by keys ask for the rows of a discarded block, and see them
+ * exactly, in the hot format. A discarded block costs its part of the index. See the manual, chapter 9.
+ *
+ * Which blocks: old enough for cfg.offload, of the sequence that costs the fewest FLOPs per byte (cost). Blocks cheaper
+ * than cost.quantize_price go before the next level of the ladder, all others after cfg.offload. In each sequence
+ * cost.min_materialized tokens stay, and its discarded blocks cost at most cost.step_flops together.
+ *
+ * Calls: `compute` runs inside the call that reads, and must not call the cache. Several threads may be in it at once,
+ * from tkv_attend or from cfg.host.parallel_for. It returns 0 if it gave all rows. With another number, or a row that
+ * is not finite, the call fails with TKV_ERR_NO_SOURCE. */
+typedef int (*tkv_compute_rows)(void *user, int seq, int layer, int head, const int *positions, int n,
+                                float *k, float *v);
+typedef struct tkv_recompute_config {
+    /* gives K and V of n tokens (1 to 16) of a KV head of a layer, as they were appended. k is [n][head_dim], v
+     * [n][v_head_dim], or NULL if not needed. Evicted tokens may be among the positions. NULL: no model */
+    tkv_compute_rows compute;
+    void *user;
+    tkv_remat_config cost; /* read if `compute` is set; threshold: least share of the budget in use */
+} tkv_recompute_config;
+
 /* >>config. The options of a cache, in groups. */
 typedef struct tkv_model_config { /* the model */
     int n_layers;                 /* required, 1 .. 4096 */
@@ -442,6 +479,8 @@ typedef struct tkv_config {
     tkv_importance_config importance;
     tkv_offload_config
         offload; /* store for blocks that are offloaded when the budget is full; zero: no store */
+    tkv_recompute_config
+        recompute; /* model for blocks that are discarded when the budget is full; zero: none */
     tkv_meter_config meter;
     tkv_host_config host;
     uint32_t end_canary; /* leave 0 */
@@ -630,7 +669,7 @@ typedef struct tkv_attend_params {
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave out undefined, the others leave it unchanged):
  *   TKV_ERR_ARG         a pointer is missing or a number is out of range
  *   TKV_ERR_RANGE       more queries than tokens; or an old query or a wide window reaches expired tokens
- *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_seq_discard)
+ *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_seq_discard), or cfg.recompute failed
  *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
  * Cost: O(rows * n_heads * keys seen); a block's bytes about once per 8 rows of a KV head, less often in a prefill.
@@ -642,7 +681,7 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
  * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave k and v undefined, the others leave them unchanged):
  *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
- *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it
+ *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it; or cfg.recompute failed
  *   TKV_ERR_ARG         bad sequence or number, or a layer without a cache
  *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
@@ -1077,18 +1116,6 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position);
  *     (b - a) * layers * (2 * layer_params + 4 * n_heads * head_dim * (a + b) / 2)
  * A token cannot be computed without its prefix, nor a layer without the layers below. So whole blocks are
  * discarded front to back, and recomputed in the same order. */
-typedef struct tkv_remat_config {
-    /* the model; required: n_layers 1 to 4096, n_heads 1 to 65536, head_dim 1 to 256 */
-    int n_layers, n_heads, head_dim;
-    double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15 */
-    /* the rule; zero means default */
-    float threshold;       /* least pressure for any action; 0: .9; TKV_ZERO: always act */
-    int min_materialized;  /* least tokens that stay; 0: 512; TKV_OFF: none */
-    int sink_tokens;       /* first tokens that are never discarded; 0: 4; TKV_OFF: none */
-    float age_tokens;      /* age at which a token is half as likely to be used, 1 to 1e9; 0: 4096 */
-    double quantize_price; /* FLOPs per byte freed by quantizing, its loss included; 0: 8, the work alone */
-    double step_flops;     /* most FLOPs of recomputation per step; 0: no limit */
-} tkv_remat_config;
 typedef enum tkv_remat_action { TKV_REMAT_KEEP = 0, TKV_REMAT_DISCARD, TKV_REMAT_QUANTIZE } tkv_remat_action;
 typedef struct tkv_remat_block {
     int start, end;         /* tokens start to end - 1; blocks follow one another without gaps */
@@ -1120,7 +1147,8 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
  * tokens younger than hot_tokens and offloaded blocks are not discarded.
  *
- * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE.
+ * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
+ * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
  * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
  * still be evicted. tkv_seq_truncate cannot cut discarded tokens. tkv_seq_reset forgets them. tkv_promote restores
  * those with an exact copy (cfg.offload.keep_exact).

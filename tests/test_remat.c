@@ -1,7 +1,8 @@
 /*
  * test_remat.c - blocks that are discarded and recomputed. Attention with a discarded block is refused.
  * Recomputing restores the same bits. A call that fails changes nothing. Under a budget, blocks of idle sequences
- * are discarded for the running one. The "model" that recomputes keeps every key and value that it appended.
+ * are discarded for the running one. With cfg.recompute, a sequence discards its own blocks, and attention gets their
+ * rows from the model. The "model" that recomputes keeps every key and value that it appended.
  */
 #include "../tieredkv.h"
 #include "kit.h"
@@ -794,6 +795,190 @@ TEST(in_place) {
     }
 }
 
+/* >>rows that a model gives when attention reads them (cfg.recompute) */
+typedef struct row_model {
+    int calls, fail_in;     /* n: the n-th call from now on fails */
+    uint32_t first_bits;    /* bits of the float that replaces the first value of each call; 0: none */
+    uint64_t seen_mask[32]; /* positions that were asked for, below LONGEST */
+} row_model;
+
+static int compute_rows(void *user, int seq, int layer, int head, const int *positions, int n, float *k,
+                        float *v) {
+    row_model *m = (row_model *)user;
+    int t;
+    m->calls++;
+    if (m->fail_in && --m->fail_in == 0) return 1;
+    CHECK(n >= 1 && n <= 16 && (k || v));
+    for (t = 0; t < n; t++) {
+        const int at = positions[t] * ROW + head * DIM;
+        m->seen_mask[positions[t] / 64] |= (uint64_t)1 << positions[t] % 64;
+        if (k) memcpy(k + t * DIM, k_model[seq][layer] + at, DIM * sizeof *k);
+        if (v) memcpy(v + t * DIM, v_model[seq][layer] + at, DIM * sizeof *v);
+    }
+    if (m->first_bits && k) k[0] = tkv_test_float(m->first_bits);
+    if (m->first_bits && v) v[0] = tkv_test_float(m->first_bits);
+    return 0;
+}
+
+static void attach_row_model(row_model *m, tkv_config *cfg) {
+    memset(m, 0, sizeof *m);
+    cfg->recompute.compute = compute_rows;
+    cfg->recompute.user = m;
+    cfg->recompute.cost.layer_params = 1000.0;
+    cfg->recompute.cost.n_heads = TKV_OFF;
+    cfg->recompute.cost.min_materialized = 128;
+}
+
+TEST(rows_are_given_at_access) {
+    tkv_config exact = small_config(), with_model;
+    tkv_cache *a, *b;
+    row_model m;
+    int n, seq, start, c;
+    exact.tiers.hot_tokens = TKV_UNLIMITED;
+    with_model = exact;
+    attach_row_model(&m, &with_model);
+    a = create_cache(&exact);
+    b = create_cache(&with_model);
+    for (n = 0; n < 12; n++)
+        for (seq = 0; seq < 2; seq++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
+    for (seq = 0; seq < 2; seq++) {
+        CHECK_EQ(discard_tokens(b, seq, 500), 448);
+        CHECK_EQ(count_discarded(b, seq, 1), 448);
+        for (n = 0; n < 32; n++) m.seen_mask[n] = 0;
+        check_same(a, b, seq, 1);
+        check_same(a, b, seq, 70);
+        for (n = 4; n < 452; n++) CHECK(m.seen_mask[n / 64] >> n % 64 & 1);
+        CHECK(!(m.seen_mask[0] & 15) && !(m.seen_mask[8] & ~(uint64_t)0)); /* no other position */
+        CHECK_EQ(append_to_both(a, b, seq, 30), TKV_OK);
+        check_same(a, b, seq, 30);
+    }
+    check_cache(b);
+    for (c = 1; c < 40; c += 3) { /* a model that fails */
+        m.fail_in = c;
+        CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_b), TKV_ERR_NO_SOURCE);
+        m.fail_in = 1;
+        CHECK_EQ(tkv_read(b, 0, 0, 400, 20, k_b, v_b), TKV_ERR_NO_SOURCE);
+    }
+    m.first_bits = 0x7f800000u;
+    CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_b), TKV_ERR_NO_SOURCE);
+    m.first_bits = 0x7fc00000u;
+    CHECK_EQ(tkv_attend(b, 0, 0, q_in, 1, out_b), TKV_ERR_NO_SOURCE);
+    m.first_bits = 0;
+    check_same(a, b, 0, 4);
+    restore_all(b, 0); /* by hand: the blocks return in the hot format */
+    CHECK_EQ(find_discarded(b, 0, &start), 0);
+    m.calls = 0;
+    check_same(a, b, 0, 4);
+    CHECK_EQ(m.calls, 0);
+    CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+    check_cache(b);
+    tkv_destroy(a);
+    tkv_destroy(b);
+    with_model.host.nonfinite = TKV_NONFINITE_SATURATE;
+    b = create_cache(&with_model);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(b, NULL, 0, 70), TKV_OK);
+    CHECK_EQ(discard_tokens(b, 0, 500), 448);
+    m.first_bits = 0x7f800000u;
+    CHECK_EQ(tkv_read(b, 0, 0, 4, 1, k_b, v_b), TKV_OK);
+    CHECK(k_b[0] == 65504.0f && v_b[0] == 65504.0f);
+    tkv_destroy(b);
+}
+
+/* Appends LONGEST tokens of one sequence. Checks each step: the bytes, and attention against an exact cache. Returns
+ * the highest level, or -1 when an append fails. */
+static int run_long_sequence(tkv_config *cfg, tkv_cache **out, double *worst) {
+    tkv_config exact = small_config();
+    counting_allocator memory;
+    tkv_cache *a, *b;
+    tkv_budget_info info;
+    int l, i, n, level = 0;
+    exact.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg->host.allocator = counting_allocator_of(&memory);
+    a = create_cache(&exact);
+    b = create_cache(cfg);
+    *worst = 0.0;
+    for (n = 0; n + 64 <= LONGEST; n += 64) {
+        const tkv_status st = append_to_both(b, a, 0, 64);
+        if (st) level = -1;
+        if (st) break;
+        CHECK(memory.peak <= cfg->budget.bytes);
+        CHECK_EQ(tkv_get_budget(b, &info), TKV_OK);
+        level = info.level > level ? info.level : level;
+        for (l = 0; l < LAYERS; l++) {
+            tkv_rng_fill(&rng, q_in, (size_t)(2 * HEADS * DIM), 1.0);
+            CHECK_EQ(tkv_attend(a, 0, l, q_in, 2, out_a), TKV_OK);
+            CHECK_EQ(tkv_attend(b, 0, l, q_in, 2, out_b), TKV_OK);
+            for (i = 0; i < 2 * HEADS * DIM; i++) {
+                const double e = fabs((double)out_a[i] - (double)out_b[i]);
+                *worst = e > *worst ? e : *worst;
+            }
+        }
+    }
+    check_cache(b);
+    tkv_destroy(a);
+    if (out) *out = b;
+    else tkv_destroy(b);
+    return level;
+}
+
+/* One sequence discards its own oldest blocks, when that costs less than the next level of the ladder, or else after
+ * the last level. No token is lost. */
+TEST(one_long_sequence_discards_its_oldest_blocks) {
+    tkv_config cfg = small_config();
+    double cheap_worst, dear_worst;
+    tkv_budget_info info;
+    tkv_cache *kv;
+    row_model m;
+    int discarded_when_cheap, held;
+    cfg.budget.bytes = 250000;
+    CHECK_EQ(run_long_sequence(&cfg, NULL, &cheap_worst), -1); /* no model: the budget is full */
+    attach_row_model(&m, &cfg);
+    cfg.recompute.cost.threshold = TKV_ZERO;
+    cfg.recompute.cost.quantize_price = 1e9;
+    CHECK_EQ(run_long_sequence(&cfg, &kv, &cheap_worst), 0);
+    discarded_when_cheap = count_discarded(kv, 0, 0);
+    CHECK_EQ(tkv_get_budget(kv, &info), TKV_OK);
+    CHECK(discarded_when_cheap > 1000 && info.discarded > 20 && info.evicted == 0);
+    CHECK(cheap_worst < 1e-3); /* all tokens exact, those of the model too */
+    tkv_destroy(kv);
+    cfg.recompute.cost.quantize_price = 1e-9;
+    CHECK_EQ(run_long_sequence(&cfg, &kv, &dear_worst), 5); /* the last level of the default ladder */
+    CHECK(count_discarded(kv, 0, 0) > 500 && count_discarded(kv, 0, 0) < discarded_when_cheap);
+    CHECK(dear_worst > 10.0 * cheap_worst && dear_worst < 0.5);
+    tkv_destroy(kv);
+    cfg.recompute.cost.min_materialized = 1800; /* more than the budget holds */
+    CHECK_EQ(run_long_sequence(&cfg, &kv, &dear_worst), -1);
+    held = tkv_get_length(kv, 0, 0) - count_discarded(kv, 0, 0);
+    CHECK(held >= 1800 || count_discarded(kv, 0, 0) == 0);
+    tkv_destroy(kv);
+    cfg.recompute.cost.min_materialized = 128;
+    cfg.recompute.cost.step_flops = 400.0 * LAYERS * 2.0 * 1000.0; /* of 400 tokens: 6 blocks */
+    CHECK_EQ(run_long_sequence(&cfg, &kv, &dear_worst), -1);
+    CHECK_EQ(count_discarded(kv, 0, 0), 6 * BLOCK);
+    tkv_destroy(kv);
+}
+
+TEST(recompute_configs) {
+    tkv_config cfg = small_config();
+    char reason[200];
+    row_model m;
+    attach_row_model(&m, &cfg);
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+    cfg.recompute.cost.layer_params = 0.0;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "recompute.cost: layer_params") != NULL, "%s", reason);
+    cfg.recompute.compute = NULL; /* without a model nothing reads the cost */
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+    attach_row_model(&m, &cfg);
+    cfg.recompute.cost.n_heads = -2;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    attach_row_model(&m, &cfg);
+    cfg.model.head_dim = 256;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "recompute.compute") != NULL, "%s", reason);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(20);
@@ -813,5 +998,8 @@ int main(int argc, char **argv) {
     RUN(levels_come_before_discards);
     RUN(no_memory_to_restore);
     RUN(in_place);
+    RUN(rows_are_given_at_access);
+    RUN(one_long_sequence_discards_its_oldest_blocks);
+    RUN(recompute_configs);
     return tkv_test_end();
 }

@@ -56,19 +56,21 @@ typedef struct tkvi_call {
     unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
 
-/* Errors with offloaded blocks. Tasks then skip their remaining work, and the call fails. */
-typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2 } tkvi_failure;
+/* Errors with blocks outside RAM. Tasks then skip their remaining work, and the call fails. */
+typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2, TKVI_FAILED_ROWS = 4 } tkvi_failure;
 
 static int tkvi_failed(const tkvi_call *c) {
 #if defined(__GNUC__) || defined(__clang__)
-    return TKVI_HAS_OFFLOAD && c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
+    return TKVI_HAS_BLOCKS_OUTSIDE_RAM && c->room && __atomic_load_n(c->failed, __ATOMIC_RELAXED);
 #else
-    return TKVI_HAS_OFFLOAD && c->room && *c->failed;
+    return TKVI_HAS_BLOCKS_OUTSIDE_RAM && c->room && *c->failed;
 #endif
 }
 
 static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
-    const int bit = st == TKV_ERR_IO ? TKVI_FAILED_IO : TKVI_FAILED_DATA;
+    const int bit = st == TKV_ERR_IO     ? TKVI_FAILED_IO
+                    : st == TKV_ERR_DATA ? TKVI_FAILED_DATA
+                                         : TKVI_FAILED_ROWS;
 #if defined(__GNUC__) || defined(__clang__)
     (void)__atomic_fetch_or(c->failed, bit, __ATOMIC_RELAXED);
 #else
@@ -293,7 +295,7 @@ static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const u
     return r;
 }
 
-/* Fetches a side of an offloaded record. Before K, it asks the store to prefetch the record of the next block.
+/* Fetches a side of a record that is not in RAM. Before K, it asks the store to prefetch the record of the next block.
  * Returns NULL on failure, and the call then fails. */
 static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int i, tkv_side side) {
     const tkv_cache *kv = u->call->kv;
@@ -303,6 +305,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(&kv->pool.block[u->ids[i + 1]]) &&
         !tkvi_is_discarded(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
+    u->call->room->seq = u->call->rows[u->item].seq;
     st = tkvi_read_piece(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
     tkvi_fail_call(u->call, st);
@@ -314,7 +317,7 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
     const uint8_t *bytes;
     const tkvi_record *r = tkvi_record_of(u, i, &bytes);
-    if (TKVI_HAS_OFFLOAD && !bytes) return tkvi_fetch_side(u, i, side);
+    if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !bytes) return tkvi_fetch_side(u, i, side);
     return side == TKV_K ? bytes : bytes + r->v_at;
 }
 
@@ -330,7 +333,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
-        if (tkvi_is_discarded(&u->call->kv->pool.block[u->ids[block]])) return;
+        if (tkvi_has_no_source(u->call->kv, &u->call->kv->pool.block[u->ids[block]])) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
@@ -452,12 +455,13 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
     return bytes;
 }
 
-/* End (exclusive) of the positions that rows may see in block i. It is 0 for a discarded block. tkvi_call_init made
- * sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
+/* End (exclusive) of the positions that rows may see in block i. It is 0 for a block without a source. tkvi_call_init
+ * made sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_is_discarded(&kv->pool.block[u->ids[i]]) ? 0
-                                                         : tkvi_block_position_end(kv, u->list, u->ids, i);
+    return tkvi_has_no_source(kv, &kv->pool.block[u->ids[i]])
+               ? 0
+               : tkvi_block_position_end(kv, u->list, u->ids, i);
 }
 
 /* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
@@ -1171,7 +1175,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     tkvi_fetch_buffer room;
     tkvi_work w = *(const tkvi_work *)ctx;
     tkvi_call c = *w.call;
-    room.key = TKVI_NIL;
+    tkvi_empty_buffer(&room, TKV_NO_SEQ, c.plan->stored_layer);
     c.room = &room;
     w.call = &c;
     if (!tkvi_failed(&c)) w.task(&w, index);
@@ -1180,7 +1184,7 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
 /* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
-    tkv_task run = TKVI_HAS_OFFLOAD && kv->pool.n_offloaded ? tkvi_run_fetching : task;
+    tkv_task run = TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     if (together) tkvi_for(kv, n, run, w);
@@ -1242,7 +1246,8 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     if (!failed && tkvi_any_sampled(&w))
         tkvi_run(&w, (longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, 1, tkvi_run_range);
     if (w.parts) tkvi_release_split_sums(kv);
-    if (failed) return failed & TKVI_FAILED_IO ? TKV_ERR_IO : TKV_ERR_DATA;
+    if (failed & TKVI_FAILED_IO) return TKV_ERR_IO;
+    if (failed) return failed & TKVI_FAILED_DATA ? TKV_ERR_DATA : TKV_ERR_NO_SOURCE;
     return TKV_OK;
 }
 

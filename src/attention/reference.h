@@ -58,7 +58,8 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
     int pass, i, j, t, any = 0;
     ptrdiff_t at = row * c->out_row + head * c->out_head;
     memset(out, 0, sizeof out);
-    room[0].key = room[1].key = TKVI_NIL;
+    tkvi_empty_buffer(&room[0], c->rows[item].seq, c->plan->stored_layer);
+    tkvi_empty_buffer(&room[1], c->rows[item].seq, c->plan->stored_layer);
     if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head])) {
         top = (double)c->p->sink_logits[head];
         any = 1;
@@ -73,7 +74,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             const int n = tkvi_block_tokens(kv, list, ids, i);
             const uint64_t there = tkvi_live_mask(b, n);
             tkv_status st;
-            if (tkvi_is_discarded(b)) continue; /* no row sees it: tkvi_call_init */
+            if (tkvi_has_no_source(kv, b)) continue; /* no row sees it: tkvi_call_init */
             st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
             if (!st && pass == 1)
                 st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);

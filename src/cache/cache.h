@@ -211,6 +211,18 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
     return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
 }
 
+/* Index of the block that covers a position. -1: the position is past the end or has expired. */
+static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
+    int low = 0, high = list->n;
+    if (position >= list->len) return -1;
+    while (low < high) { /* finds the first block that starts after it */
+        const int mid = low + (high - low) / 2;
+        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
+        else low = mid + 1;
+    }
+    return low - 1;
+}
+
 /* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -305,6 +317,11 @@ static int tkvi_is_hot_layout(const tkv_cache *kv, int layer, int layout) {
  * it back into a window. */
 static int tkvi_expiry_margin(const tkvi_plan *p) {
     return p->now.hot == TKVI_FOREVER ? TKVI_BLOCK : p->now.hot;
+}
+
+/* 1 if nothing gives the tokens of a block: it is discarded, and cfg.recompute has no model. */
+static int tkvi_has_no_source(const tkv_cache *kv, const tkvi_block *b) {
+    return tkvi_is_discarded(b) && !kv->tables.cfg.recompute.compute;
 }
 
 /* The tier that block i of a list is counted in. Sinks count as hot. */
@@ -803,8 +820,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
     for (; sizes->pages > derived->recode_pages;
          sizes->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)sizes->pages * derived->page_bytes, n;
-        uint64_t fitting_blocks =
-            derived->cfg.offload.write || derived->cfg.budget.discard ? blocks : 64u * (uint64_t)sizes->pages;
+        uint64_t fitting_blocks = tkvi_may_leave_ram(&derived->cfg) ? blocks : 64u * (uint64_t)sizes->pages;
         sizes->block_cap =
             tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
         sizes->page_cap = tkvi_cap_for(sizes->pages);

@@ -15,6 +15,7 @@
 #include "formats/families.h"
 #include "kernels/dispatch.h"
 #include "rules/evict.h"
+#include "rules/remat.h"
 
 /* An offloaded piece (reclaim/offload.h): a record, or one side of it, and a checksum. The largest piece is F16 of
  * 256 channels. */
@@ -169,6 +170,14 @@ static tkv_status tkvi_bad(char *reason, size_t size, const char *field, double 
     return TKV_ERR_CONFIG;
 }
 
+/* Writes the name of a group and a sentence on it to `reason`, and returns TKV_ERR_CONFIG. */
+static tkv_status tkvi_bad_text(char *reason, size_t size, const char *group, const char *wrong) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_append_text(&t, group);
+    tkvi_append_text(&t, wrong);
+    return TKV_ERR_CONFIG;
+}
+
 /* The same, with the name of the struct that has the field, such as "tiers." */
 static tkv_status tkvi_bad_in(char *reason, size_t size, const char *owner, const char *field, double value,
                               const char *want) {
@@ -197,6 +206,8 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
         return tkvi_bad_here(reason, size, "importance.sample_every", cfg->importance.sample_every, no_evict);
     if (!TKVI_HAS_OFFLOAD && (cfg->offload.write || cfg->offload.read))
         return tkvi_bad_here(reason, size, "offload.write", 1, "TKV_NO_OFFLOAD leaves this out");
+    if (!TKVI_HAS_DISCARD && cfg->recompute.compute)
+        return tkvi_bad_here(reason, size, "recompute.compute", 1, "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_DISCARD && cfg->budget.discard)
         return tkvi_bad_here(reason, size, "budget.discard", cfg->budget.discard,
                              "TKV_NO_DISCARD leaves this out");
@@ -358,8 +369,23 @@ static int tkvi_add_delay(int length, int delay) {
     return tkvi_min(length + delay, TKVI_FOREVER - 1);
 }
 
+/* 1 if blocks can be outside RAM. */
+static int tkvi_may_leave_ram(const tkv_config *cfg) {
+    return cfg->offload.write || cfg->budget.discard || cfg->recompute.compute;
+}
+
 static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
     return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
+/* Copies cfg.recompute.cost to *cost, with the shape of the model and with defaults. Returns NULL, or the reason why it
+ * is invalid. */
+static const char *tkvi_recompute_cost(const tkv_config *cfg, tkv_remat_config *cost) {
+    tkv_remat_config given = cfg->recompute.cost;
+    if (!given.n_layers) given.n_layers = cfg->model.n_layers;
+    if (!given.n_heads) given.n_heads = cfg->model.n_heads;
+    if (!given.head_dim) given.head_dim = cfg->model.head_dim;
+    return tkvi_remat_fill(&given, cost);
 }
 
 static void tkvi_fill_defaults(tkv_config *cfg) {
@@ -807,6 +833,11 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
                         "write and read must both be set, or neither");
     if (cfg->offload.keep_exact < 0 || cfg->offload.keep_exact > 1)
         return tkvi_bad(reason, size, "offload.keep_exact", cfg->offload.keep_exact, "it must be 0 or 1");
+    if (cfg->recompute.compute) {
+        tkv_remat_config cost;
+        wrong = tkvi_recompute_cost(cfg, &cost);
+        if (wrong) return tkvi_bad_text(reason, size, "recompute.cost: ", wrong);
+    }
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, "tiers.", reason, size);
     if (!st) st = tkvi_validate_window(wide.window, "model.", reason, size);
@@ -815,12 +846,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st) {
         tkv_pressure_config full;
         wrong = tkvi_pressure_for(cfg, &full);
-        if (wrong) {
-            tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-            tkvi_append_text(&t, "budget.pressure: ");
-            tkvi_append_text(&t, wrong);
-            return TKV_ERR_CONFIG;
-        }
+        if (wrong) return tkvi_bad_text(reason, size, "budget.pressure: ", wrong);
     }
     if (TKVI_HAS_EVICT && !st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
@@ -829,16 +855,17 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
                         "their formats and sinks need too many block layouts, or too large blocks");
     if (!st && shape->needs_rope && !cfg->model.rope.dim)
         return tkvi_bad(reason, size, "model.rope.dim", 0, shape->needs_rope);
-    if (TKVI_HAS_OFFLOAD && !st &&
-        cfg->offload.write) { /* attention has a fetch buffer of this size on its stack */
+    if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !st &&
+        (cfg->offload.write ||
+         cfg->recompute.compute)) { /* attention has a fetch buffer of this size on its stack */
         int i;
         for (i = 0; i < shape->n_keys; i++) {
             tkvi_record r;
             tkvi_record_init(&r, &shape->cfg, shape->key[i], NULL, NULL);
             if (r.k.bytes > TKVI_OFFLOAD_SIDE || r.v.bytes > TKVI_OFFLOAD_SIDE)
                 return tkvi_bad(
-                    reason, size, "offload.write", 1,
-                    "heads of more than 128 channels in F32 are too large to be offloaded: take F16");
+                    reason, size, cfg->offload.write ? "offload.write" : "recompute.compute", 1,
+                    "heads of more than 128 channels in F32 are too large for blocks outside RAM: take F16");
         }
     }
     return st;

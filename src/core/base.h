@@ -130,6 +130,27 @@ static int tkvi_round_up(int n, int to) { return (n + to - 1) / to * to; }
 /* >>half floats, stored little-endian on every machine */
 #define TKVI_F16_MAX 65504.0f
 
+/* 1 if all n values are finite. Adding 1 to the exponent sets the sign bit only of a NaN or an infinity. Works on 16
+ * values at a time, because compilers vectorise that. */
+static int tkvi_is_all_finite(const float *x, int n) {
+    uint32_t bits[16], signs[16] = {0}, sign = 0;
+    int i, k;
+    for (i = 0; i < n; i += 16) {
+        memset(bits, 0, sizeof bits);
+        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
+        for (k = 0; k < 16; k++) signs[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
+    }
+    for (k = 0; k < 16; k++) sign |= signs[k];
+    return !(sign >> 31);
+}
+
+/* The finite value that stands for x: 0 for NaN, the largest fp16 value for an infinity. */
+TKVI_FN float tkvi_saturate(float x) {
+    if (tkvi_is_finite(x)) return x;
+    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
+    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
+}
+
 TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
 
 TKVI_FN void tkvi_store16(uint8_t *p, uint16_t x) {

@@ -21,18 +21,6 @@ static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const
            (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
 }
 
-/* Index of the block that covers a position. -1: the position is past the end or has expired. */
-static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    int low = 0, high = list->n;
-    if (position >= list->len) return -1;
-    while (low < high) { /* finds the first block that starts after it */
-        const int mid = low + (high - low) / 2;
-        if (tkvi_block_start(kv, ids, mid) > position) high = mid;
-        else low = mid + 1;
-    }
-    return low - 1;
-}
-
 /* Slot of a position in block i; -1: none. In a packed block only live and anchored tokens are found. In other
  * blocks an evicted token still has its slot. */
 static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
@@ -114,7 +102,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
 /* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
 static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int i = tkvi_block_at(kv, list, ids, tkvi_slot_position(kv, ids[0], slot));
-    return i > 0 && tkvi_is_discarded(&kv->pool.block[ids[i]]);
+    return i > 0 && tkvi_has_no_source(kv, &kv->pool.block[ids[i]]);
 }
 
 /* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score; -1: none. a:

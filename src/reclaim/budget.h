@@ -5,11 +5,13 @@
  *     append -> validate
  *            -> reclaim   1. bytes that all stages together can free at most (tkvi_least_bytes). If they do not
  *                            suffice: TKV_ERR_BUDGET, and nothing has changed.
- *                         2. recode every block that this level recodes, then go to the next level
- *                         3. offload the oldest blocks, if the config has a store (offload.h)
+ *                         2. recode every block that this level recodes; discard blocks that cfg.recompute gives
+ *                            again for less than quantizing costs (discard.h); go to the next level
+ *                         3. offload the oldest blocks, if the config has a store (offload.h); discard the other
+ *                            blocks that cfg.recompute gives again
  *                         4. bytes that stages 5 and 6 free at least (tkvi_bound_loss). If they do not suffice:
  *                            TKV_ERR_BUDGET. No token was lost; blocks stay recoded and offloaded.
- *                         5. discard blocks that the caller's model can recompute (discard.h)
+ *                         5. discard blocks of idle sequences, which tkv_seq_recompute brings back (discard.h)
  *                         6. evict tokens (evict_tokens.h)
  *                         7. in the place of a refusal by stage 4: recode blocks of any age for the archive, but
  *                            not the last append
@@ -157,7 +159,7 @@ static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
         return -1;
     for (level = kv->tables.level; level <= max_level; level++) {
         const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &specs[level], can_learn);
-        if ((tkvi_can_store(kv) ||
+        if ((tkvi_can_store(kv) || kv->tables.cfg.recompute.compute ||
              (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))) &&
             tkvi_can_offload(kv, seq, layer, i, &specs[level]))
             return -1;
@@ -257,7 +259,6 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_vict
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n_staying, discarded_to = 0, is_shared = 0;
-    tkvi_spared none;
     tkvi_choice choice;
     if (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
@@ -269,9 +270,8 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_vict
     }
     if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || is_shared || !list->n)
         return;
-    memset(&none, 0, sizeof none);
-    n_staying = tkvi_n_staying(kv, seq, layer, &none);
-    if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, &none, &choice);
+    n_staying = tkvi_n_staying(kv, seq, layer, 0);
+    if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, 0, &choice);
     tkvi_subtract_evicted(kv, seq, layer, discarded_to, n_staying, knows_victims ? &choice : NULL, demand);
 }
 
@@ -467,6 +467,7 @@ static int tkvi_recode_in_idle_time(tkv_cache *kv) {
     if (tkvi_recode_if_due(kv, tkvi_is_pressed(kv, 9))) return 1;
     while (tkvi_is_full(kv)) {
         if (tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, 1)) return 1;
+        if (tkvi_discard_recomputable(kv, 1)) return 1;
         if (!tkvi_raise_level(kv)) return 0;
     }
     return 0;
@@ -488,7 +489,11 @@ static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, s
     if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
     level = kv->tables.level;
     kv->budget.recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
-    if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) level += tkvi_raise_level(kv);
+    if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) {
+        const size_t freed = tkvi_discard_recomputable(kv, 1);
+        kv->budget.recode_backlog -= (int64_t)freed;
+        if (!freed) level += tkvi_raise_level(kv);
+    }
     while (kv->budget.recode_backlog > 0) {
         const size_t freed = tkvi_recode_if_due(
             kv, tkvi_is_pressed(kv, 10) || (level > 0 && reported_pressure > tkvi_threshold(p, level - 1)));
@@ -544,9 +549,9 @@ static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_
     tkv_status st;
     for (;;) {
         if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
-        if (tkvi_recode_oldest(kv, 0, 1)) continue;
+        if (tkvi_recode_oldest(kv, 0, 1) || tkvi_discard_recomputable(kv, 1)) continue;
         if (kv->tables.level < kv->budget.pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
-        else if (!tkvi_offload_oldest(kv)) break;
+        else if (!tkvi_offload_oldest(kv) && !tkvi_discard_recomputable(kv, 0)) break;
     }
     st = tkvi_prepare_any_loss(kv, request, budget);
     if (st == TKV_ERR_BUDGET) {

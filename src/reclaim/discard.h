@@ -8,10 +8,14 @@
  *
  * Blocks are discarded front to back, in all layers at once. The reason: a token cannot be computed without its
  * prefix, nor a layer without the layers below it. Recomputing them: step/recompute.h.
+ *
+ * With cfg.recompute the model gives the rows of a discarded block whenever they are read (reclaim/offload.h). Then a
+ * sequence in use discards its own oldest blocks as well, by the costs of rules/remat.h.
  */
 #ifndef TKVI_RECLAIM_DISCARD_H
 #define TKVI_RECLAIM_DISCARD_H
 
+#include "cache/lookup.h"
 #include "reclaim/offload.h"
 
 /* 1 if block i is discarded and has live tokens. If all its tokens are evicted or anchored, nothing is missing. */
@@ -31,21 +35,21 @@ static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t f
     return found;
 }
 
-/* 1 if queries that see the positions from `oldest` on need a discarded block. The last two blocks always count,
- * because attention takes its reference key from them. */
+/* 1 if queries that see the positions from `oldest` on need a discarded block that nothing gives. The last two blocks
+ * always count, because attention takes its reference key from them. */
 static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
     if (!TKVI_HAS_DISCARD || !kv->pool.n_discarded || list->n == 0) return 0;
+    if (kv->tables.cfg.recompute.compute) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
     return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
 }
 
 /* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
- * decide which blocks are old enough. 0 in an open step; TKVI_FOREVER for an empty sequence. */
+ * decide which blocks are old enough. TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
-    if (kv->seq[seq].in_step) return 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -91,6 +95,10 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             if (!really) continue;
             b->page = TKVI_NIL;
+            if (kv->tables.cfg.recompute.compute) { /* it is read in the hot format */
+                b->layout = (uint16_t)kv->tables.plan[layer].now.layout[TKV_TIER_HOT];
+                b->previous_layout = 0;
+            }
             kv->pool.n_offloaded++;
             kv->pool.n_discarded++;
             kv->counts.discarded++;
@@ -120,6 +128,52 @@ static int tkvi_discard_idle(tkv_cache *kv) {
         to = end;
     }
     return from >= 0 && tkvi_discard_to(kv, from, to, 1, &last) > 0;
+}
+
+/* Finds the block, in all layers, that a sequence with cfg.recompute may discard next. cheap: as in
+ * tkvi_remat_may_discard. *price: its FLOPs per byte freed. Returns its end; 0: none. */
+static int tkvi_recomputable_to(tkv_cache *kv, int seq, const tkv_remat_config *cost, int cheap,
+                                double *price) {
+    const int len = tkv_get_length(kv, seq, TKV_ALL_LAYERS), now = tkvi_max(0, len - 1);
+    int last = 0, first = TKVI_FOREVER, layer;
+    tkv_remat_block block;
+    memset(&block, 0, sizeof block);
+    if (!tkvi_first_in_ram(kv, seq, &block.start, &block.end)) return 0;
+    if (block.start < cost->sink_tokens || block.end > tkvi_discardable_to(kv, seq, kv->tables.level))
+        return 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (list->n > list->sinks)
+            first = tkvi_min(first, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), list->sinks));
+    }
+    block.bytes = tkvi_discard_to(kv, seq, block.end, 0, &last);
+    if (!block.bytes || !tkvi_remat_fits_step(cost, first, block.end, 0) ||
+        !tkvi_remat_may_discard(cost, &block, (int64_t)len - (block.start - first),
+                                tkvi_max(now, block.end - 1), cheap))
+        return 0;
+    *price = tkvi_remat_expected(cost, &block, tkvi_max(now, block.end - 1)) / (double)block.bytes;
+    return block.end;
+}
+
+/* With cfg.recompute: discards the block, in all layers, whose recomputation costs the fewest FLOPs per byte freed.
+ * cheap: 1 only if that is less than cost.quantize_price, from the pressure cost.threshold on. Returns the bytes freed;
+ * 0: nothing is discarded. */
+static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    tkv_remat_config cost;
+    double least = 0.0, price;
+    int seq, from = -1, to = 0, last = 0;
+    if (!TKVI_HAS_DISCARD || !cfg->recompute.compute || tkvi_recompute_cost(cfg, &cost)) return 0;
+    if (cheap && (double)kv->heap.held < (double)tkvi_number(cost.threshold) * (double)cfg->budget.bytes)
+        return 0;
+    for (seq = 0; seq < cfg->limits.max_seqs; seq++) {
+        const int end = tkvi_recomputable_to(kv, seq, &cost, cheap, &price);
+        if (!end || (from >= 0 && price >= least)) continue;
+        from = seq;
+        to = end;
+        least = price;
+    }
+    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &last) : 0;
 }
 
 #endif /* TKVI_RECLAIM_DISCARD_H */

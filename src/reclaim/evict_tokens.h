@@ -238,26 +238,28 @@ static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
     return c;
 }
 
-/* Decodes the keys of the slots in `mask` of a block, for one head. If the block is offloaded and cannot be read,
- * its keys count as zeros. */
-static void tkvi_decode_keys(const tkv_cache *kv, uint32_t id, int head, uint64_t mask, float *out) {
+/* Decodes the keys of the slots in `mask` of a block, for one head. If the block is not in RAM and cannot be
+ * read, its keys count as zeros. */
+static void tkvi_decode_keys(const tkv_cache *kv, int seq, int layer, uint32_t id, int head, uint64_t mask,
+                             float *out) {
     const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
     const tkvi_record *r = &kv->tables.layout[kv->pool.block[id].layout].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer buffer;
-    buffer.key = TKVI_NIL;
+    tkvi_empty_buffer(&buffer, seq, layer);
     if (tkvi_get_side_bytes(kv, id, head, TKV_K, &buffer, &bytes))
         memset(out, 0, (size_t)tkvi_n_bits(mask) * dim * sizeof *out);
     else (void)tkvi_decode_tokens(&r->k, kv->kernels->simd_ops, bytes, mask, out, dim);
 }
 
 /* Norms of the keys of the slots in `mask` of a block. Each is the mean over the KV heads. */
-static void tkvi_compute_key_norms(const tkv_cache *kv, uint32_t id, uint64_t mask, float *out) {
+static void tkvi_compute_key_norms(const tkv_cache *kv, int seq, int layer, uint32_t id, uint64_t mask,
+                                   float *out) {
     const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
     int head, t, n = tkvi_n_bits(mask);
     memset(out, 0, (size_t)n * sizeof *out);
     for (head = 0; head < heads; head++) {
-        tkvi_decode_keys(kv, id, head, mask, kv->work.recode);
+        tkvi_decode_keys(kv, seq, layer, id, head, mask, kv->work.recode);
         for (t = 0; t < n; t++) out[t] += (float)(tkvi_key_norm(kv->work.recode + t * dim, dim) / heads);
     }
 }
@@ -276,7 +278,7 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
             for (i = 0, first = 0; i < list->n; i++, first += count) {
                 const uint64_t mask = tkvi_choosable_mask(kv, list, ids, layer, i);
                 count = tkvi_n_bits(mask);
-                tkvi_decode_keys(kv, ids[i], head, mask, kv->work.recode);
+                tkvi_decode_keys(kv, seq, layer, ids[i], head, mask, kv->work.recode);
                 for (t = 0; t < count; t++)
                     if (pass)
                         out[first + t] -=
@@ -288,27 +290,11 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
     }
 }
 
-/* Tokens that an eviction to free bytes spares, although the policy would evict them. */
-typedef struct tkvi_spared {
-    int offloaded; /* 1: spares offloaded and discarded tokens, as they take bytes only in the index */
-    const tkvi_tier_spec *tier_spec; /* dry run: blocks that it lets offload count as offloaded; or NULL */
-    int discarded_to; /* dry run with a tier_spec: blocks that end at or before this count as discarded */
-} tkvi_spared;
-
-/* 1 if block i is offloaded or discarded, or counts as such in a dry run. */
-static int tkvi_has_no_slot(const tkv_cache *kv, int seq, int layer, int i, const tkvi_spared *spared) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) return 1;
-    if (!spared || !spared->tier_spec || i < list->sinks) return 0;
-    return tkvi_block_end(kv, list, ids, i) <= spared->discarded_to ||
-           (tkvi_can_store(kv) && tkvi_can_offload(kv, seq, layer, i, spared->tier_spec));
-}
-
 /* Builds the view of a list's tokens for a policy, with its arrays in *c. p, or NULL: the caller's pins, priorities
- * and scores, all by position. needs: bits TKVI_NEEDS_. */
+ * and scores, all by position. needs: bits TKVI_NEEDS_. spares_outside: 1 spares tokens outside RAM, because they
+ * take bytes only in the index. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
-                                      const tkvi_spared *spared, tkvi_choice *c) {
+                                      int spares_outside, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
@@ -319,13 +305,12 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         const tkvi_block *b = &kv->pool.block[ids[i]];
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
-        const int first = c->n,
-                  is_spared = spared && spared->offloaded && tkvi_has_no_slot(kv, seq, layer, i, spared);
+        const int first = c->n, is_spared = spares_outside && tkvi_is_offloaded(b);
         float scores[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, scores);
         if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
-            tkvi_compute_key_norms(kv, ids[i], choosable, c->value + c->n);
+            tkvi_compute_key_norms(kv, seq, layer, ids[i], choosable, c->value + c->n);
         for (t = 0; t < TKVI_BLOCK; t++) {
             int position;
             if (!(choosable >> t & 1)) continue;
@@ -405,14 +390,15 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
     if (n_evicted) tkvi_emit_evicted(kv, seq, layer, positions, n_evicted);
 }
 
-/* Chooses victims so that at most `keep` tokens of a list stay. Pinned and spared tokens stay even if they are more.
+/* Chooses victims so that at most `keep` tokens of a list stay. Pinned tokens, and those that
+ * spares_outside names (tkvi_build_view), stay even if they are more.
  * p: as in tkv_evict, or NULL. Fails if a score is not finite. */
 static tkv_status tkvi_choose_victims(tkv_cache *kv, int seq, int layer, const tkv_evict_config *cfg,
-                                      const tkv_evict_params *p, int keep, const tkvi_spared *spared,
+                                      const tkv_evict_params *p, int keep, int spares_outside,
                                       tkvi_choice *c) {
     const int attention = TKVI_NEEDS_TOTAL_SCORES | TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES;
     const int needs = p && p->scores ? TKVI_NEEDS_USER_SCORES : tkvi_evict_needs(cfg->policy);
-    tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spared, c);
+    tkv_evict_view v = tkvi_build_view(kv, seq, layer, p, needs, spares_outside, c);
     tkv_evict_config scoring = *cfg;
     tkv_status st;
     if (p && p->scores && !(tkvi_evict_needs(cfg->policy) & attention)) scoring.policy = TKV_EVICT_SCORES;
@@ -424,21 +410,20 @@ static tkv_status tkvi_choose_victims(tkv_cache *kv, int seq, int layer, const t
 
 /* Chooses victims by cfg.evict. If that fails, because the caller's scores contain a NaN, it chooses the oldest
  * tokens. Cannot fail. */
-static void tkvi_choose_victims_or_oldest(tkv_cache *kv, int seq, int layer, int keep,
-                                          const tkvi_spared *spared, tkvi_choice *c) {
+static void tkvi_choose_victims_or_oldest(tkv_cache *kv, int seq, int layer, int keep, int spares_outside,
+                                          tkvi_choice *c) {
     tkv_evict_config oldest = kv->tables.cfg.evict;
-    if (tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spared, c) == TKV_OK) return;
+    if (tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spares_outside, c) == TKV_OK) return;
     oldest.policy = TKV_EVICT_SLIDING;
-    (void)tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spared, c);
+    (void)tkvi_choose_victims(kv, seq, layer, &oldest, NULL, keep, spares_outside, c);
 }
 
-/* Evicts by cfg.evict, or the oldest tokens, until at most `keep` stay. fill: as in tkvi_n_joinable. */
-static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, const tkvi_spared *spared,
-                                 int fill) {
+/* Evicts by cfg.evict, or the oldest tokens, until at most `keep` stay. */
+static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, int spares_outside) {
     tkvi_choice c;
-    tkvi_choose_victims_or_oldest(kv, seq, layer, keep, spared, &c);
+    tkvi_choose_victims_or_oldest(kv, seq, layer, keep, spares_outside, &c);
     tkvi_mark_victims(kv, seq, layer, &c);
-    tkvi_apply_eviction(kv, seq, layer, fill);
+    tkvi_apply_eviction(kv, seq, layer, 0);
 }
 
 /* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the
@@ -455,7 +440,7 @@ static void tkvi_evict_excess(tkv_cache *kv, int seq, int layer, int n) {
     excess = tkvi_evict_due(&cfg->evict, count, n, keep);
     (void)tkvi_evict_fill(&cfg->evict, &filled);
     least = tkvi_min(filled.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
-    if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), NULL, 0);
+    if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), 0);
 }
 
 /* >>eviction as a reclaim stage, when no level fits the budget */
@@ -467,7 +452,7 @@ static uint64_t tkvi_live_pinned_mask(const tkv_cache *kv, const tkvi_list *list
 
 /* Upper bound of the tokens of a list that eviction cannot remove: sinks, recent, pinned and spared tokens, and
  * anchors. It counts all n_anchors, because recoding a block can make anchors. */
-static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_spared *spared) {
+static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_outside) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_config cfg;
@@ -478,7 +463,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_sp
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_n_bits(spared->offloaded && tkvi_has_no_slot(kv, seq, layer, i, spared)
+        n += tkvi_n_bits(spares_outside && tkvi_is_offloaded(&kv->pool.block[ids[i]])
                              ? tkvi_live_mask_in(kv, list, ids, i)
                              : tkvi_live_pinned_mask(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
@@ -489,13 +474,10 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, const tkvi_sp
 static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most_spare = 0, of_seq = 0, of_layer = 0, count = 0;
-    tkvi_spared spared;
-    memset(&spared, 0, sizeof spared);
-    spared.offloaded = !offloaded_too;
     for (seq = 0; seq < cfg->limits.max_seqs && cfg->evict.policy; seq++)
         for (layer = 0; layer < cfg->model.n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_n_live(kv, seq, layer) : 0;
-            const int spare = n ? n - tkvi_n_staying(kv, seq, layer, &spared) : 0;
+            const int spare = n ? n - tkvi_n_staying(kv, seq, layer, !offloaded_too) : 0;
             if (spare <= most_spare) continue;
             most_spare = spare;
             of_seq = seq;
@@ -504,8 +486,8 @@ static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
         }
     if (most_spare > 0)
         tkvi_evict_or_oldest(kv, of_seq, of_layer,
-                             count - tkvi_min(most_spare, cfg->evict.batch ? cfg->evict.batch : 64), &spared,
-                             0);
+                             count - tkvi_min(most_spare, cfg->evict.batch ? cfg->evict.batch : 64),
+                             !offloaded_too);
     return most_spare > 0;
 }
 

@@ -1,6 +1,7 @@
 /*
  * reclaim/offload.h - offloads blocks: writes them from RAM to the caller's store (cfg.offload) and reads single
- * records back. Which blocks are offloaded, and when: reclaim/budget.h, step/promote.h.
+ * records back. Records of discarded blocks come from the caller's model instead (cfg.recompute). Which blocks are
+ * offloaded, and when: reclaim/budget.h, step/promote.h.
  *
  * A block is stored in its format, in pieces. Each KV head's record is one piece, or two (K, V) where it is larger
  * than TKVI_OFFLOAD_SIDE bytes. So attention reads only the bytes that it multiplies with.
@@ -31,13 +32,23 @@ typedef struct tkvi_piece {
     uint64_t seed;    /* of the checksum */
 } tkvi_piece;
 
+/* Rows that cfg.recompute gives in one call. */
+#define TKVI_ROWS_AT_ONCE 16
+
 /* A fetch buffer holds the piece that was read last. Callers ask for K, then for V: a record of one piece is read
  * only once. */
 typedef struct tkvi_fetch_buffer {
     TKVI_ALIGNED uint8_t bytes[TKVI_OFFLOAD_ROOM];
     uint32_t key; /* of the block; TKVI_NIL: the buffer is empty */
     int head, part;
+    int seq, layer; /* of all blocks that are read with it */
 } tkvi_fetch_buffer;
+
+static void tkvi_empty_buffer(tkvi_fetch_buffer *buffer, int seq, int layer) {
+    buffer->key = TKVI_NIL;
+    buffer->seq = seq;
+    buffer->layer = layer;
+}
 
 /* Number of pieces of a record: 1 or 2. */
 static int tkvi_n_pieces(const tkvi_record *r) { return 1 + (r->k.bytes + r->v.bytes > TKVI_OFFLOAD_SIDE); }
@@ -161,9 +172,41 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
 }
 
 /* >>reading */
-/* Reads one side of a head's record of an offloaded block, or of its exact copy, into `buffer`. *bytes points to
- * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded), TKV_ERR_IO (the store failed),
- * TKV_ERR_DATA (wrong checksum). */
+/* Asks the model for the rows of a discarded block and stores them as a piece of the hot format in `buffer`. Returns 0
+ * if the model failed, or a row is not finite (cfg.host.nonfinite). */
+static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, const tkvi_record *record,
+                                            int head, int part, tkvi_fetch_buffer *buffer) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_list *list = tkvi_list_of(kv, buffer->seq, buffer->layer);
+    const uint32_t *ids = tkvi_ids(kv, buffer->seq, buffer->layer);
+    const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.block[id].start));
+    const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
+    float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
+    int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
+    for (first = 0; first < n; first += TKVI_ROWS_AT_ONCE) {
+        const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
+        for (t = 0; t < count; t++) position[t] = tkvi_slot_position(kv, id, first + t);
+        if (cfg->recompute.compute(cfg->recompute.user, buffer->seq, buffer->layer, head, position, count,
+                                   wanted[0] ? row[0] : NULL, wanted[1] ? row[1] : NULL))
+            return 0;
+        for (s = 0; s < 2; s++) {
+            const tkvi_side *side = s ? &record->v : &record->k;
+            const int dim = s ? cfg->model.v_head_dim : cfg->model.head_dim;
+            uint8_t *dst = buffer->bytes + (s && !part ? record->v_at : 0);
+            if (!wanted[s]) continue;
+            for (c = 0; cfg->host.nonfinite == TKV_NONFINITE_SATURATE && c < count * dim; c++)
+                row[s][c] = tkvi_saturate(row[s][c]);
+            if (!tkvi_is_all_finite(row[s], count * dim)) return 0;
+            for (t = 0; t < count; t++)
+                side->format->side[s].put(side, kv->kernels->simd_ops, row[s] + t * dim, first + t, dst);
+        }
+    }
+    return 1;
+}
+
+/* Reads one side of a head's record of a block outside RAM, or of its exact copy, into `buffer`. *bytes points to
+ * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded, and no model gave its rows),
+ * TKV_ERR_IO (the store failed), TKV_ERR_DATA (wrong checksum). */
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                 int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
@@ -173,14 +216,19 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     const tkvi_record *record = &kv->tables.layout[layout].record[head];
     const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
     const tkvi_piece piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
-    if (!TKVI_HAS_OFFLOAD || (what == TKVI_ITSELF && tkvi_is_discarded(b))) return TKV_ERR_NO_SOURCE;
+    const int is_computed = what == TKVI_ITSELF && tkvi_is_discarded(b);
+    if (is_computed && tkvi_has_no_source(kv, b)) return TKV_ERR_NO_SOURCE;
     *bytes = buffer->bytes + (side == TKV_V && !part ? record->v_at : 0);
     if (buffer->key == piece.key && buffer->head == head && buffer->part == part) return TKV_OK;
     buffer->key = TKVI_NIL;
-    if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
-        return TKV_ERR_IO;
-    if (tkvi_load64(buffer->bytes + piece.bytes) != tkvi_xxh64(piece.seed, buffer->bytes, piece.bytes))
-        return TKV_ERR_DATA;
+    if (is_computed) {
+        if (!tkvi_compute_piece(kv, id, record, head, part, buffer)) return TKV_ERR_NO_SOURCE;
+    } else {
+        if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
+            return TKV_ERR_IO;
+        if (tkvi_load64(buffer->bytes + piece.bytes) != tkvi_xxh64(piece.seed, buffer->bytes, piece.bytes))
+            return TKV_ERR_DATA;
+    }
     buffer->key = piece.key;
     buffer->head = head;
     buffer->part = part;

@@ -593,7 +593,9 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
  * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
-    int i, t, one = kv->tables.n_levels == 1 && !kv->tables.cfg.offload.write && !is_discarded;
+    int i, t,
+        one = kv->tables.n_levels == 1 && !is_discarded && !kv->tables.cfg.offload.write &&
+              !kv->tables.cfg.recompute.compute;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;

@@ -22,7 +22,8 @@
 static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_config *cfg) {
     *cfg = *from;
     if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
-    if (cfg->n_heads < 1 || cfg->n_heads > 65536) return "n_heads must be from 1 to 65536";
+    if (cfg->n_heads != TKV_OFF && (cfg->n_heads < 1 || cfg->n_heads > 65536))
+        return "n_heads must be from 1 to 65536, or TKV_OFF";
     if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 256";
     if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
         return "layer_params must be the weights of a layer, 1 to 1e15";
@@ -58,19 +59,18 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
 
 /* >>the price. A token at position p takes 2 FLOPs for each weight of a layer. It sees about p keys, and each takes
  * 2 * n_heads * head_dim FLOPs for q.k and as many for the weighted sum of values. */
-static double tkvi_remat_flops(const tkv_remat *r, int start, int end, int layers) {
+static double tkvi_remat_flops(const tkv_remat_config *cfg, int start, int end, int layers) {
     double attention;
-    if (!r || start < 0 || end < start || layers < 0 || layers > r->cfg.n_layers) return -1.0;
-    attention = 4.0 * r->cfg.n_heads * r->cfg.head_dim * (((double)start + end) / 2.0);
-    return ((double)end - start) * (layers ? layers : r->cfg.n_layers) *
-           (2.0 * r->cfg.layer_params + attention);
+    if (start < 0 || end < start || layers < 0 || layers > cfg->n_layers) return -1.0;
+    attention = 4.0 * tkvi_max(cfg->n_heads, 0) * cfg->head_dim * (((double)start + end) / 2.0);
+    return ((double)end - start) * (layers ? layers : cfg->n_layers) * (2.0 * cfg->layer_params + attention);
 }
 
 /* Returns the FLOPs times the probability that block b is used: use / (1 + age / age_tokens). use below 0 means
  * never used: the result is negative, so below any price. */
-static double tkvi_remat_expected(const tkv_remat *r, const tkv_remat_block *b, int now) {
+static double tkvi_remat_expected(const tkv_remat_config *cfg, const tkv_remat_block *b, int now) {
     const double age = (double)now - (b->end - 1), use = (double)tkvi_or(b->use, 1.0f);
-    return tkvi_remat_flops(r, b->start, b->end, b->layers) * use / (1.0 + age / (double)r->cfg.age_tokens);
+    return tkvi_remat_flops(cfg, b->start, b->end, b->layers) * use / (1.0 + age / (double)cfg->age_tokens);
 }
 
 /* Returns whether the n blocks follow one another without gaps and their fields are in range. */
@@ -91,9 +91,17 @@ static size_t tkvi_remat_saved(const tkv_remat_block *b) {
     return !b->discarded && b->quantized_bytes < b->bytes ? b->bytes - b->quantized_bytes : 0;
 }
 
-/* Returns whether one step can recompute block b alone. */
-static int tkvi_remat_fits_step(const tkv_remat *r, const tkv_remat_block *b) {
-    return r->cfg.step_flops <= 0.0 || tkvi_remat_flops(r, b->start, b->end, b->layers) <= r->cfg.step_flops;
+/* Returns whether one step can recompute the positions start to end - 1 of `layers` layers. */
+static int tkvi_remat_fits_step(const tkv_remat_config *cfg, int start, int end, int layers) {
+    return cfg->step_flops <= 0.0 || tkvi_remat_flops(cfg, start, end, layers) <= cfg->step_flops;
+}
+
+/* Returns whether block b may be discarded, of `held` tokens that are not. cheap: 1 requires that its recomputation
+ * costs fewer FLOPs a byte than quantizing does. */
+static int tkvi_remat_may_discard(const tkv_remat_config *cfg, const tkv_remat_block *b, int64_t held,
+                                  int now, int cheap) {
+    return held - (b->end - b->start) >= cfg->min_materialized &&
+           (!cheap || tkvi_remat_expected(cfg, b, now) < cfg->quantize_price * (double)b->bytes);
 }
 
 typedef struct tkvi_remat_progress {
@@ -110,9 +118,8 @@ static void tkvi_remat_discard(const tkv_remat *r, const tkv_remat_block *blocks
     for (; run->at < n && run->freed < need; run->at++) {
         const tkv_remat_block *b = blocks + run->at;
         if (b->discarded || b->start < r->cfg.sink_tokens) continue;
-        if (run->held - (b->end - b->start) < r->cfg.min_materialized) return;
-        if (cheap && tkvi_remat_expected(r, b, now) >= r->cfg.quantize_price * (double)b->bytes) return;
-        if (!tkvi_remat_fits_step(r, b)) {
+        if (!tkvi_remat_may_discard(&r->cfg, b, run->held, now, cheap)) return;
+        if (!tkvi_remat_fits_step(&r->cfg, b->start, b->end, b->layers)) {
             run->refused = 1;
             return;
         }
@@ -173,7 +180,7 @@ static tkv_status tkvi_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
     r->step = step;
     while (at < n && !blocks[at].discarded) at++;
     for (i = at; i < n && blocks[i].discarded; i++, found++) {
-        const double flops = tkvi_remat_flops(r, blocks[i].start, blocks[i].end, blocks[i].layers);
+        const double flops = tkvi_remat_flops(&r->cfg, blocks[i].start, blocks[i].end, blocks[i].layers);
         if (r->cfg.step_flops > 0.0 && r->spent + flops > r->cfg.step_flops) break;
         r->spent += flops;
         r->info.flops += flops;

@@ -26,7 +26,7 @@ static tkv_status tkvi_evict_named(tkv_cache *kv, const tkv_evict_params *p) {
     for (l = tkvi_max(p->layer, 0); l <= last; l++) {
         tkvi_choice c;
         if (kv->tables.plan[l].stored_layer != l || tkvi_list_of(kv, p->seq, l)->n == 0) continue;
-        (void)tkvi_build_view(kv, p->seq, l, NULL, 0, NULL, &c);
+        (void)tkvi_build_view(kv, p->seq, l, NULL, 0, 0, &c);
         memset(c.victims, 0, (size_t)tkvi_words(c.n) * sizeof *c.victims);
         for (i = 0; i < c.n; i++)
             if (c.position[i] < p->n_victims && tkvi_has(p->victims, c.position[i]) && !tkvi_has(c.pinned, i))
@@ -72,7 +72,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
                 continue;
             }
             st = tkvi_choose_victims(kv, p->seq, layer, cfg, p,
-                                     tkvi_n_kept_in_layer(kv, p->seq, layer, cfg, keep), NULL, &c);
+                                     tkvi_n_kept_in_layer(kv, p->seq, layer, cfg, keep), 0, &c);
             if (!st) tkvi_mark_victims(kv, p->seq, layer, &c);
             if (st == TKV_ERR_BUDGET)
                 return tkvi_fail(kv, st, "the policy is \"none\", but tokens must be evicted in layer", layer,

@@ -50,7 +50,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     const tkvi_layout *c = &kv->tables.layout[layout];
     tkvi_fetch_buffer room;
     int i;
-    room.key = TKVI_NIL;
+    tkvi_empty_buffer(&room, TKV_NO_SEQ, TKV_ALL_LAYERS); /* stored blocks need neither */
     memset(to, 0, c->bytes.total);
     for (i = 0; i < 2 * kv->tables.cfg.model.n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];

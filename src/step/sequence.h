@@ -176,20 +176,6 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, first + c);
 }
 
-/* 1 if all n values are finite. Adding 1 to the exponent sets the sign bit only of a NaN or an infinity. Works on 16
- * values at a time, because compilers vectorise that. */
-static int tkvi_is_all_finite(const float *x, int n) {
-    uint32_t bits[16], signs[16] = {0}, sign = 0;
-    int i, k;
-    for (i = 0; i < n; i += 16) {
-        memset(bits, 0, sizeof bits);
-        memcpy(bits, x + i, (size_t)tkvi_min(16, n - i) * sizeof *x);
-        for (k = 0; k < 16; k++) signs[k] |= (bits[k] & 0x7fffffffu) + 0x800000u;
-    }
-    for (k = 0; k < 16; k++) sign |= signs[k];
-    return !(sign >> 31);
-}
-
 static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
     int t, h, finite = 1;
@@ -199,13 +185,6 @@ static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
             finite &= tkvi_is_all_finite(row, s->dim);
         }
     return finite;
-}
-
-/* The finite value that stands for x: 0 for NaN, the largest fp16 value for an infinity. */
-TKVI_FN float tkvi_saturate(float x) {
-    if (tkvi_is_finite(x)) return x;
-    if (tkvi_bits(x) & 0x7fffffu) return 0.0f; /* NaN */
-    return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
 /* Encodes one row of a source into a slot of an exact block. */
@@ -812,20 +791,20 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     const uint32_t *ids;
     tkvi_fetch_buffer buffer;
     int i, h, from, to, slot;
-    buffer.key = TKVI_NIL;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     simd_ops = kv->kernels->simd_ops;
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
+    tkvi_empty_buffer(&buffer, seq, layer);
     if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_n_live_between(kv, list, ids, start, n) < n)
         return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
-        if (block >= 0 && tkvi_is_discarded(&kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
+        if (block >= 0 && tkvi_has_no_source(kv, &kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
