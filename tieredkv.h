@@ -24,7 +24,7 @@
  *                                                R2 a chat without end in a fixed arena
  *                                                R7 small contexts
  *    8 Steps and an even frame time              R4 an even frame time
- *    9 Long texts
+ *    9 Long texts                                R10 keys and values from token numbers
  *   10 Quality                                   R3 loading a calibration
  *   11 Bytes
  *   12 Numerics
@@ -164,7 +164,7 @@
  *   Four words name tokens that are not in RAM:
  *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.offload)
  *   discarded  a block whose bytes were given up; the caller's model must recompute it before attention needs it
- *              (cfg.budget.discard)
+ *              (cfg.budget.discard), or gives its rows when attention reads them (cfg.recompute)
  *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_evict)
  *   expired    a token that every sliding window has passed, and that was then removed
  *
@@ -245,6 +245,7 @@
  *     evict        the policy that removes tokens, and when
  *     importance   how tokens are rated
  *     offload      the store of the program for old blocks
+ *     recompute    the model that gives rows of discarded blocks
  *     meter        the quality meter
  *     host         allocator, threads, events, instruction set, NaNs
  *
@@ -528,6 +529,57 @@
  *   sequence goes on, tkv_seq_recompute has your model compute their K and V again. The bytes are then those of
  *   before. Until then, attention that needs them returns TKV_ERR_NO_SOURCE. examples/recompute.c has two
  *   conversations in 75 % of the bytes of both. Both texts and all logits are the same to the bit.
+ *
+ *   Recompute at access. Some models can give K and V of single tokens at any time: projections of inputs that they
+ *   keep in fewer bytes, the first layer (it needs the token numbers alone), or an encoder's output. Then set
+ *   cfg.recompute.compute. One long sequence under a budget discards its own oldest blocks, no token is lost, and no
+ *   call by hand is needed. Attention asks for the rows of discarded blocks, 16 tokens of a head at a time, and sees
+ *   them exactly. So it costs the work of the model at each step, and cost says how much of it is worth a byte:
+ *     layer_params, n_heads   the FLOPs of a token: 2 layer_params, and attention over its prefix unless TKV_OFF
+ *     quantize_price          blocks cheaper than this, in FLOPs a byte, go before the next level of the ladder
+ *     step_flops              most FLOPs that all discarded blocks of a sequence may cost
+ *     min_materialized        least tokens of a sequence that stay
+ *
+ * Recipe R10: keys and values from token numbers
+ *     static int token[4096];                              // all that this model keeps
+ *     static void embed(int number, int layer, int head, int side, float *row) {
+ *         for (int i = 0; i < DIM; i++)
+ *             row[i] = (float)((number * 31 + layer * 17 + head * 7 + side * 3 + i * 13) % 64) / 32.0f - 1.0f;
+ *     }
+ *     static int give_rows(void *user, int seq, int layer, int head, const int *at, int n, float *kr, float *vr) {
+ *         int *calls = (int *)user;
+ *         (void)seq;
+ *         ++*calls;
+ *         for (int i = 0; i < n; i++) {
+ *             if (kr) embed(token[at[i]], layer, head, 0, kr + i * DIM);
+ *             if (vr) embed(token[at[i]], layer, head, 1, vr + i * DIM);
+ *         }
+ *         return 0;
+ *     }
+ *     // main:
+ *     int calls = 0;
+ *     cfg.budget.bytes = 400000;                           // 4,096 tokens are 2,097,152 bytes in FP16
+ *     cfg.recompute.compute = give_rows;
+ *     cfg.recompute.user = &calls;
+ *     cfg.recompute.cost.layer_params = 2 * DIM;           // two operations a number
+ *     cfg.recompute.cost.n_heads = TKV_OFF;                // no attention over the prefix
+ *     if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason)) return 1;
+ *     for (int n = 0; n < 4096; n++) {
+ *         token[n] = n * n % 1000;
+ *         for (int layer = 0; layer < LAYERS; layer++) {
+ *             for (int head = 0; head < KV_HEADS; head++) {
+ *                 embed(token[n], layer, head, 0, k + head * DIM);
+ *                 embed(token[n], layer, head, 1, v + head * DIM);
+ *             }
+ *             if (tkv_append(kv, 0, layer, k, v, 1)) return 1;
+ *         }
+ *     }
+ *     calls = 0;
+ *     if (tkv_attend(kv, 0, 0, q, 1, out)) return 1;
+ *     tkv_layer_info info;
+ *     if (tkv_get_layer(kv, 0, 0, &info)) return 1;
+ *     printf("%d tokens, %d of them discarded; attention asked %d times\n", info.length, info.discarded, calls);
+ * End of recipe
  *
  *   Evict. cfg.evict removes tokens for good. With keep_tokens, each layer keeps that number. With keep_tokens 0,
  *   tokens go when a byte budget has no other way out. Tokens that stay keep their positions and rotation.
@@ -1314,7 +1366,7 @@ typedef struct tkv_remat_config {
 /* >>recompute. K and V that the caller's model can give again whenever attention reads them, such as projections of
  * inputs that it keeps, or of an encoder's output. A full budget then discards the oldest blocks of any sequence, and
  * no token is lost: attention, tkv_read and eviction by keys ask for the rows of a discarded block, and see them
- * exactly, in the hot format. A discarded block costs its part of the index. See the manual, chapter 9.
+ * exactly, in the hot format. About 40 bytes per block and layer stay in the index. See the manual, R10.
  *
  * Which blocks: old enough for cfg.offload, of the sequence that costs the fewest FLOPs per byte (cost). Blocks cheaper
  * than cost.quantize_price go before the next level of the ladder, all others after cfg.offload. In each sequence
@@ -1829,7 +1881,7 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
- *   2. the last level with the fewest offloaded blocks (cfg.offload);
+ *   2. the last level with the fewest blocks offloaded (cfg.offload), or discarded (cfg.recompute);
  *   3. all sequences except one discarded as far as allowed (cfg.budget.discard);
  *   4. the most tokens that the budget holds in contiguous blocks (cfg.evict). In the real cache, live tokens lie
  *      in more blocks, and other memory may be larger, up to the budget.
@@ -2586,7 +2638,7 @@ typedef struct tkv_config_arrays {
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
- * parallel_for and canaries have no text.
+ * parallel_for, cfg.recompute and canaries have no text.
  *   json     0: lines; 1: JSON
  *   buf      [size] bytes; NULL only counts
  *   needed   (may be NULL if buf is not) receives the bytes needed, final zero included
@@ -17614,6 +17666,17 @@ static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
     if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
+/* Removes the quality meter's copies of the block that begins at `start`. */
+static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
+    int i, copy;
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_head_probe *probe = &kv->meter->head_probe[i];
+        for (copy = 0; copy < probe->n && probe->layer == layer; copy++)
+            if (probe->start[copy] == start) tkvi_head_probe_drop(probe, copy);
+    }
+}
+
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
 static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];
@@ -20777,6 +20840,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             if (kv->tables.cfg.recompute.compute) { /* it is read in the hot format */
                 b->layout = (uint16_t)kv->tables.plan[layer].now.layout[TKV_TIER_HOT];
                 b->previous_layout = 0;
+                tkvi_forget_meter_copies(kv, seq, layer, b->start); /* exact blocks need none */
             }
             kv->pool.n_offloaded++;
             kv->pool.n_discarded++;
@@ -21321,17 +21385,6 @@ static int tkvi_n_live_between(const tkv_cache *kv, const tkvi_list *list, const
 }
 
 /* >>freeing and merging blocks */
-/* Removes the quality meter's copies of the block that begins at `start`. */
-static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
-    int i, copy;
-    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
-    for (i = 0; i < kv->meter->n; i++) {
-        tkvi_head_probe *probe = &kv->meter->head_probe[i];
-        for (copy = 0; copy < probe->n && probe->layer == layer; copy++)
-            if (probe->start[copy] == start) tkvi_head_probe_drop(probe, copy);
-    }
-}
-
 /* Removes block i from its list and releases it. */
 static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -26780,9 +26833,9 @@ static size_t tkvi_cap_before(int64_t want) {
 
 /* Blocks that leave RAM where the last level of the ladder is not enough. */
 typedef struct tkvi_blocks_not_in_ram {
-    int64_t offloaded_blocks; /* per list */
-    int64_t discarded;        /* blocks per list, except in one sequence */
-    int young;                /* as in tkvi_not_in_ram */
+    int64_t outside;   /* per list: offloaded, or without a store discarded (cfg.recompute) */
+    int64_t discarded; /* blocks per list, except in one sequence */
+    int young;         /* as in tkvi_not_in_ram */
 } tkvi_blocks_not_in_ram;
 
 /* Estimates the bytes of n_seqs sequences of n_tokens each at one level. not_in_ram: the blocks not in RAM. */
@@ -26794,15 +26847,15 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     int64_t live[TKVI_MAX_LAYOUTS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
-    tkvi_not_in_ram offloaded_blocks, discarded;
+    tkvi_not_in_ram outside, discarded;
     int i, c, last_delay = 0; /* last_delay: of the last layer that makes tables */
     const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
-    offloaded_blocks.blocks = not_in_ram->offloaded_blocks;
+    outside.blocks = not_in_ram->outside;
     discarded.blocks = not_in_ram->discarded;
-    offloaded_blocks.discarded = 0;
+    outside.discarded = !h->cfg.offload.write;
     discarded.discarded = 1;
-    offloaded_blocks.young = discarded.young = not_in_ram->young;
+    outside.young = discarded.young = not_in_ram->young;
     if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
@@ -26818,11 +26871,11 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
             last_delay = tkvi_max(last_delay, p.hot_delay);
         }
-        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &offloaded_blocks, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
         if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &discarded, live);
-        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &offloaded_blocks, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }
@@ -26856,6 +26909,22 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     return TKV_OK;
 }
 
+/* The most blocks of a list that a full budget may offload, or discard because cfg.recompute gives them again. */
+static int64_t tkvi_most_blocks_outside(const tkvi_derived_config *h, int n_tokens) {
+    tkv_remat_config cost;
+    int64_t low = 0, high = (int64_t)n_tokens / TKVI_BLOCK + 1;
+    if (TKVI_HAS_OFFLOAD && h->cfg.offload.write) return high;
+    if (!TKVI_HAS_DISCARD || !h->cfg.recompute.compute || tkvi_recompute_cost(&h->cfg, &cost)) return 0;
+    high = tkvi_max(0, n_tokens - cost.min_materialized) / TKVI_BLOCK;
+    while (low < high) {
+        const int64_t middle = high - (high - low) / 2;
+        if (tkvi_remat_fits_step(&cost, cost.sink_tokens, cost.sink_tokens + (int)middle * TKVI_BLOCK, 0))
+            low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
 /* Does this many tokens fit the budget at some level, or beyond the last one? *m: the estimate of the first way
  * that fits. Order: the levels, then offloading, then discarding. young: as in tkvi_not_in_ram; only the last level. */
 static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int n_seqs, int young,
@@ -26873,14 +26942,15 @@ static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
     }
-    if (TKVI_HAS_OFFLOAD && h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
-        for (high = most; low < high;) {
-            not_in_ram.offloaded_blocks = low + (high - low) / 2;
+    high = tkvi_most_blocks_outside(h, n_tokens);
+    if (high > 0) { /* the fewest blocks outside RAM that fit, by bisection */
+        while (low < high) {
+            not_in_ram.outside = low + (high - low) / 2;
             st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
-            if (!st && m->peak <= budget) high = not_in_ram.offloaded_blocks;
-            else low = not_in_ram.offloaded_blocks + 1;
+            if (!st && m->peak <= budget) high = not_in_ram.outside;
+            else low = not_in_ram.outside + 1;
         }
-        not_in_ram.offloaded_blocks = high;
+        not_in_ram.outside = high;
         st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || m->peak <= budget) return st;
     }

@@ -4206,7 +4206,7 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
         {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "budgets and ladders have no GPU kernels"},
         {cfg->evict.policy != TKV_EVICT_NONE || cfg->tiers.n_anchors || cfg->importance.sample_every,
          "eviction and anchors have no GPU kernels"},
-        {cfg->offload.write != NULL || cfg->budget.discard,
+        {cfg->offload.write != NULL || cfg->budget.discard || cfg->recompute.compute != NULL,
          "offloading and recomputation have no GPU kernels"},
         {cfg->meter.heads != 0, "quality meters have no GPU kernels"},
     };

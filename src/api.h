@@ -373,7 +373,7 @@ typedef struct tkv_remat_config {
 /* >>recompute. K and V that the caller's model can give again whenever attention reads them, such as projections of
  * inputs that it keeps, or of an encoder's output. A full budget then discards the oldest blocks of any sequence, and
  * no token is lost: attention, tkv_read and eviction by keys ask for the rows of a discarded block, and see them
- * exactly, in the hot format. A discarded block costs its part of the index. See the manual, chapter 9.
+ * exactly, in the hot format. About 40 bytes per block and layer stay in the index. See the manual, R10.
  *
  * Which blocks: old enough for cfg.offload, of the sequence that costs the fewest FLOPs per byte (cost). Blocks cheaper
  * than cost.quantize_price go before the next level of the ladder, all others after cfg.offload. In each sequence
@@ -888,7 +888,7 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
- *   2. the last level with the fewest offloaded blocks (cfg.offload);
+ *   2. the last level with the fewest blocks offloaded (cfg.offload), or discarded (cfg.recompute);
  *   3. all sequences except one discarded as far as allowed (cfg.budget.discard);
  *   4. the most tokens that the budget holds in contiguous blocks (cfg.evict). In the real cache, live tokens lie
  *      in more blocks, and other memory may be larger, up to the budget.
@@ -1645,7 +1645,7 @@ typedef struct tkv_config_arrays {
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
- * parallel_for and canaries have no text.
+ * parallel_for, cfg.recompute and canaries have no text.
  *   json     0: lines; 1: JSON
  *   buf      [size] bytes; NULL only counts
  *   needed   (may be NULL if buf is not) receives the bytes needed, final zero included

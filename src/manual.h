@@ -22,7 +22,7 @@
  *                                                R2 a chat without end in a fixed arena
  *                                                R7 small contexts
  *    8 Steps and an even frame time              R4 an even frame time
- *    9 Long texts
+ *    9 Long texts                                R10 keys and values from token numbers
  *   10 Quality                                   R3 loading a calibration
  *   11 Bytes
  *   12 Numerics
@@ -162,7 +162,7 @@
  *   Four words name tokens that are not in RAM:
  *   offloaded  a block that lies in the caller's store, a file say; attention fetches it from there (cfg.offload)
  *   discarded  a block whose bytes were given up; the caller's model must recompute it before attention needs it
- *              (cfg.budget.discard)
+ *              (cfg.budget.discard), or gives its rows when attention reads them (cfg.recompute)
  *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_evict)
  *   expired    a token that every sliding window has passed, and that was then removed
  *
@@ -243,6 +243,7 @@
  *     evict        the policy that removes tokens, and when
  *     importance   how tokens are rated
  *     offload      the store of the program for old blocks
+ *     recompute    the model that gives rows of discarded blocks
  *     meter        the quality meter
  *     host         allocator, threads, events, instruction set, NaNs
  *
@@ -526,6 +527,57 @@
  *   sequence goes on, tkv_seq_recompute has your model compute their K and V again. The bytes are then those of
  *   before. Until then, attention that needs them returns TKV_ERR_NO_SOURCE. examples/recompute.c has two
  *   conversations in 75 % of the bytes of both. Both texts and all logits are the same to the bit.
+ *
+ *   Recompute at access. Some models can give K and V of single tokens at any time: projections of inputs that they
+ *   keep in fewer bytes, the first layer (it needs the token numbers alone), or an encoder's output. Then set
+ *   cfg.recompute.compute. One long sequence under a budget discards its own oldest blocks, no token is lost, and no
+ *   call by hand is needed. Attention asks for the rows of discarded blocks, 16 tokens of a head at a time, and sees
+ *   them exactly. So it costs the work of the model at each step, and cost says how much of it is worth a byte:
+ *     layer_params, n_heads   the FLOPs of a token: 2 layer_params, and attention over its prefix unless TKV_OFF
+ *     quantize_price          blocks cheaper than this, in FLOPs a byte, go before the next level of the ladder
+ *     step_flops              most FLOPs that all discarded blocks of a sequence may cost
+ *     min_materialized        least tokens of a sequence that stay
+ *
+ * Recipe R10: keys and values from token numbers
+ *     static int token[4096];                              // all that this model keeps
+ *     static void embed(int number, int layer, int head, int side, float *row) {
+ *         for (int i = 0; i < DIM; i++)
+ *             row[i] = (float)((number * 31 + layer * 17 + head * 7 + side * 3 + i * 13) % 64) / 32.0f - 1.0f;
+ *     }
+ *     static int give_rows(void *user, int seq, int layer, int head, const int *at, int n, float *kr, float *vr) {
+ *         int *calls = (int *)user;
+ *         (void)seq;
+ *         ++*calls;
+ *         for (int i = 0; i < n; i++) {
+ *             if (kr) embed(token[at[i]], layer, head, 0, kr + i * DIM);
+ *             if (vr) embed(token[at[i]], layer, head, 1, vr + i * DIM);
+ *         }
+ *         return 0;
+ *     }
+ *     // main:
+ *     int calls = 0;
+ *     cfg.budget.bytes = 400000;                           // 4,096 tokens are 2,097,152 bytes in FP16
+ *     cfg.recompute.compute = give_rows;
+ *     cfg.recompute.user = &calls;
+ *     cfg.recompute.cost.layer_params = 2 * DIM;           // two operations a number
+ *     cfg.recompute.cost.n_heads = TKV_OFF;                // no attention over the prefix
+ *     if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason)) return 1;
+ *     for (int n = 0; n < 4096; n++) {
+ *         token[n] = n * n % 1000;
+ *         for (int layer = 0; layer < LAYERS; layer++) {
+ *             for (int head = 0; head < KV_HEADS; head++) {
+ *                 embed(token[n], layer, head, 0, k + head * DIM);
+ *                 embed(token[n], layer, head, 1, v + head * DIM);
+ *             }
+ *             if (tkv_append(kv, 0, layer, k, v, 1)) return 1;
+ *         }
+ *     }
+ *     calls = 0;
+ *     if (tkv_attend(kv, 0, 0, q, 1, out)) return 1;
+ *     tkv_layer_info info;
+ *     if (tkv_get_layer(kv, 0, 0, &info)) return 1;
+ *     printf("%d tokens, %d of them discarded; attention asked %d times\n", info.length, info.discarded, calls);
+ * End of recipe
  *
  *   Evict. cfg.evict removes tokens for good. With keep_tokens, each layer keeps that number. With keep_tokens 0,
  *   tokens go when a byte budget has no other way out. Tokens that stay keep their positions and rotation.

@@ -62,7 +62,8 @@ static size_t max_budget, image_size;
 static uint8_t image[1 << 18]; /* written by tkv_save_calibration */
 static tkv_rng rng;
 static int in_place, k_row, v_row, remat_step, exact_only;
-static int format_row; /* index of formats[] */
+static int fail_at_row; /* n: the n-th call of compute_rows from now on fails; 0: none */
+static int format_row;  /* index of formats[] */
 /* Errors |error|^2 / |token|^2 of K or V: bounds of a token and of the mean, and the largest ones without and with a
  * budget. worst_attend: the largest error of attention, relative to its bound. */
 static double token_bound, mean_bound, worst_attend;
@@ -172,6 +173,9 @@ static void record_event(void *user, const tkv_event *e) {
 /* >>snapshots: the visible state of all sequences, checked against the model */
 enum { LIVE, EVICTED, DISCARDED, EXPIRED };
 
+/* 1 if the values of a token can be read: it is in the cache, or cfg.recompute gives it. */
+static int is_readable(int state) { return state == LIVE || (state == DISCARDED && cfg.recompute.compute); }
+
 typedef struct snapshot {
     int len[SEQS][LAYERS], level;
     size_t bytes, budget, calibration_bytes;
@@ -237,7 +241,8 @@ static void check_layer(int seq, int layer) {
         if (has_bit(s->evicted_mask, i))
             CHECK_MSG(state[i] == EVICTED, "sequence %d, layer %d: evicted token %d is live", seq, layer, i);
         if (state[i] == DISCARDED && !has_bit(s->discarded_mask, i)) {
-            CHECK_MSG(call.may_discard[seq] || (cfg.tiers.n_anchors && has_discards[seq]),
+            CHECK_MSG(call.may_discard[seq] || cfg.recompute.compute ||
+                          (cfg.tiers.n_anchors && has_discards[seq]),
                       "sequence %d, layer %d: token %d was discarded", seq, layer, i);
             set_bit(s->discarded_mask, i);
         }
@@ -254,7 +259,7 @@ static void check_layer(int seq, int layer) {
     CHECK_EQ(n_held + info.discarded + info.expired + info.evicted, s->len);
     for (i = 0; i < s->len; i += n) {
         for (n = 1; i + n < s->len && state[i + n] == state[i]; n++) {}
-        if (state[i] != LIVE) {
+        if (!is_readable(state[i])) {
             for (j = i; j < i + n; j++) now.values[seq][layer][j] = 0;
             CHECK_EQ(tkv_read(kv, seq, layer, i, n, k_out, v_out),
                      state[i] == DISCARDED ? TKV_ERR_NO_SOURCE : TKV_ERR_RANGE);
@@ -267,7 +272,7 @@ static void check_layer(int seq, int layer) {
                              memcmp(v, s->v + j * v_row, (size_t)v_row * sizeof *v) == 0;
             now.values[seq][layer][j] = hash_values(hash_values(1, k, k_row), v, v_row);
             if (same) continue;
-            CHECK_MSG(tier[j] != TKV_TIER_HOT && j < s->exact_from && !exact_only,
+            CHECK_MSG(tier[j] != TKV_TIER_HOT && state[j] == LIVE && j < s->exact_from && !exact_only,
                       "sequence %d, layer %d: exact token %d changed", seq, layer, j);
             {
                 const double a = relative_error(k, s->k + j * k_row, k_row),
@@ -316,7 +321,8 @@ static void check_unchanged(int recoded, int keeps_part) {
             CHECK_EQ(now.len[s][l], before.len[s][l]);
             for (i = 0; i < now.len[s][l] && i < before.len[s][l]; i++) {
                 const int was = before.state[s][l][i], is = now.state[s][l][i];
-                CHECK_MSG(was == is || (keeps_part && (is == DISCARDED || (is == EVICTED && call.n_evicted))),
+                CHECK_MSG(was == is || (recoded && cfg.recompute.compute && is == DISCARDED) ||
+                              (keeps_part && (is == DISCARDED || (is == EVICTED && call.n_evicted))),
                           "sequence %d, layer %d, token %d: state %d, was %d", s, l, i, is, was);
                 if (!recoded)
                     CHECK_MSG(now.values[s][l][i] == before.values[s][l][i],
@@ -567,13 +573,13 @@ static void attend_in_double(int seq, int layer, int n, const float *q, const fl
             for (c = 0; c < v_dim; c++) o[c] = 0.0;
             for (i = max_of(0, at - window + 1); i <= at; i++) {
                 double x = 0.0;
-                if (now.state[seq][layer][i] != LIVE) continue;
+                if (!is_readable(now.state[seq][layer][i])) continue;
                 for (c = 0; c < dim; c++) x += (double)qh[c] * (double)k[i * k_row + g * dim + c];
                 weights[i] = x / sqrt((double)dim);
                 if (weights[i] > top_logit) top_logit = weights[i];
             }
             for (i = max_of(0, at - window + 1); i <= at; i++) {
-                if (now.state[seq][layer][i] != LIVE) continue;
+                if (!is_readable(now.state[seq][layer][i])) continue;
                 weights[i] = exp(weights[i] - top_logit);
                 sum += weights[i];
                 for (c = 0; c < v_dim; c++) o[c] += weights[i] * (double)v[i * v_row + g * v_dim + c];
@@ -604,7 +610,7 @@ static tkv_status call_attend(int seq, int layer) {
     for (i = 0; i < s->len && n; i++) {
         any_discarded |= has_bit(s->discarded_mask, i);
         if (i < s->len - n - window + 1) continue;
-        sees_discarded |= has_bit(s->discarded_mask, i);
+        sees_discarded |= has_bit(s->discarded_mask, i) && !cfg.recompute.compute;
         sees_expired |= i < info.expired; /* also where the token had been evicted before */
     }
     if (store.n_failed == failed)
@@ -614,9 +620,9 @@ static tkv_status call_attend(int seq, int layer) {
                   "%d, sees discarded tokens: %d", (int)st, sees_discarded);
     if (st || n == 0) return st;
     CHECK_EQ(store.n_failed, failed);
-    store.fail_read = store.corrupt_read = 0;
+    store.fail_read = store.corrupt_read = fail_at_row = 0;
     for (i = 0; i < s->len; i++)
-        if (now.state[seq][layer][i] == LIVE)
+        if (is_readable(now.state[seq][layer][i]))
             CHECK_EQ(tkv_read(kv, seq, layer, i, 1, k_out + i * k_row, v_out + i * v_row), TKV_OK);
     store.fail_read = fails;
     store.corrupt_read = lies;
@@ -800,7 +806,7 @@ static tkv_status call_discard(int seq, int layer) {
     st = tkv_seq_discard(kv, seq, n, &n_discarded);
     CHECK_EQ(st, in_step[seq] ? TKV_ERR_STATE : TKV_OK);
     CHECK(n_discarded >= 0 && n_discarded <= n);
-    if (n_discarded == 0) call.may_discard[seq] = 0;
+    if (n_discarded == 0) call.may_discard[seq] = 0; /* and no budget needs bytes */
     return st;
 }
 
@@ -932,7 +938,7 @@ static const struct {
     {"budget", 25, 0, call_set_budget, MEMORY_ERRORS | ERR(ARG)},
     {"level", 15, 0, call_set_level, ERR(ARG)},
     {"hot tokens", 8, 0, call_set_hot_tokens, ERR(ARG)},
-    {"maintain", 15, 0, call_maintain, 0},
+    {"maintain", 15, 0, call_maintain, MEMORY_ERRORS},
     {"calibration", 15, 0, call_calibration, MEMORY_ERRORS | ERR(STATE)},
     {"attend", 120, 0, call_attend, ERR(IO) | ERR(DATA) | ERR(NO_SOURCE) | ERR(RANGE)},
     {"evict", 25, EVICTION, call_evict, ERR(STATE) | ERR(CONFIG) | ERR(NONFINITE)},
@@ -970,6 +976,7 @@ static void step(int number) {
     if (inject_failures && cfg.offload.write && rand_below(2)) store.fail_write = 1 + rand_below(5);
     if (inject_failures && cfg.offload.write && rand_below(2)) store.fail_read = 1 + rand_below(8);
     if (inject_failures && cfg.offload.write && rand_below(3) == 0) store.corrupt_read = 1 + rand_below(8);
+    if (inject_failures && cfg.recompute.compute) fail_at_row = 1 + (int)(tkv_rng_u64(&rng) % 8);
     memory.n_refused = store.n_failed = 0;
     memory.peak = memory.held;
     st = calls[which].run(seq, layer);
@@ -977,7 +984,7 @@ static void step(int number) {
     if (st && (failed || st == TKV_ERR_BUDGET)) /* the newest tokens may be recoded by now */
         for (at = 0; at < SEQS * LAYERS; at++)
             model[at / LAYERS][at % LAYERS].exact_from = model[at / LAYERS][at % LAYERS].len;
-    memory.fail_at = store.fail_write = store.fail_read = store.corrupt_read = 0;
+    memory.fail_at = store.fail_write = store.fail_read = store.corrupt_read = fail_at_row = 0;
     sprintf(last_calls[number % COUNT(last_calls)], "%d: %s%s: %d", number, call.text,
             failed ? ", with failures" : "", (int)st);
     if (int_from_env("TKV_RANDOM_LOG", 0)) printf("\n    %s", last_calls[number % COUNT(last_calls)]);
@@ -1003,6 +1010,24 @@ static void step(int number) {
 }
 
 /* >>configs */
+/* cfg.recompute: gives the rows that the model keeps. */
+static int compute_rows(void *user, int seq, int layer, int head, const int *positions, int n, float *k,
+                        float *v) {
+    const model_sequence *s = &model[seq][layer];
+    const int dim = cfg.model.head_dim, v_dim = cfg.model.v_head_dim ? cfg.model.v_head_dim : dim;
+    int t;
+    (void)user;
+    if (fail_at_row && --fail_at_row == 0) {
+        store.n_failed++;
+        return 1;
+    }
+    for (t = 0; t < n; t++) {
+        if (k) memcpy(k + t * dim, s->k + positions[t] * k_row + head * dim, (size_t)dim * sizeof *k);
+        if (v) memcpy(v + t * v_dim, s->v + positions[t] * v_row + head * v_dim, (size_t)v_dim * sizeof *v);
+    }
+    return 0;
+}
+
 static const struct {
     tkv_format_pair warm, archive;
     double token, mean; /* bounds */
@@ -1071,6 +1096,14 @@ static void choose_config(uint64_t seed) {
     if (rand_below(2)) {
         attach_test_store(&store, &cfg);
         cfg.offload.keep_exact = rand_below(2);
+    }
+    if (seed % 5 == 3) { /* no random number, so other seeds keep their configs */
+        cfg.recompute.compute = compute_rows;
+        cfg.recompute.cost.n_heads = TKV_OFF;
+        cfg.recompute.cost.layer_params = 1000.0;
+        cfg.recompute.cost.min_materialized = 128;
+        cfg.recompute.cost.quantize_price = seed % 2 ? 1e9 : 1e-9;
+        if (seed % 3 == 0) cfg.recompute.cost.step_flops = LAYERS * 2000.0 * 200.0; /* of 200 tokens */
     }
     in_place = rand_below(4) == 0;
     if (in_place) cfg.limits.max_tokens = LONGEST;

@@ -200,6 +200,13 @@ class Recipes(unittest.TestCase):
             self.assertIn(line, said)
         self.assertRegex(said, r"line 1: tiers.hot_tokenz is no key; the nearest one is tiers.hot_tokens\n$")
 
+    def test_r10_rows_from_the_model(self):
+        said = re.match(r"^4096 tokens, (\d+) of them discarded; attention asked (\d+) times\n$", self.run_recipe("R10"))
+        self.assertTrue(said)
+        discarded = int(said.group(1))
+        self.assertGreater(discarded, 500)
+        self.assertEqual(int(said.group(2)), discarded // 16 * 2)  # heads; K and V together
+
 
 class Extraction(unittest.TestCase):
     """The test finds what is wrong."""

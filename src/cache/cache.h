@@ -274,6 +274,17 @@ static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
     if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
+/* Removes the quality meter's copies of the block that begins at `start`. */
+static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
+    int i, copy;
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
+    for (i = 0; i < kv->meter->n; i++) {
+        tkvi_head_probe *probe = &kv->meter->head_probe[i];
+        for (copy = 0; copy < probe->n && probe->layer == layer; copy++)
+            if (probe->start[copy] == start) tkvi_head_probe_drop(probe, copy);
+    }
+}
+
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
 static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_block *b = &kv->pool.block[ids[i]];

@@ -98,6 +98,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             if (kv->tables.cfg.recompute.compute) { /* it is read in the hot format */
                 b->layout = (uint16_t)kv->tables.plan[layer].now.layout[TKV_TIER_HOT];
                 b->previous_layout = 0;
+                tkvi_forget_meter_copies(kv, seq, layer, b->start); /* exact blocks need none */
             }
             kv->pool.n_offloaded++;
             kv->pool.n_discarded++;

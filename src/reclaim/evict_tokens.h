@@ -81,17 +81,6 @@ static int tkvi_n_live_between(const tkv_cache *kv, const tkvi_list *list, const
 }
 
 /* >>freeing and merging blocks */
-/* Removes the quality meter's copies of the block that begins at `start`. */
-static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
-    int i, copy;
-    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
-    for (i = 0; i < kv->meter->n; i++) {
-        tkvi_head_probe *probe = &kv->meter->head_probe[i];
-        for (copy = 0; copy < probe->n && probe->layer == layer; copy++)
-            if (probe->start[copy] == start) tkvi_head_probe_drop(probe, copy);
-    }
-}
-
 /* Removes block i from its list and releases it. */
 static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);

@@ -373,9 +373,9 @@ static size_t tkvi_cap_before(int64_t want) {
 
 /* Blocks that leave RAM where the last level of the ladder is not enough. */
 typedef struct tkvi_blocks_not_in_ram {
-    int64_t offloaded_blocks; /* per list */
-    int64_t discarded;        /* blocks per list, except in one sequence */
-    int young;                /* as in tkvi_not_in_ram */
+    int64_t outside;   /* per list: offloaded, or without a store discarded (cfg.recompute) */
+    int64_t discarded; /* blocks per list, except in one sequence */
+    int young;         /* as in tkvi_not_in_ram */
 } tkvi_blocks_not_in_ram;
 
 /* Estimates the bytes of n_seqs sequences of n_tokens each at one level. not_in_ram: the blocks not in RAM. */
@@ -387,15 +387,15 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     int64_t live[TKVI_MAX_LAYOUTS], all = 0, pages = 0, most = 0, learned = 0;
     tkv_memory_info m;
     size_t page_bytes;
-    tkvi_not_in_ram offloaded_blocks, discarded;
+    tkvi_not_in_ram outside, discarded;
     int i, c, last_delay = 0; /* last_delay: of the last layer that makes tables */
     const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
-    offloaded_blocks.blocks = not_in_ram->offloaded_blocks;
+    outside.blocks = not_in_ram->outside;
     discarded.blocks = not_in_ram->discarded;
-    offloaded_blocks.discarded = 0;
+    outside.discarded = !h->cfg.offload.write;
     discarded.discarded = 1;
-    offloaded_blocks.young = discarded.young = not_in_ram->young;
+    outside.young = discarded.young = not_in_ram->young;
     if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
@@ -411,11 +411,11 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
             last_delay = tkvi_max(last_delay, p.hot_delay);
         }
-        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &offloaded_blocks, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
         if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &discarded, live);
-        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &offloaded_blocks, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }
@@ -449,6 +449,22 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     return TKV_OK;
 }
 
+/* The most blocks of a list that a full budget may offload, or discard because cfg.recompute gives them again. */
+static int64_t tkvi_most_blocks_outside(const tkvi_derived_config *h, int n_tokens) {
+    tkv_remat_config cost;
+    int64_t low = 0, high = (int64_t)n_tokens / TKVI_BLOCK + 1;
+    if (TKVI_HAS_OFFLOAD && h->cfg.offload.write) return high;
+    if (!TKVI_HAS_DISCARD || !h->cfg.recompute.compute || tkvi_recompute_cost(&h->cfg, &cost)) return 0;
+    high = tkvi_max(0, n_tokens - cost.min_materialized) / TKVI_BLOCK;
+    while (low < high) {
+        const int64_t middle = high - (high - low) / 2;
+        if (tkvi_remat_fits_step(&cost, cost.sink_tokens, cost.sink_tokens + (int)middle * TKVI_BLOCK, 0))
+            low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
 /* Does this many tokens fit the budget at some level, or beyond the last one? *m: the estimate of the first way
  * that fits. Order: the levels, then offloading, then discarding. young: as in tkvi_not_in_ram; only the last level. */
 static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int n_seqs, int young,
@@ -466,14 +482,15 @@ static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
     }
-    if (TKVI_HAS_OFFLOAD && h->cfg.offload.write) { /* the fewest offloaded blocks that fit, by bisection */
-        for (high = most; low < high;) {
-            not_in_ram.offloaded_blocks = low + (high - low) / 2;
+    high = tkvi_most_blocks_outside(h, n_tokens);
+    if (high > 0) { /* the fewest blocks outside RAM that fit, by bisection */
+        while (low < high) {
+            not_in_ram.outside = low + (high - low) / 2;
             st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
-            if (!st && m->peak <= budget) high = not_in_ram.offloaded_blocks;
-            else low = not_in_ram.offloaded_blocks + 1;
+            if (!st && m->peak <= budget) high = not_in_ram.outside;
+            else low = not_in_ram.outside + 1;
         }
-        not_in_ram.offloaded_blocks = high;
+        not_in_ram.outside = high;
         st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || m->peak <= budget) return st;
     }
