@@ -710,8 +710,8 @@
  *
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
- *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload: give worker
- *   threads that much.
+ *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
+ *   cfg.recompute: give worker threads that much.
  *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };
@@ -1611,7 +1611,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
- * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more). */
+ * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
+ * with cfg.recompute 68 KiB). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (position) and head h results from these steps, in this order:
  *   s = scale * q.k

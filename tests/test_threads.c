@@ -568,7 +568,14 @@ TEST(importance_does_not_depend_on_threads) {
 #if defined(__OPTIMIZE__) && defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) &&                        \
     !defined(__SANITIZE_THREAD__) && !HAS_FEATURE(address_sanitizer) && !HAS_FEATURE(thread_sanitizer) &&    \
     !HAS_FEATURE(memory_sanitizer)
-enum { STACK = 1 << 18, STACK_LIMIT = 128 << 10, OFFLOAD_STACK = 36 << 10, WIDE = 256, QUERIES = 16 };
+enum {
+    STACK = 1 << 18,
+    STACK_LIMIT = 128 << 10,
+    OFFLOAD_STACK = 36 << 10,
+    RECOMPUTE_STACK = 68 << 10,
+    WIDE = 256,
+    QUERIES = 16
+};
 
 typedef struct stack_call {
     tkv_cache *kv;
@@ -576,6 +583,14 @@ typedef struct stack_call {
     float *out;
     int n; /* queries; 0: appends 66 tokens instead */
 } stack_call;
+
+static int compute_zeros(void *user, int seq, int layer, int head, const int *positions, int n, float *k,
+                         float *v) {
+    (void)user, (void)seq, (void)layer, (void)head, (void)positions;
+    if (k) memset(k, 0, (size_t)(n * WIDE) * sizeof *k);
+    if (v) memset(v, 0, (size_t)(n * WIDE) * sizeof *v);
+    return 0;
+}
 
 static void *run_stack_call(void *arg) {
     const stack_call *c = (const stack_call *)arg;
@@ -616,16 +631,17 @@ TEST(stack_stays_below_the_documented_limit) {
     if (posix_memalign((void **)&stack, 4096, STACK) || !x || !out) exit_with_message("no memory");
     tkv_rng_fill(&rng, x, 64 * WIDE, 1.0);
     for (i = 0; i < (int)(sizeof pairs / sizeof *pairs); i++)
-        for (meter = 0; meter < 3; meter++) { /* 1: a meter; 2: offloaded blocks */
+        for (meter = 0; meter < 4; meter++) { /* 1: a meter; 2: offloaded blocks; 3: discarded blocks */
             tkv_config cfg = tkv_default_config();
             cfg.model.n_layers = 1, cfg.model.n_heads = 8, cfg.model.n_kv_heads = 1,
             cfg.model.head_dim = WIDE;
             cfg.tiers.warm = cfg.tiers.archive = pairs[i];
             cfg.model.rope.dim = WIDE;
-            cfg.meter.heads = meter % 2;
-            cfg.meter.every = meter % 2;
+            cfg.meter.heads = meter == 1;
+            cfg.meter.every = meter == 1;
             cfg.importance.sample_every = 1;
             if (meter == 2) cfg.offload.write = write_offloaded, cfg.offload.read = read_offloaded;
+            if (meter == 3) cfg.recompute.compute = compute_zeros, cfg.recompute.cost.layer_params = 1.0;
             cfg.host.isa = tkv_test_isa();
             memset(&c, 0, sizeof c);
             c.x = x, c.out = out;
@@ -635,11 +651,15 @@ TEST(stack_stays_below_the_documented_limit) {
             CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
             n_offloaded = 0;
             if (meter == 2) CHECK_EQ(tkv_offload(c.kv, 0, 0, 8, &n_offloaded), TKV_OK);
-            CHECK_EQ(n_offloaded > 1, meter == 2);
+            if (meter == 3) CHECK_EQ(tkv_seq_discard(c.kv, 0, 200, &n_offloaded), TKV_OK);
+            CHECK_EQ(n_offloaded > 1, meter >= 2);
             for (t = 0; t < 3; t++) {
                 c.n = queries[t];
                 used = measure_stack(&c, stack);
-                CHECK_MSG(used <= STACK_LIMIT + (n_offloaded && c.n ? OFFLOAD_STACK : 0),
+                CHECK_MSG(used <= STACK_LIMIT + (!c.n         ? 0
+                                                 : meter == 3 ? RECOMPUTE_STACK
+                                                 : meter == 2 ? OFFLOAD_STACK
+                                                              : 0),
                           "%d bytes: %s, %d queries, meter %d", used,
                           tkv_get_name(TKV_NAME_FORMAT, pairs[i].k), c.n, meter);
                 most_used = used > most_used ? used : most_used;

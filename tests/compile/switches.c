@@ -340,6 +340,18 @@ static tkv_status compute(void *user, tkv_cache *kv, int seq, int first_layer, i
     return tkv_restore(kv, seq, 0, start, k + start * DIM, v + start * DIM, n);
 }
 
+/* cfg.recompute: gives the rows that were appended. k and v begin with token 0 */
+static int give_rows(void *user, int seq, int layer, int head, const int *positions, int n, float *k_rows,
+                     float *v_rows) {
+    int t;
+    (void)user, (void)seq, (void)layer, (void)head;
+    for (t = 0; t < n; t++) {
+        if (k_rows) memcpy(k_rows + t * DIM, k + positions[t] * DIM, DIM * sizeof *k);
+        if (v_rows) memcpy(v_rows + t * DIM, v + positions[t] * DIM, DIM * sizeof *v);
+    }
+    return 0;
+}
+
 static void discarding(void) {
     tkv_config cfg = config();
     tkv_remat_config model;
@@ -361,6 +373,9 @@ static void discarding(void) {
     if (no_discard) {
         CHECK(config_refused(&cfg, "budget.discard is 1;", no_discard));
         cfg.budget.discard = 0;
+        cfg.recompute.compute = give_rows;
+        CHECK(config_refused(&cfg, "recompute.compute is 1;", no_discard));
+        cfg.recompute.compute = NULL;
         CHECK(tkv_init_remat(&r, &model, reason, sizeof reason) == TKV_ERR_UNSUPPORTED);
         CHECK(strstr(reason, no_discard) != NULL);
         CHECK(tkv_decide_discard(&r, block, 0, 0, 1.0f, 1, action, NULL) == TKV_ERR_UNSUPPORTED);
@@ -381,6 +396,12 @@ static void discarding(void) {
         CHECK(tkv_seq_recompute(kv, 0, &r, TOKENS, compute, NULL, &n) == TKV_OK && n == 0 && agrees(kv));
         CHECK(tkv_seq_list_blocks(kv, 0, block, 32, &n) == TKV_OK && n > 8);
         CHECK(tkv_seq_free_bytes(kv, 0, &r, 1.0f, 1, block, action, 32, &freed) == TKV_OK && freed > 0);
+        tkv_destroy(kv);
+        cfg.recompute.compute = give_rows;
+        cfg.recompute.cost.layer_params = 1000.0;
+        kv = cache(&cfg);
+        if (!kv) return;
+        CHECK(tkv_seq_discard(kv, 0, 128, &n) == TKV_OK && n == 128 && agrees(kv));
     }
     tkv_destroy(kv);
 }
