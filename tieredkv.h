@@ -26138,9 +26138,12 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     kv->seq[seq].used = ++kv->call.clock;
     request.fixed = tkvi_demand_restore(kv, seq, layer, first, last);
     if (tkvi_has_budget(kv)) {
-        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
-        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
-        request.fixed = tkvi_demand_restore(kv, seq, layer, first, last); /* the level may have changed */
+        const size_t budget = kv->tables.cfg.budget.bytes;
+        st = tkvi_check_request(kv, &request, budget);
+        while (!st && tkvi_bytes_for(kv, &request) > budget) {
+            st = tkvi_reclaim(kv, &request, budget);
+            request.fixed = tkvi_demand_restore(kv, seq, layer, first, last); /* other pages are partial now */
+        }
     }
     if (!st && !tkvi_provide_request(kv, &request))
         st = tkvi_refuse_no_memory(kv, "no memory to restore tokens, in number", n, "");
