@@ -408,7 +408,7 @@
  *     cfg.budget.bytes = sizeof arena;                     // first, old tokens are compressed, down the ladder
  *     cfg.evict.policy = TKV_EVICT_SLIDING;                // then the oldest go, except four sinks
  *     cfg.limits.max_tokens = 16384;                       // positions until a restart
- *     if (tkv_create_in_place(&cfg, arena, sizeof arena, &kv)) return 1;
+ *     if (tkv_create_in_place(&cfg, arena, sizeof arena, &kv, NULL, 0)) return 1;
  *     int restarts = 0;
  *     for (int turn = 0; turn < 400; turn++) {             // of 64 tokens each
  *         int again = 0;
@@ -1564,10 +1564,13 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t
 TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload);
 /* Creates a cache inside the caller's memory, and allocates nothing. It ignores cfg.host.allocator. `mem` may have
  * any alignment. It must outlive the cache; tkv_destroy does not free it.
+ *   reason, size   (may be NULL, 0) receives a sentence about an error, "" after a success
  * Errors: those of tkv_get_required_bytes, and
- *   TKV_ERR_CAPACITY   `bytes` is less than tkv_get_required_bytes
- *   TKV_ERR_ISA        cfg.host.isa is not available */
-TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
+ *   TKV_ERR_CAPACITY   `bytes` is less than tkv_get_required_bytes; the sentence says what max_append costs of them
+ *   TKV_ERR_ISA        cfg.host.isa is not available
+ *   TKV_ERR_ARG        mem or out is missing */
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out, char *reason,
+                                       size_t size);
 /* Frees the cache and gives all memory back to the allocator. kv may be NULL. */
 TKV_API void tkv_destroy(tkv_cache *kv);
 
@@ -18333,11 +18336,35 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
 }
 
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
-                                       tkvi_in_place_sizes *sizes) {
-    tkv_status st = tkvi_validate(cfg, derived, NULL, 0);
-    if (!st && cfg->limits.max_tokens == 0) st = TKV_ERR_CONFIG;
+                                       tkvi_in_place_sizes *sizes, char *reason, size_t size) {
+    tkv_status st = tkvi_validate(cfg, derived, reason, size);
+    if (!st && cfg->limits.max_tokens == 0)
+        return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
     if (!st) st = tkvi_size_in_place(derived, sizes);
+    if (st == TKV_ERR_BUDGET)
+        return tkvi_give_reason(st, "budget.bytes has no room for the index of limits.max_tokens and for pages",
+                                reason, size);
     return st;
+}
+
+/* Refuses memory that is too small, with the bytes that limits.max_append costs. */
+static tkv_status tkvi_refuse_in_place(const tkv_config *cfg, size_t bytes, size_t needed, char *reason,
+                                       size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkv_config shorter = *cfg;
+    tkvi_derived_config derived;
+    tkvi_in_place_sizes least;
+    shorter.limits.max_append = TKVI_BLOCK;
+    tkvi_append_text(&t, "bytes is ");
+    tkvi_append_int(&t, (int64_t)bytes);
+    tkvi_append_text(&t, "; the config needs ");
+    tkvi_append_int(&t, (int64_t)needed);
+    if (tkvi_derive_in_place(&shorter, &derived, &least, NULL, 0) == TKV_OK && least.bytes < needed) {
+        tkvi_append_text(&t, ". limits.max_append 64 would save ");
+        tkvi_append_int(&t, (int64_t)(needed - least.bytes));
+        tkvi_append_text(&t, " of them");
+    }
+    return TKV_ERR_CAPACITY;
 }
 
 /* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
@@ -18354,24 +18381,25 @@ TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_plac
     tkvi_in_place_sizes sizes;
     tkv_status st;
     if (!in_place && !offload) return TKV_ERR_ARG;
-    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes) : tkvi_validate(cfg, &derived, NULL, 0);
+    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes, NULL, 0) : tkvi_validate(cfg, &derived, NULL, 0);
     if (!st && in_place) *in_place = sizes.bytes;
     if (!st && offload) *offload = tkvi_offload_bytes(&derived);
     return st;
 }
 
-TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out,
+                                       char *reason, size_t size) {
     tkvi_derived_config derived;
     tkvi_in_place_sizes sizes;
     tkvi_heap heap;
     tkvi_arena arena;
     tkv_cache *kv;
     size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
-    tkv_status st = tkvi_derive_in_place(cfg, &derived, &sizes);
+    tkv_status st = tkvi_derive_in_place(cfg, &derived, &sizes, reason, size);
     int i;
-    if (!out || !mem) return TKV_ERR_ARG;
+    if (!out || !mem) return tkvi_give_reason(TKV_ERR_ARG, "mem or out is missing", reason, size);
     if (st) return st;
-    if (bytes < sizes.bytes) return TKV_ERR_CAPACITY;
+    if (bytes < sizes.bytes) return tkvi_refuse_in_place(cfg, bytes, sizes.bytes, reason, size);
     memset(&arena, 0, sizeof arena);
     arena.base = (uint8_t *)mem + skip;
     arena.size = bytes - skip;
@@ -18380,7 +18408,7 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     heap.from.alloc = tkvi_arena_alloc;
     heap.from.release = tkvi_arena_release;
     st = tkvi_build_cache(&derived, &heap, &kv);
-    if (st) return st;
+    if (st) return tkvi_write_reason(st, &derived, reason, size);
     kv->arena = arena;
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;

@@ -571,10 +571,13 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t
 TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload);
 /* Creates a cache inside the caller's memory, and allocates nothing. It ignores cfg.host.allocator. `mem` may have
  * any alignment. It must outlive the cache; tkv_destroy does not free it.
+ *   reason, size   (may be NULL, 0) receives a sentence about an error, "" after a success
  * Errors: those of tkv_get_required_bytes, and
- *   TKV_ERR_CAPACITY   `bytes` is less than tkv_get_required_bytes
- *   TKV_ERR_ISA        cfg.host.isa is not available */
-TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out);
+ *   TKV_ERR_CAPACITY   `bytes` is less than tkv_get_required_bytes; the sentence says what max_append costs of them
+ *   TKV_ERR_ISA        cfg.host.isa is not available
+ *   TKV_ERR_ARG        mem or out is missing */
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out,
+                                       char *reason, size_t size);
 /* Frees the cache and gives all memory back to the allocator. kv may be NULL. */
 TKV_API void tkv_destroy(tkv_cache *kv);
 

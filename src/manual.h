@@ -406,7 +406,7 @@
  *     cfg.budget.bytes = sizeof arena;                     // first, old tokens are compressed, down the ladder
  *     cfg.evict.policy = TKV_EVICT_SLIDING;                // then the oldest go, except four sinks
  *     cfg.limits.max_tokens = 16384;                       // positions until a restart
- *     if (tkv_create_in_place(&cfg, arena, sizeof arena, &kv)) return 1;
+ *     if (tkv_create_in_place(&cfg, arena, sizeof arena, &kv, NULL, 0)) return 1;
  *     int restarts = 0;
  *     for (int turn = 0; turn < 400; turn++) {             // of 64 tokens each
  *         int again = 0;

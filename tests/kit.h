@@ -330,8 +330,8 @@ static inline tkv_cache *create_cache_in_place(const tkv_config *cfg, guarded_bu
     CHECK_EQ(tkv_get_required_bytes(cfg, &bytes, NULL), TKV_OK);
     if (cfg->budget.bytes) CHECK_EQ(bytes, cfg->budget.bytes);
     *p = guarded_buffer_of(bytes, offset, 0xff);
-    CHECK_EQ(tkv_create_in_place(cfg, p->mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
-    CHECK_EQ(tkv_create_in_place(cfg, p->mem, bytes, &kv), TKV_OK);
+    CHECK_EQ(tkv_create_in_place(cfg, p->mem, bytes - 1, &kv, NULL, 0), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_create_in_place(cfg, p->mem, bytes, &kv, NULL, 0), TKV_OK);
     if (!kv) exit(2);
     note_config(cfg);
     return kv;

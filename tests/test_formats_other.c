@@ -754,7 +754,7 @@ TEST(in_place) {
     REQUIRE(tkv_get_required_bytes(&cfg, &size, NULL) == TKV_OK);
     mem = malloc(size);
     REQUIRE(mem != NULL);
-    REQUIRE(tkv_create_in_place(&cfg, mem, size, &kv) == TKV_OK);
+    REQUIRE(tkv_create_in_place(&cfg, mem, size, &kv, NULL, 0) == TKV_OK);
     for (i = 0; i < 800; i += 20) {
         generate_tokens(s, 20);
         CHECK_EQ(tkv_append(kv, 0, 0, s->k, s->v, 20), TKV_OK);

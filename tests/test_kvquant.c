@@ -1069,7 +1069,7 @@ TEST(bytes_of_a_cache) {
         REQUIRE(tkv_get_required_bytes(&s->cfg, &size, NULL) == TKV_OK);
         mem = malloc(size);
         REQUIRE(mem != NULL);
-        REQUIRE(tkv_create_in_place(&s->cfg, mem, size, &kv) == TKV_OK);
+        REQUIRE(tkv_create_in_place(&s->cfg, mem, size, &kv, NULL, 0) == TKV_OK);
         s->at = 0;
         for (i = 0; i < 1600; i += 40) {
             CHECK_EQ(append_tokens(kv, s, 0, 40, 40), TKV_OK);

@@ -1118,7 +1118,7 @@ TEST(memory) {
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
     mem = malloc(bytes);
     REQUIRE(mem != NULL);
-    CHECK_EQ(tkv_create_in_place(&cfg, mem, bytes, &kv), TKV_OK);
+    CHECK_EQ(tkv_create_in_place(&cfg, mem, bytes, &kv, NULL, 0), TKV_OK);
     for (layer = 0; layer < LAYERS; layer++)
         for (i = 0; i < 10; i++) append_tokens(kv, layer, 100);
     attend_random_queries(kv, &p);

@@ -565,6 +565,34 @@ TEST(in_place_takes_little_more_than_it_holds) {
     }
 }
 
+/* Memory that is too small is refused with the bytes that max_append costs. */
+TEST(refused_in_place_with_the_cost_of_max_append) {
+    static const int appends[] = {0, 64, 100, 1000};
+    int i;
+    for (i = 0; i < COUNT(appends); i++) {
+        tkv_config cfg = make_config(&shapes[0]), least;
+        size_t bytes = 0, least_bytes = 0;
+        char reason[200], want[200];
+        tkv_cache *kv = NULL;
+        uint8_t mem[64];
+        cfg.limits.max_append = appends[i];
+        cfg.limits.max_tokens = 4000;
+        least = cfg;
+        least.limits.max_append = 64;
+        CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
+        CHECK_EQ(tkv_get_required_bytes(&least, &least_bytes, NULL), TKV_OK);
+        CHECK_EQ(tkv_create_in_place(&cfg, mem, sizeof mem, &kv, reason, sizeof reason), TKV_ERR_CAPACITY);
+        sprintf(want, "bytes is 64; the config needs %lu", (unsigned long)bytes);
+        CHECK_MSG(strncmp(reason, want, strlen(want)) == 0, "%s", reason);
+        sprintf(want, "limits.max_append 64 would save %lu of them", (unsigned long)(bytes - least_bytes));
+        CHECK_MSG((strstr(reason, want) != NULL) == (appends[i] != 64), "%s, not %s", reason, want);
+        cfg.limits.max_tokens = 0;
+        CHECK_EQ(tkv_create_in_place(&cfg, mem, sizeof mem, &kv, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK_MSG(strstr(reason, "limits.max_tokens is 0") != NULL, "%s", reason);
+        CHECK(kv == NULL);
+    }
+}
+
 /* >>calls that allocate nothing */
 TEST(attention_allocates_nothing) {
     static float q[20 * 20], out[20 * 34], lse[20 * 2], scores[MAX_TOKENS];
@@ -693,12 +721,12 @@ TEST(in_place_holds_everything) {
             cfg.host.allocator = heap.host.allocator; /* not used */
             CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
             p = guarded_buffer_of(bytes, offset, 0xff);
-            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes - 1, &kv), TKV_ERR_CAPACITY);
+            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes - 1, &kv, NULL, 0), TKV_ERR_CAPACITY);
             CHECK(kv == NULL);
-            CHECK_EQ(tkv_create_in_place(&cfg, NULL, bytes, &kv), TKV_ERR_ARG);
-            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, NULL), TKV_ERR_ARG);
+            CHECK_EQ(tkv_create_in_place(&cfg, NULL, bytes, &kv, NULL, 0), TKV_ERR_ARG);
+            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, NULL, NULL, 0), TKV_ERR_ARG);
             CHECK(is_filled_with(p.mem, bytes, 0xff));
-            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
+            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv, NULL, 0), TKV_OK);
             note_config(&cfg);
             if (!kv) return;
             CHECK_EQ(tracker.count, 0);
@@ -773,7 +801,7 @@ TEST(in_place_steps_and_reservations) {
             tkv_cache *kv = NULL;
             CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
             p = guarded_buffer_of(bytes, 1, 0xff);
-            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
+            CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv, NULL, 0), TKV_OK);
             note_config(&cfg);
             if (!kv) return;
             for (seq = 0; seq < cfg.limits.max_seqs; seq++)
@@ -808,7 +836,7 @@ TEST(in_place_at_any_address) {
     for (offset = 0; offset < 64; offset++) {
         guarded_buffer p = guarded_buffer_of(bytes, offset, offset % 2 ? 0xff : 0xab);
         tkv_cache *kv = NULL;
-        CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv), TKV_OK);
+        CHECK_EQ(tkv_create_in_place(&cfg, p.mem, bytes, &kv, NULL, 0), TKV_OK);
         note_config(&cfg);
         if (!kv) return;
         CHECK_EQ(append_to_all_layers(kv, 0, 0, 600, 75), TKV_OK);
@@ -1118,6 +1146,7 @@ int main(int argc, char **argv) {
     RUN(each_allocation_fails_and_later_ones);
     RUN(failed_appends_keep_no_pages);
     RUN(in_place_takes_little_more_than_it_holds);
+    RUN(refused_in_place_with_the_cost_of_max_append);
     RUN(attention_allocates_nothing);
     RUN(memory_after_appends_and_resets);
     RUN(in_place_holds_everything);

@@ -776,7 +776,7 @@ TEST(in_place) {
         CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
         mem = malloc(bytes);
         REQUIRE(mem);
-        CHECK_EQ(tkv_create_in_place(&cfg, mem, bytes, &kv), TKV_OK);
+        CHECK_EQ(tkv_create_in_place(&cfg, mem, bytes, &kv, NULL, 0), TKV_OK);
         for (n = 0; n < 8; n++)
             for (seq = 0; seq < SEQS; seq++) CHECK_EQ(append_to_both(kv, NULL, seq, 60), TKV_OK);
         CHECK(discard_tokens(kv, 0, 256) <= 256);

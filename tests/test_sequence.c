@@ -41,7 +41,7 @@ static void check_bad_config(const tkv_config *cfg, const char *field, const cha
     CHECK((void *)kv == (void *)mem); /* not written */
     CHECK_EQ(tkv_get_required_bytes(cfg, &bytes, NULL), TKV_ERR_CONFIG);
     CHECK_EQ(bytes, 77);
-    CHECK_EQ(tkv_create_in_place(cfg, mem, sizeof mem, &kv), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_create_in_place(cfg, mem, sizeof mem, &kv, NULL, 0), TKV_ERR_CONFIG);
     memset(&info, 0x5a, sizeof info);
     CHECK_EQ(tkv_estimate_memory(cfg, 1, 1, &info), TKV_ERR_CONFIG);
     CHECK(((unsigned char *)&info)[0] == 0x5a);
@@ -2259,7 +2259,7 @@ TEST(wiping_leaves_nothing) {
         if (kind % 5 == 2) cfg.budget.bytes = 200 * 1000;
         if (kind % 5 == 3) cfg.evict.policy = TKV_EVICT_SLIDING, cfg.evict.keep_tokens = 400;
         if (kind % 5 == 4) cfg.meter.heads = 1;
-        if (in_place) CHECK_EQ(tkv_create_in_place(&cfg, p.bytes, bytes, &kv), TKV_OK);
+        if (in_place) CHECK_EQ(tkv_create_in_place(&cfg, p.bytes, bytes, &kv, NULL, 0), TKV_OK);
         else kv = create_cache(&cfg);
         note_config(&cfg);
         CHECK_EQ(append_to_all_layers(kv, 1, 1, 300, 50), TKV_OK);

@@ -834,7 +834,7 @@ TEST(in_place) {
     raw = (uint8_t *)malloc(bytes + 128);
     if (!raw) exit(2);
     memset(raw, 0xa5, bytes + 128);
-    CHECK_EQ(tkv_create_in_place(&cfg, raw + 64, bytes, &kv), TKV_OK);
+    CHECK_EQ(tkv_create_in_place(&cfg, raw + 64, bytes, &kv, NULL, 0), TKV_OK);
     if (!kv) return;
     cfg = small_config();
     cfg.tiers.hot_tokens = TKV_UNLIMITED;

@@ -959,8 +959,8 @@ TEST(errors_in_place) {
     memory = (char *)malloc(bytes);
     if (!memory) exit(2);
     memset(memory, 0xab, bytes);
-    CHECK_EQ(tkv_create_in_place(&cfg, memory, bytes - 1, &placed), TKV_ERR_CAPACITY);
-    REQUIRE(tkv_create_in_place(&cfg, memory, bytes, &placed) == TKV_OK);
+    CHECK_EQ(tkv_create_in_place(&cfg, memory, bytes - 1, &placed, NULL, 0), TKV_ERR_CAPACITY);
+    REQUIRE(tkv_create_in_place(&cfg, memory, bytes, &placed, NULL, 0) == TKV_OK);
     for (t = 0; t < (tkv_test_quick() ? 600 : 800); t += 10) {
         CHECK_EQ(append_tokens(kv, 0, 10), TKV_OK);
         CHECK_EQ(append_tokens(placed, 0, 10), TKV_OK);

@@ -721,7 +721,7 @@ TEST(tables_in_place) {
     CHECK_EQ(tkv_get_required_bytes(&cfg, &need, NULL), TKV_OK);
     mem = malloc(need);
     if (!mem) exit(2);
-    REQUIRE(tkv_create_in_place(&cfg, mem, need, &kv) == TKV_OK);
+    REQUIRE(tkv_create_in_place(&cfg, mem, need, &kv, NULL, 0) == TKV_OK);
     CHECK_EQ(tkvi_learning_bytes(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.cfg));
     append_layers(kv, 0, SECOND_TABLE + 690, 10);
     CHECK_EQ(kv->tables.current_version[0], 1);

@@ -940,11 +940,35 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
 }
 
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
-                                       tkvi_in_place_sizes *sizes) {
-    tkv_status st = tkvi_validate(cfg, derived, NULL, 0);
-    if (!st && cfg->limits.max_tokens == 0) st = TKV_ERR_CONFIG;
+                                       tkvi_in_place_sizes *sizes, char *reason, size_t size) {
+    tkv_status st = tkvi_validate(cfg, derived, reason, size);
+    if (!st && cfg->limits.max_tokens == 0)
+        return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
     if (!st) st = tkvi_size_in_place(derived, sizes);
+    if (st == TKV_ERR_BUDGET)
+        return tkvi_give_reason(
+            st, "budget.bytes has no room for the index of limits.max_tokens and for pages", reason, size);
     return st;
+}
+
+/* Refuses memory that is too small, with the bytes that limits.max_append costs. */
+static tkv_status tkvi_refuse_in_place(const tkv_config *cfg, size_t bytes, size_t needed, char *reason,
+                                       size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkv_config shorter = *cfg;
+    tkvi_derived_config derived;
+    tkvi_in_place_sizes least;
+    shorter.limits.max_append = TKVI_BLOCK;
+    tkvi_append_text(&t, "bytes is ");
+    tkvi_append_int(&t, (int64_t)bytes);
+    tkvi_append_text(&t, "; the config needs ");
+    tkvi_append_int(&t, (int64_t)needed);
+    if (tkvi_derive_in_place(&shorter, &derived, &least, NULL, 0) == TKV_OK && least.bytes < needed) {
+        tkvi_append_text(&t, ". limits.max_append 64 would save ");
+        tkvi_append_int(&t, (int64_t)(needed - least.bytes));
+        tkvi_append_text(&t, " of them");
+    }
+    return TKV_ERR_CAPACITY;
 }
 
 /* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
@@ -961,24 +985,26 @@ TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_plac
     tkvi_in_place_sizes sizes;
     tkv_status st;
     if (!in_place && !offload) return TKV_ERR_ARG;
-    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes) : tkvi_validate(cfg, &derived, NULL, 0);
+    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes, NULL, 0)
+                  : tkvi_validate(cfg, &derived, NULL, 0);
     if (!st && in_place) *in_place = sizes.bytes;
     if (!st && offload) *offload = tkvi_offload_bytes(&derived);
     return st;
 }
 
-TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out) {
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out,
+                                       char *reason, size_t size) {
     tkvi_derived_config derived;
     tkvi_in_place_sizes sizes;
     tkvi_heap heap;
     tkvi_arena arena;
     tkv_cache *kv;
     size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
-    tkv_status st = tkvi_derive_in_place(cfg, &derived, &sizes);
+    tkv_status st = tkvi_derive_in_place(cfg, &derived, &sizes, reason, size);
     int i;
-    if (!out || !mem) return TKV_ERR_ARG;
+    if (!out || !mem) return tkvi_give_reason(TKV_ERR_ARG, "mem or out is missing", reason, size);
     if (st) return st;
-    if (bytes < sizes.bytes) return TKV_ERR_CAPACITY;
+    if (bytes < sizes.bytes) return tkvi_refuse_in_place(cfg, bytes, sizes.bytes, reason, size);
     memset(&arena, 0, sizeof arena);
     arena.base = (uint8_t *)mem + skip;
     arena.size = bytes - skip;
@@ -987,7 +1013,7 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     heap.from.alloc = tkvi_arena_alloc;
     heap.from.release = tkvi_arena_release;
     st = tkvi_build_cache(&derived, &heap, &kv);
-    if (st) return st;
+    if (st) return tkvi_write_reason(st, &derived, reason, size);
     kv->arena = arena;
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;

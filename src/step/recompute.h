@@ -318,7 +318,8 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         st = tkvi_check_request(kv, &request, budget);
         while (!st && tkvi_bytes_for(kv, &request) > budget) {
             st = tkvi_reclaim(kv, &request, budget);
-            request.fixed = tkvi_demand_restore(kv, seq, layer, first, last); /* other pages are partial now */
+            request.fixed =
+                tkvi_demand_restore(kv, seq, layer, first, last); /* other pages are partial now */
         }
     }
     if (!st && !tkvi_provide_request(kv, &request))

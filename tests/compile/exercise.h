@@ -36,7 +36,7 @@ static int exercise(void) {
     EXERCISE(tkv_create(&cfg, &kv) != TKV_OK); /* nothing to allocate with */
     EXERCISE(tkv_get_required_bytes(&cfg, &bytes, NULL) == TKV_OK);
     EXERCISE(bytes <= sizeof memory);
-    EXERCISE(tkv_create_in_place(&cfg, memory, bytes, &kv) == TKV_OK);
+    EXERCISE(tkv_create_in_place(&cfg, memory, bytes, &kv, NULL, 0) == TKV_OK);
 #else
     EXERCISE(tkv_create(&cfg, &kv) == TKV_OK);
 #endif
