@@ -570,12 +570,11 @@ TEST(refused_in_place_with_the_cost_of_max_append) {
     static const int appends[] = {0, 64, 100, 1000};
     int i;
     for (i = 0; i < COUNT(appends); i++) {
-        tkv_config cfg = make_config(&shapes[0]), least;
+        tkv_config cfg = make_sized_config(2, 4, 2, 32, 1, appends[i]), least;
         size_t bytes = 0, least_bytes = 0;
         char reason[200], want[200];
         tkv_cache *kv = NULL;
         uint8_t mem[64];
-        cfg.limits.max_append = appends[i];
         cfg.limits.max_tokens = 4000;
         least = cfg;
         least.limits.max_append = 64;
