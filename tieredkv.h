@@ -1569,8 +1569,8 @@ TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_plac
  *   TKV_ERR_CAPACITY   `bytes` is less than tkv_get_required_bytes; the sentence says what max_append costs of them
  *   TKV_ERR_ISA        cfg.host.isa is not available
  *   TKV_ERR_ARG        mem or out is missing */
-TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out, char *reason,
-                                       size_t size);
+TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t bytes, tkv_cache **out,
+                                       char *reason, size_t size);
 /* Frees the cache and gives all memory back to the allocator. kv may be NULL. */
 TKV_API void tkv_destroy(tkv_cache *kv);
 
@@ -18342,8 +18342,8 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
         return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
     if (!st) st = tkvi_size_in_place(derived, sizes);
     if (st == TKV_ERR_BUDGET)
-        return tkvi_give_reason(st, "budget.bytes has no room for the index of limits.max_tokens and for pages",
-                                reason, size);
+        return tkvi_give_reason(
+            st, "budget.bytes has no room for the index of limits.max_tokens and for pages", reason, size);
     return st;
 }
 
@@ -18381,7 +18381,8 @@ TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_plac
     tkvi_in_place_sizes sizes;
     tkv_status st;
     if (!in_place && !offload) return TKV_ERR_ARG;
-    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes, NULL, 0) : tkvi_validate(cfg, &derived, NULL, 0);
+    st = in_place ? tkvi_derive_in_place(cfg, &derived, &sizes, NULL, 0)
+                  : tkvi_validate(cfg, &derived, NULL, 0);
     if (!st && in_place) *in_place = sizes.bytes;
     if (!st && offload) *offload = tkvi_offload_bytes(&derived);
     return st;
@@ -26170,7 +26171,8 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         st = tkvi_check_request(kv, &request, budget);
         while (!st && tkvi_bytes_for(kv, &request) > budget) {
             st = tkvi_reclaim(kv, &request, budget);
-            request.fixed = tkvi_demand_restore(kv, seq, layer, first, last); /* other pages are partial now */
+            request.fixed =
+                tkvi_demand_restore(kv, seq, layer, first, last); /* other pages are partial now */
         }
     }
     if (!st && !tkvi_provide_request(kv, &request))
