@@ -487,8 +487,7 @@
  *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
  *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
  *   leaves nothing to the appends. A learning layer makes its tables at 512 and 2,048 tokens, in tkv_maintain or in an
- *   append. Without a budget, all layers make the first table at the same token, and take turns for the second. A
- *   loaded calibration (R3) avoids both.
+ *   append. Layers take turns for these as well. A loaded calibration (R3) avoids both.
  *
  * Recipe R4: an even frame time
  *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table
@@ -609,9 +608,9 @@
  * 10. QUALITY
  *
  *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
- *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Some layers make the
- *   second one up to 63 tokens later. Blocks that are due before the first stay in the next better tier until then.
- *   tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
+ *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Layers take turns,
+ *   so some make a table up to 63 tokens later. Blocks that are due before the first stay in the next better tier until
+ *   then. tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
  *   compresses from its first block on. tkv_refresh_calibration learns again, for example after a change of subject.
  *   tkv_freeze_calibration makes missing tables at once and stops learning.
  *
@@ -1470,10 +1469,8 @@ typedef struct tkv_config {
     tkv_budget_config budget;
     tkv_evict_config evict; /* policy 0: the cache evicts no tokens */
     tkv_importance_config importance;
-    tkv_offload_config
-        offload; /* store for blocks that are offloaded when the budget is full; zero: no store */
-    tkv_recompute_config
-        recompute; /* model for blocks that are discarded when the budget is full; zero: none */
+    tkv_offload_config offload;     /* store for blocks when the budget is full; zero: none */
+    tkv_recompute_config recompute; /* model for blocks discarded when the budget is full; zero: none */
     tkv_meter_config meter;
     tkv_host_config host;
     uint32_t end_canary; /* leave 0 */
@@ -15903,6 +15900,12 @@ static int tkvi_add_delay(int length, int delay) {
     return tkvi_min(length + delay, TKVI_FOREVER - 1);
 }
 
+/* The tokens by which the first and the second table of a layer are delayed, without a budget: as many as its hot
+ * tier is longer, so that no more blocks wait for the first one. */
+static int tkvi_table_delay(const tkvi_plan *p) {
+    return tkvi_add_delay(p->now.hot, p->hot_delay) == p->now.hot ? 0 : p->hot_delay;
+}
+
 /* 1 if blocks can be outside RAM. */
 static int tkvi_may_leave_ram(const tkv_config *cfg) {
     return cfg->offload.write || cfg->budget.discard || cfg->recompute.compute;
@@ -19481,7 +19484,7 @@ static void tkvi_learn_tokens(tkv_cache *kv, int layer, int version, const tkv_s
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
- * the layer gets a second, better version for later blocks. Layers take turns for it, so some get it up to 63 tokens
+ * the layer gets a second, better version for later blocks. Layers take turns, so some get a version up to 63 tokens
  * later. A block keeps the version that it was coded with. After the second version collection stops, until
  * tkv_refresh_calibration restarts it. bench/QUALITY.md compares these tables with loaded ones.
  */
@@ -19518,37 +19521,59 @@ typedef struct tkvi_gather {
     int64_t tokens;
 } tkvi_gather;
 
+/* Decodes the keys of a head in a block into rows of `stride` floats, a multiple of 16. */
+static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const uint8_t *bytes, int n,
+                               int *stride) {
+    const int dk = g->kv->tables.cfg.model.head_dim;
+    float *k = g->kv->work.recode;
+    *stride = tkvi_round_up(dk, 16);
+    if (dk < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
+    return k;
+}
+
+/* Lowers low[16] and raises high[16] to the extremes of n rows. Compilers make vectors of loops over 16 lanes. */
+static void tkvi_gather_extremes(const float *rows, int n, int stride, float *low, float *high) {
+    float least[16], most[16];
+    int t, i;
+    memcpy(least, low, sizeof least);
+    memcpy(most, high, sizeof most);
+    for (t = 0; t < n; t++, rows += stride) {
+        for (i = 0; i < 16; i++) least[i] = rows[i] < least[i] ? rows[i] : least[i];
+        for (i = 0; i < 16; i++) most[i] = rows[i] > most[i] ? rows[i] : most[i];
+    }
+    memcpy(low, least, sizeof least);
+    memcpy(high, most, sizeof most);
+}
+
+/* Adds squares in 16 lanes, then the lanes in order. */
+static float tkvi_sum_of_squares(const float *x, int n) {
+    float sum[16] = {0.0f}, total = 0.0f;
+    int c, i;
+    for (c = 0; c + 16 <= n; c += 16)
+        for (i = 0; i < 16; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
+    for (i = 0; c + i < n; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
+    for (i = 0; i < 16; i++) total = tkvi_f32(total + sum[i]);
+    return total;
+}
+
 /* First pass: tokens, low, high, v_most and v_sum. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
-    const tkv_config *cfg = &g->kv->tables.cfg;
-    const int dk = cfg->model.head_dim, dv = cfg->model.v_head_dim;
-    float *k = g->kv->work.recode, *v = k + tkvi_round_up(dk, 16) * TKVI_BLOCK;
-    int t, c, i;
+    const int dv = g->kv->tables.cfg.model.v_head_dim;
+    int t, c, stride;
+    float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)dk);
     tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
     if (!g->tokens) {
-        memcpy(g->low, k, (size_t)dk * sizeof *k);
-        memcpy(g->high, k, (size_t)dk * sizeof *k);
+        memcpy(g->low, k, (size_t)stride * sizeof *k);
+        memcpy(g->high, k, (size_t)stride * sizeof *k);
     }
-    for (t = 0; t < n; t++)
-        for (c = 0; c < dk; c++) {
-            const float x = k[t * dk + c];
-            g->low[c] = x < g->low[c] ? x : g->low[c];
-            g->high[c] = x > g->high[c] ? x : g->high[c];
-        }
-    for (t = 0; t < n; t += 4) { /* four sums at a time, because each waits for its last addition */
-        float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        const int n_sums = tkvi_min(4, n - t);
-        const float *row[4];
-        for (i = 0; i < 4; i++) row[i] = v + tkvi_min(t + i, n - 1) * dv;
-        for (c = 0; c < dv; c++)
-            for (i = 0; i < 4; i++) squares[i] = tkvi_f32(squares[i] + tkvi_f32(row[i][c] * row[i][c]));
-        for (i = 0; i < n_sums; i++) {
-            g->v_most = squares[i] > g->v_most ? squares[i] : g->v_most;
-            g->v_sum = tkvi_f32(g->v_sum + squares[i]);
-        }
+    for (c = 0; c < stride; c += 16) tkvi_gather_extremes(k + c, n, stride, g->low + c, g->high + c);
+    for (t = 0; t < n; t++) {
+        const float squares = tkvi_sum_of_squares(v + t * dv, dv);
+        g->v_most = squares > g->v_most ? squares : g->v_most;
+        g->v_sum = tkvi_f32(g->v_sum + squares);
     }
     g->tokens += n;
 }
@@ -19558,23 +19583,27 @@ static float tkvi_power_of_two(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* Second pass: sums in int64. Scaled values are below 2^21, so the square of a sum over 64 tokens is below 2^54. */
+/* Second pass. Scaled values are whole numbers below 2^21 in size. So sums over 64 tokens fit 32 bits, sums of squares
+ * are below 2^48 and exact in doubles, and the square of a sum is below 2^54. */
 static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
-    const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->work.recode, by = tkvi_power_of_two(-g->down);
-    int t, c;
+    const float by = tkvi_power_of_two(-g->down);
+    int t, c, i, stride;
+    const float *k = tkvi_gather_keys(g, r, bytes, n, &stride);
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
-    for (c = 0; c < cfg->model.head_dim; c++) {
-        int64_t sum = 0, squares = 0;
-        for (t = 0; t < n; t++) {
-            int64_t x = (int64_t)(k[t * cfg->model.head_dim + c] * by);
-            sum += x;
-            squares += x * x;
+    for (c = 0; c < stride; c += 16) {
+        int32_t sum[16] = {0};
+        double squares[16] = {0.0};
+        for (t = 0; t < n; t++)
+            for (i = 0; i < 16; i++) {
+                const int32_t x = (int32_t)(k[t * stride + c + i] * by);
+                sum[i] += x;
+                squares[i] += (double)x * (double)x;
+            }
+        for (i = 0; i < 16; i++) {
+            g->channel[c + i].sum += sum[i];
+            g->channel[c + i].within += (int64_t)squares[i] - (int64_t)sum[i] * sum[i] / n;
         }
-        g->channel[c].sum += sum;
-        g->channel[c].within += squares - sum * sum / n;
     }
 }
 
@@ -19723,29 +19752,27 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Returns whether the layer should get a table now. forced: makes the first one from any tokens. Layers take turns:
- * making all tables at the same token would stall an append. Without a budget blocks wait for the first table, so it
- * has no turn. */
-static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    const int first = kv->tables.current_version[layer] < 0;
-    const int turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
-                     : first                     ? 0
-                                                 : kv->tables.plan[layer].hot_delay;
-    forced = forced && first;
-    if (!kv->stats.tokens_seen ||
-        kv->stats.tokens_seen[layer] <
-            (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
-        return 0;
-    return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
+/* Returns whether the layer should get a table now. n: tokens that are about to be appended; TKVI_ANY_TOKENS: makes
+ * the first table from the tokens that are there. Layers take turns, because making all tables at the same token would
+ * stall it. An append of more tokens than a turn makes all. */
+#define TKVI_ANY_TOKENS 0
+static int tkvi_learn_due(const tkv_cache *kv, int layer, int n) {
+    const int is_first = kv->tables.current_version[layer] < 0, is_now = n == TKVI_ANY_TOKENS && is_first;
+    const int64_t after = is_first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS,
+                  seen = kv->stats.tokens_seen ? kv->stats.tokens_seen[layer] : -1;
+    const int turn =
+        kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : tkvi_table_delay(&kv->tables.plan[layer]);
+    if (seen < (is_now ? 0 : after) || (!is_now && seen + tkvi_max(n, 1) <= after + turn)) return 0;
+    return tkvi_n_readable_tokens(kv, layer) >= (is_now ? 1 : TKVI_BLOCK);
 }
 
-/* If a table is due, allocates its version and makes it. forced: as in tkvi_learn_due. Returns 0 if there is no memory
+/* If a table is due, allocates its version and makes it. n: as in tkvi_learn_due. Returns 0 if there is no memory
  * for the first table; then nothing has changed. A second table without memory is tried again later, because the first
  * one still works. Must not run in an open step: an abort would not restore the table. */
-static int tkvi_make_due_table(tkv_cache *kv, int layer, int forced) {
+static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     const int8_t had = kv->tables.current_version[layer];
     int version;
-    if (!tkvi_learn_due(kv, layer, forced)) return 1;
+    if (!tkvi_learn_due(kv, layer, n)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
         kv->stats.tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
@@ -20248,7 +20275,7 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
     if (none && !tkvi_allocate_version(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         if (!tkvi_layer_learns(kv, layer)) continue;
-        if (!tkvi_has_table(kv, layer)) (void)tkvi_make_due_table(kv, layer, 1);
+        if (!tkvi_has_table(kv, layer)) (void)tkvi_make_due_table(kv, layer, TKVI_ANY_TOKENS);
         tkvi_learned(kv, layer, 0);
     }
     return tkvi_ok(kv);
@@ -22173,7 +22200,9 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
     if (kv->tables.plan[stale.layer].now.needs_table[stale.due] &&
         kv->tables.current_version[stale.layer] < 0) {
         /* learns a table from the present blocks, because this block cannot wait */
-        if (!tkvi_make_due_table(kv, stale.layer, 1) || kv->tables.current_version[stale.layer] < 0) return 0;
+        if (!tkvi_make_due_table(kv, stale.layer, TKVI_ANY_TOKENS) ||
+            kv->tables.current_version[stale.layer] < 0)
+            return 0;
         stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.due);
     }
     if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;
@@ -22622,7 +22651,7 @@ static void tkvi_learn_missing_tables(tkv_cache *kv) {
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
         if (p->stored_layer != i || !tkvi_plan_learns(p) || kv->tables.current_version[i] >= 0) continue;
-        (void)tkvi_make_due_table(kv, i, 1);
+        (void)tkvi_make_due_table(kv, i, TKVI_ANY_TOKENS);
     }
 }
 
@@ -25137,7 +25166,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
         if (!is_covered) st = tkvi_check_request(kv, request, budget);
         if (st) return st;
     }
-    if (!has_step && !tkvi_make_due_table(kv, layer, 0)) return tkvi_refuse_tokens(kv, total);
+    if (!has_step && !tkvi_make_due_table(kv, layer, total)) return tkvi_refuse_tokens(kv, total);
     if (has_budget) {
         tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
         if (!is_covered) st = tkvi_reclaim(kv, request, budget);
@@ -25253,8 +25282,10 @@ static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_to
     tkvi_unreserve_slots(kv, seq);
     for (layer = 0; layer < n && ready; layer++) {
         const int hot = kv->tables.plan[layer].now.hot;
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const int n_next = tkvi_max(1, list->len - list->chunk_start); /* as many as the last time */
         if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
-        ready = tkvi_make_due_table(kv, layer, flush);
+        ready = tkvi_make_due_table(kv, layer, flush ? TKVI_ANY_TOKENS : n_next);
         if (!ready) break;
         tkvi_query_stats_learn(kv, layer);
         ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
@@ -25297,7 +25328,7 @@ static int tkvi_make_due_tables(tkv_cache *kv, const tkvi_idle_work *work) {
     int layer, ready = 1;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready; layer++) {
         if (kv->tables.plan[layer].stored_layer != layer || !tkvi_has_time(kv, work)) continue;
-        ready = tkvi_make_due_table(kv, layer, 0);
+        ready = tkvi_make_due_table(kv, layer, 1);
         if (ready) tkvi_query_stats_learn(kv, layer);
     }
     return ready;
@@ -26882,7 +26913,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     tkv_memory_info m;
     size_t page_bytes;
     tkvi_not_in_ram outside, discarded;
-    int i, c, last_delay = 0; /* last_delay: of the last layer that makes tables */
+    int i, c, first_delay = TKVI_BLOCK,
+              last_delay = 0; /* of the first and the last layer that makes tables */
     const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
     outside.blocks = not_in_ram->outside;
@@ -26901,9 +26933,12 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
         if (p.stored_layer != i) continue;
         if (tkvi_plan_learns(
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
-            waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
+            const int delay = h->cfg.budget.bytes ? 0 : tkvi_table_delay(&p);
+            waiting =
+                h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, (TKVI_FIRST_TABLE_TOKENS + delay) / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
-            last_delay = tkvi_max(last_delay, p.hot_delay);
+            first_delay = tkvi_min(first_delay, delay);
+            last_delay = tkvi_max(last_delay, delay);
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
         all += here * (n_seqs - waiting);
@@ -26925,8 +26960,9 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
         m.tables += tkvi_stats_bytes(&h->cfg);
-    if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
-    if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_FIRST_TABLE_TOKENS + first_delay || h->cfg.budget.bytes)
+        m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_SECOND_TABLE_TOKENS + first_delay) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index +=
             tkvi_cap_for(all) * tkvi_block_entry_bytes(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);

@@ -477,10 +477,8 @@ typedef struct tkv_config {
     tkv_budget_config budget;
     tkv_evict_config evict; /* policy 0: the cache evicts no tokens */
     tkv_importance_config importance;
-    tkv_offload_config
-        offload; /* store for blocks that are offloaded when the budget is full; zero: no store */
-    tkv_recompute_config
-        recompute; /* model for blocks that are discarded when the budget is full; zero: none */
+    tkv_offload_config offload;     /* store for blocks when the budget is full; zero: none */
+    tkv_recompute_config recompute; /* model for blocks discarded when the budget is full; zero: none */
     tkv_meter_config meter;
     tkv_host_config host;
     uint32_t end_canary; /* leave 0 */

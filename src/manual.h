@@ -485,8 +485,7 @@
  *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
  *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
  *   leaves nothing to the appends. A learning layer makes its tables at 512 and 2,048 tokens, in tkv_maintain or in an
- *   append. Without a budget, all layers make the first table at the same token, and take turns for the second. A
- *   loaded calibration (R3) avoids both.
+ *   append. Layers take turns for these as well. A loaded calibration (R3) avoids both.
  *
  * Recipe R4: an even frame time
  *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table
@@ -607,9 +606,9 @@
  * 10. QUALITY
  *
  *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
- *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Some layers make the
- *   second one up to 63 tokens later. Blocks that are due before the first stay in the next better tier until then.
- *   tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
+ *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Layers take turns,
+ *   so some make a table up to 63 tokens later. Blocks that are due before the first stay in the next better tier until
+ *   then. tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
  *   compresses from its first block on. tkv_refresh_calibration learns again, for example after a change of subject.
  *   tkv_freeze_calibration makes missing tables at once and stops learning.
  *

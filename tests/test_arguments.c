@@ -1167,7 +1167,7 @@ static int free_bytes(rig *r, int seq, int capacity) {
 static void try_remat(rig *r) {
     SAFE("tkv_init_remat", "n_layers", PLAIN, 4096, "GGGOGG",
          init_remat(r, OF(tkv_remat_config, n_layers), x));
-    SAFE("tkv_init_remat", "n_heads", PLAIN, 65536, "GGGOGG",
+    SAFE("tkv_init_remat", "n_heads", PLAIN, 65536, "GGOOGG",
          init_remat(r, OF(tkv_remat_config, n_heads), x));
     SAFE("tkv_init_remat", "head_dim", PLAIN, 256, "GGGOGG",
          init_remat(r, OF(tkv_remat_config, head_dim), x));

@@ -39,6 +39,7 @@ TEST(every_field_has_a_row) {
     COVER(evict);
     COVER(importance);
     COVER(offload);
+    COVER(recompute);
     COVER(host.on_event);
     COVER(host.event_user);
     COVER(host.allocator);

@@ -1340,16 +1340,16 @@ static const char *decide(tkv_remat *r, const tkv_remat_block *b, double pressur
 TEST(remat_flops) {
     tkv_remat_config cfg = model_config();
     tkv_remat r = open_remat(&cfg);
-    CHECK_NEAR(tkvi_remat_flops(&r, 64, 128, 0), 64 * 2 * (2000 + 4 * 2 * 4 * 96.0), 0);
-    CHECK_NEAR(tkvi_remat_flops(&r, 64, 128, 1), 64 * (2000 + 4 * 2 * 4 * 96.0), 0); /* layer 1 only */
-    CHECK_NEAR(tkvi_remat_flops(&r, 0, 128, 0),
-               tkvi_remat_flops(&r, 0, 64, 0) + tkvi_remat_flops(&r, 64, 128, 0), 0);
-    CHECK(tkvi_remat_flops(&r, 64, 128, 0) < tkvi_remat_flops(&r, 128, 192, 0)); /* early ones are cheaper */
-    CHECK_NEAR(tkvi_remat_flops(&r, 5, 5, 0), 0, 0);
-    CHECK_NEAR(tkvi_remat_flops(&r, 6, 5, 0), -1, 0);
-    CHECK_NEAR(tkvi_remat_flops(&r, -1, 5, 0), -1, 0);
-    CHECK_NEAR(tkvi_remat_flops(&r, 0, 5, 3), -1, 0);
-    CHECK_NEAR(tkvi_remat_flops(NULL, 0, 5, 0), -1, 0);
+    CHECK_NEAR(tkvi_remat_flops(&r.cfg, 64, 128, 0), 64 * 2 * (2000 + 4 * 2 * 4 * 96.0), 0);
+    CHECK_NEAR(tkvi_remat_flops(&r.cfg, 64, 128, 1), 64 * (2000 + 4 * 2 * 4 * 96.0), 0); /* layer 1 only */
+    CHECK_NEAR(tkvi_remat_flops(&r.cfg, 0, 128, 0),
+               tkvi_remat_flops(&r.cfg, 0, 64, 0) + tkvi_remat_flops(&r.cfg, 64, 128, 0), 0);
+    CHECK(tkvi_remat_flops(&r.cfg, 64, 128, 0) <
+          tkvi_remat_flops(&r.cfg, 128, 192, 0)); /* early ones are cheaper */
+    CHECK_NEAR(tkvi_remat_flops(&r.cfg, 5, 5, 0), 0, 0);
+    CHECK_NEAR(tkvi_remat_flops(&r.cfg, 6, 5, 0), -1, 0);
+    CHECK_NEAR(tkvi_remat_flops(&r.cfg, -1, 5, 0), -1, 0);
+    CHECK_NEAR(tkvi_remat_flops(&r.cfg, 0, 5, 3), -1, 0);
 }
 
 TEST(remat_decisions) {
@@ -1409,7 +1409,7 @@ TEST(remat_step_budget) {
     init_blocks(b, 1000, 400);
     cfg.quantize_price = 1e9;
     r = open_remat(&cfg);
-    cfg.step_flops = tkvi_remat_flops(&r, 192, 256, 0);
+    cfg.step_flops = tkvi_remat_flops(&r.cfg, 192, 256, 0);
     r = open_remat(&cfg);
     CHECK_STR(decide(&r, b, 1, 5000, &freed), "keeeqqqqkkkkkkkk");
     CHECK_EQ(r.info.over_budget, 1);
@@ -1417,7 +1417,7 @@ TEST(remat_step_budget) {
     CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 7, &first, &count), TKV_OK);
     CHECK_EQ(first, 1);
     CHECK_EQ(count, 1);
-    CHECK_NEAR(r.spent, tkvi_remat_flops(&r, 64, 128, 0), 0);
+    CHECK_NEAR(r.spent, tkvi_remat_flops(&r.cfg, 64, 128, 0), 0);
     b[1].discarded = 0;
     CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 7, &first, &count), TKV_OK);
     CHECK_EQ(count, 0); /* this step has no budget left */
@@ -1429,7 +1429,7 @@ TEST(remat_step_budget) {
     CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_OK);
     CHECK_EQ(count, 1); /* every block fits into a step */
     CHECK_EQ(r.info.restored, 3);
-    CHECK_NEAR(r.info.flops, tkvi_remat_flops(&r, 64, 256, 0), 0);
+    CHECK_NEAR(r.info.flops, tkvi_remat_flops(&r.cfg, 64, 256, 0), 0);
     b[3].discarded = 0;
     CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 9, &first, &count), TKV_OK);
     CHECK_EQ(count, 0);
@@ -1493,7 +1493,7 @@ TEST(remat_limits_hold) {
             if (a[i] == TKV_REMAT_DISCARD) {
                 CHECK(!gap && !b[i].discarded && b[i].start >= r.cfg.sink_tokens);
                 if (cfg.step_flops > 0)
-                    CHECK_LE(tkvi_remat_flops(&r, b[i].start, b[i].end, b[i].layers), cfg.step_flops);
+                    CHECK_LE(tkvi_remat_flops(&r.cfg, b[i].start, b[i].end, b[i].layers), cfg.step_flops);
                 sum += b[i].bytes;
             } else if (!b[i].discarded && b[i].start >= r.cfg.sink_tokens) gap = 1;
         }
@@ -1518,7 +1518,7 @@ TEST(remat_configs) {
     for (i = 0; i < COUNT(want); i++) {
         bad = cfg;
         if (i == 0) bad.n_layers = 0;
-        if (i == 1) bad.n_heads = -1;
+        if (i == 1) bad.n_heads = -2;
         if (i == 2) bad.head_dim = 257;
         if (i == 3) bad.layer_params = 0;
         if (i == 4) bad.layer_params = (double)NAN_;

@@ -369,6 +369,12 @@ static int tkvi_add_delay(int length, int delay) {
     return tkvi_min(length + delay, TKVI_FOREVER - 1);
 }
 
+/* The tokens by which the first and the second table of a layer are delayed, without a budget: as many as its hot
+ * tier is longer, so that no more blocks wait for the first one. */
+static int tkvi_table_delay(const tkvi_plan *p) {
+    return tkvi_add_delay(p->now.hot, p->hot_delay) == p->now.hot ? 0 : p->hot_delay;
+}
+
 /* 1 if blocks can be outside RAM. */
 static int tkvi_may_leave_ram(const tkv_config *cfg) {
     return cfg->offload.write || cfg->budget.discard || cfg->recompute.compute;

@@ -317,7 +317,7 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
     if (none && !tkvi_allocate_version(kv, 0)) return tkvi_no_table(kv);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         if (!tkvi_layer_learns(kv, layer)) continue;
-        if (!tkvi_has_table(kv, layer)) (void)tkvi_make_due_table(kv, layer, 1);
+        if (!tkvi_has_table(kv, layer)) (void)tkvi_make_due_table(kv, layer, TKVI_ANY_TOKENS);
         tkvi_learned(kv, layer, 0);
     }
     return tkvi_ok(kv);

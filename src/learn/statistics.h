@@ -10,7 +10,7 @@
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
- * the layer gets a second, better version for later blocks. Layers take turns for it, so some get it up to 63 tokens
+ * the layer gets a second, better version for later blocks. Layers take turns, so some get a version up to 63 tokens
  * later. A block keeps the version that it was coded with. After the second version collection stops, until
  * tkv_refresh_calibration restarts it. bench/QUALITY.md compares these tables with loaded ones.
  */
@@ -48,37 +48,59 @@ typedef struct tkvi_gather {
     int64_t tokens;
 } tkvi_gather;
 
+/* Decodes the keys of a head in a block into rows of `stride` floats, a multiple of 16. */
+static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const uint8_t *bytes, int n,
+                               int *stride) {
+    const int dk = g->kv->tables.cfg.model.head_dim;
+    float *k = g->kv->work.recode;
+    *stride = tkvi_round_up(dk, 16);
+    if (dk < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
+    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
+    return k;
+}
+
+/* Lowers low[16] and raises high[16] to the extremes of n rows. Compilers make vectors of loops over 16 lanes. */
+static void tkvi_gather_extremes(const float *rows, int n, int stride, float *low, float *high) {
+    float least[16], most[16];
+    int t, i;
+    memcpy(least, low, sizeof least);
+    memcpy(most, high, sizeof most);
+    for (t = 0; t < n; t++, rows += stride) {
+        for (i = 0; i < 16; i++) least[i] = rows[i] < least[i] ? rows[i] : least[i];
+        for (i = 0; i < 16; i++) most[i] = rows[i] > most[i] ? rows[i] : most[i];
+    }
+    memcpy(low, least, sizeof least);
+    memcpy(high, most, sizeof most);
+}
+
+/* Adds squares in 16 lanes, then the lanes in order. */
+static float tkvi_sum_of_squares(const float *x, int n) {
+    float sum[16] = {0.0f}, total = 0.0f;
+    int c, i;
+    for (c = 0; c + 16 <= n; c += 16)
+        for (i = 0; i < 16; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
+    for (i = 0; c + i < n; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
+    for (i = 0; i < 16; i++) total = tkvi_f32(total + sum[i]);
+    return total;
+}
+
 /* First pass: tokens, low, high, v_most and v_sum. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
-    const tkv_config *cfg = &g->kv->tables.cfg;
-    const int dk = cfg->model.head_dim, dv = cfg->model.v_head_dim;
-    float *k = g->kv->work.recode, *v = k + tkvi_round_up(dk, 16) * TKVI_BLOCK;
-    int t, c, i;
+    const int dv = g->kv->tables.cfg.model.v_head_dim;
+    int t, c, stride;
+    float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)dk);
     tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
     if (!g->tokens) {
-        memcpy(g->low, k, (size_t)dk * sizeof *k);
-        memcpy(g->high, k, (size_t)dk * sizeof *k);
+        memcpy(g->low, k, (size_t)stride * sizeof *k);
+        memcpy(g->high, k, (size_t)stride * sizeof *k);
     }
-    for (t = 0; t < n; t++)
-        for (c = 0; c < dk; c++) {
-            const float x = k[t * dk + c];
-            g->low[c] = x < g->low[c] ? x : g->low[c];
-            g->high[c] = x > g->high[c] ? x : g->high[c];
-        }
-    for (t = 0; t < n; t += 4) { /* four sums at a time, because each waits for its last addition */
-        float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        const int n_sums = tkvi_min(4, n - t);
-        const float *row[4];
-        for (i = 0; i < 4; i++) row[i] = v + tkvi_min(t + i, n - 1) * dv;
-        for (c = 0; c < dv; c++)
-            for (i = 0; i < 4; i++) squares[i] = tkvi_f32(squares[i] + tkvi_f32(row[i][c] * row[i][c]));
-        for (i = 0; i < n_sums; i++) {
-            g->v_most = squares[i] > g->v_most ? squares[i] : g->v_most;
-            g->v_sum = tkvi_f32(g->v_sum + squares[i]);
-        }
+    for (c = 0; c < stride; c += 16) tkvi_gather_extremes(k + c, n, stride, g->low + c, g->high + c);
+    for (t = 0; t < n; t++) {
+        const float squares = tkvi_sum_of_squares(v + t * dv, dv);
+        g->v_most = squares > g->v_most ? squares : g->v_most;
+        g->v_sum = tkvi_f32(g->v_sum + squares);
     }
     g->tokens += n;
 }
@@ -88,23 +110,27 @@ static float tkvi_power_of_two(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
 }
 
-/* Second pass: sums in int64. Scaled values are below 2^21, so the square of a sum over 64 tokens is below 2^54. */
+/* Second pass. Scaled values are whole numbers below 2^21 in size. So sums over 64 tokens fit 32 bits, sums of squares
+ * are below 2^48 and exact in doubles, and the square of a sum is below 2^54. */
 static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
-    const tkv_config *cfg = &g->kv->tables.cfg;
-    float *k = g->kv->work.recode, by = tkvi_power_of_two(-g->down);
-    int t, c;
+    const float by = tkvi_power_of_two(-g->down);
+    int t, c, i, stride;
+    const float *k = tkvi_gather_keys(g, r, bytes, n, &stride);
     (void)start;
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)cfg->model.head_dim);
-    for (c = 0; c < cfg->model.head_dim; c++) {
-        int64_t sum = 0, squares = 0;
-        for (t = 0; t < n; t++) {
-            int64_t x = (int64_t)(k[t * cfg->model.head_dim + c] * by);
-            sum += x;
-            squares += x * x;
+    for (c = 0; c < stride; c += 16) {
+        int32_t sum[16] = {0};
+        double squares[16] = {0.0};
+        for (t = 0; t < n; t++)
+            for (i = 0; i < 16; i++) {
+                const int32_t x = (int32_t)(k[t * stride + c + i] * by);
+                sum[i] += x;
+                squares[i] += (double)x * (double)x;
+            }
+        for (i = 0; i < 16; i++) {
+            g->channel[c + i].sum += sum[i];
+            g->channel[c + i].within += (int64_t)squares[i] - (int64_t)sum[i] * sum[i] / n;
         }
-        g->channel[c].sum += sum;
-        g->channel[c].within += squares - sum * sum / n;
     }
 }
 
@@ -253,29 +279,27 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Returns whether the layer should get a table now. forced: makes the first one from any tokens. Layers take turns:
- * making all tables at the same token would stall an append. Without a budget blocks wait for the first table, so it
- * has no turn. */
-static int tkvi_learn_due(const tkv_cache *kv, int layer, int forced) {
-    const int first = kv->tables.current_version[layer] < 0;
-    const int turn = kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
-                     : first                     ? 0
-                                                 : kv->tables.plan[layer].hot_delay;
-    forced = forced && first;
-    if (!kv->stats.tokens_seen ||
-        kv->stats.tokens_seen[layer] <
-            (forced ? 0 : (first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS) + turn))
-        return 0;
-    return tkvi_n_readable_tokens(kv, layer) >= (forced ? 1 : TKVI_BLOCK);
+/* Returns whether the layer should get a table now. n: tokens that are about to be appended; TKVI_ANY_TOKENS: makes
+ * the first table from the tokens that are there. Layers take turns, because making all tables at the same token would
+ * stall it. An append of more tokens than a turn makes all. */
+#define TKVI_ANY_TOKENS 0
+static int tkvi_learn_due(const tkv_cache *kv, int layer, int n) {
+    const int is_first = kv->tables.current_version[layer] < 0, is_now = n == TKVI_ANY_TOKENS && is_first;
+    const int64_t after = is_first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS,
+                  seen = kv->stats.tokens_seen ? kv->stats.tokens_seen[layer] : -1;
+    const int turn =
+        kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : tkvi_table_delay(&kv->tables.plan[layer]);
+    if (seen < (is_now ? 0 : after) || (!is_now && seen + tkvi_max(n, 1) <= after + turn)) return 0;
+    return tkvi_n_readable_tokens(kv, layer) >= (is_now ? 1 : TKVI_BLOCK);
 }
 
-/* If a table is due, allocates its version and makes it. forced: as in tkvi_learn_due. Returns 0 if there is no memory
+/* If a table is due, allocates its version and makes it. n: as in tkvi_learn_due. Returns 0 if there is no memory
  * for the first table; then nothing has changed. A second table without memory is tried again later, because the first
  * one still works. Must not run in an open step: an abort would not restore the table. */
-static int tkvi_make_due_table(tkv_cache *kv, int layer, int forced) {
+static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     const int8_t had = kv->tables.current_version[layer];
     int version;
-    if (!tkvi_learn_due(kv, layer, forced)) return 1;
+    if (!tkvi_learn_due(kv, layer, n)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
         kv->stats.tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;

@@ -439,7 +439,7 @@ static void tkvi_learn_missing_tables(tkv_cache *kv) {
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         const tkvi_plan *p = &kv->tables.plan[i];
         if (p->stored_layer != i || !tkvi_plan_learns(p) || kv->tables.current_version[i] >= 0) continue;
-        (void)tkvi_make_due_table(kv, i, 1);
+        (void)tkvi_make_due_table(kv, i, TKVI_ANY_TOKENS);
     }
 }
 

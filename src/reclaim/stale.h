@@ -142,7 +142,9 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
     if (kv->tables.plan[stale.layer].now.needs_table[stale.due] &&
         kv->tables.current_version[stale.layer] < 0) {
         /* learns a table from the present blocks, because this block cannot wait */
-        if (!tkvi_make_due_table(kv, stale.layer, 1) || kv->tables.current_version[stale.layer] < 0) return 0;
+        if (!tkvi_make_due_table(kv, stale.layer, TKVI_ANY_TOKENS) ||
+            kv->tables.current_version[stale.layer] < 0)
+            return 0;
         stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.due);
     }
     if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;

@@ -388,7 +388,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     tkv_memory_info m;
     size_t page_bytes;
     tkvi_not_in_ram outside, discarded;
-    int i, c, last_delay = 0; /* last_delay: of the last layer that makes tables */
+    int i, c, first_delay = TKVI_BLOCK,
+              last_delay = 0; /* of the first and the last layer that makes tables */
     const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
     outside.blocks = not_in_ram->outside;
@@ -407,9 +408,12 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
         if (p.stored_layer != i) continue;
         if (tkvi_plan_learns(
                 &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
-            waiting = h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, TKVI_FIRST_TABLE_TOKENS / n_tokens);
+            const int delay = h->cfg.budget.bytes ? 0 : tkvi_table_delay(&p);
+            waiting =
+                h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, (TKVI_FIRST_TABLE_TOKENS + delay) / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
-            last_delay = tkvi_max(last_delay, p.hot_delay);
+            first_delay = tkvi_min(first_delay, delay);
+            last_delay = tkvi_max(last_delay, delay);
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
         all += here * (n_seqs - waiting);
@@ -431,8 +435,9 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
         m.tables += tkvi_stats_bytes(&h->cfg);
-    if (learned > TKVI_FIRST_TABLE_TOKENS || h->cfg.budget.bytes) m.tables += tkvi_version_bytes(h);
-    if (learned > TKVI_SECOND_TABLE_TOKENS) m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_FIRST_TABLE_TOKENS + first_delay || h->cfg.budget.bytes)
+        m.tables += tkvi_version_bytes(h);
+    if (learned > TKVI_SECOND_TABLE_TOKENS + first_delay) m.tables += tkvi_version_bytes(h);
     if (all) {
         m.index +=
             tkvi_cap_for(all) * tkvi_block_entry_bytes(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);

@@ -373,7 +373,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
         if (!is_covered) st = tkvi_check_request(kv, request, budget);
         if (st) return st;
     }
-    if (!has_step && !tkvi_make_due_table(kv, layer, 0)) return tkvi_refuse_tokens(kv, total);
+    if (!has_step && !tkvi_make_due_table(kv, layer, total)) return tkvi_refuse_tokens(kv, total);
     if (has_budget) {
         tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
         if (!is_covered) st = tkvi_reclaim(kv, request, budget);
@@ -489,8 +489,10 @@ static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_to
     tkvi_unreserve_slots(kv, seq);
     for (layer = 0; layer < n && ready; layer++) {
         const int hot = kv->tables.plan[layer].now.hot;
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const int n_next = tkvi_max(1, list->len - list->chunk_start); /* as many as the last time */
         if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
-        ready = tkvi_make_due_table(kv, layer, flush);
+        ready = tkvi_make_due_table(kv, layer, flush ? TKVI_ANY_TOKENS : n_next);
         if (!ready) break;
         tkvi_query_stats_learn(kv, layer);
         ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
@@ -533,7 +535,7 @@ static int tkvi_make_due_tables(tkv_cache *kv, const tkvi_idle_work *work) {
     int layer, ready = 1;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready; layer++) {
         if (kv->tables.plan[layer].stored_layer != layer || !tkvi_has_time(kv, work)) continue;
-        ready = tkvi_make_due_table(kv, layer, 0);
+        ready = tkvi_make_due_table(kv, layer, 1);
         if (ready) tkvi_query_stats_learn(kv, layer);
     }
     return ready;
