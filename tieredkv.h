@@ -17481,6 +17481,7 @@ typedef struct tkvi_seq {
  * (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
 #define TKVI_FIRST_TABLE_TOKENS 512
 #define TKVI_SECOND_TABLE_TOKENS 2048
+#define TKVI_LEARN_STEPS 16 /* most tokens over which the heads of a table are spread */
 #define TKVI_FAR 128
 #define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_refresh_calibration */
 
@@ -17500,13 +17501,24 @@ typedef struct tkvi_work_space {
     uint32_t choice_cap;  /* blocks that `choice` has space for */
 } tkvi_work_space;
 
+/* The number of tokens over which the heads of a layer's table are learned. */
+static int tkvi_learn_steps(const tkv_config *cfg, const tkvi_plan *p) {
+    return p->allocates ? tkvi_min(cfg->model.n_kv_heads, TKVI_LEARN_STEPS) : 1;
+}
+
+/* The next table of a layer, while its heads are learned one by one. */
+typedef struct tkvi_next_table {
+    int version, n_heads; /* n_heads: those that the version has */
+} tkvi_next_table;
+
 /* Statistics of attention. Arrays are NULL where no format needs them. packed = head_dim (head_dim + 1) / 2. */
 typedef struct tkvi_stats {
     int lock; /* of all statistics and of attention scores */
     /* learn/statistics.h */
-    int *tokens_seen;       /* [n_layers] tokens appended since collection began; -1: nothing is collected */
-    int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int *tokens_seen; /* [n_layers] tokens appended since collection began; -1: nothing is collected */
+    tkvi_next_table *next_table; /* [n_layers] */
+    int64_t *q_sq_sum;           /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far_attention;      /* [n_layers][n_kv_heads] sums of p^2 over far keys */
     /* learn/query_stats.h */
     tkvi_query_stats *queries; /* [n_layers] */
     int64_t *q_products;       /* [n_layers][n_kv_heads][packed] sums of q q^T */
@@ -17888,7 +17900,8 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     if (derived->cfg.host.parallel_for)
         s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
     if (derived->any_shared || derived->token_parts)
-        s->tokens_seen = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(int));
+        s->tokens_seen =
+            tkvi_align_up((size_t)derived->cfg.model.n_layers * (sizeof(int) + sizeof(tkvi_next_table)));
     if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
         size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
         n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
@@ -17963,6 +17976,8 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     next += s.counts;
     if (s.tokens_seen) {
         kv->stats.tokens_seen = (int *)(void *)next;
+        kv->stats.next_table =
+            (tkvi_next_table *)(void *)(kv->stats.tokens_seen + derived->cfg.model.n_layers);
         for (c = 0; c < derived->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->stats.tokens_seen[c] = -1;
     }
@@ -19671,14 +19686,11 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
 }
 
-/* Fills in all heads of a version and makes reach relative to the largest of the layer. */
-static void tkvi_learn_heads(tkv_cache *kv, int layer, int version) {
+/* Makes the reach of a layer's heads relative to the largest. */
+static void tkvi_compare_heads(tkv_cache *kv, int layer, int version) {
     tkvi_head *heads = tkvi_heads_of(&kv->tables, layer, version);
     int head, n = kv->tables.cfg.model.n_kv_heads, high = -(1 << 20);
-    for (head = 0; head < n; head++) {
-        tkvi_learn_head(kv, layer, head, version);
-        high = tkvi_max(high, heads[head].reach);
-    }
+    for (head = 0; head < n; head++) high = tkvi_max(high, heads[head].reach);
     /* No head attended to far tokens: equal shares. A head that did not, while others did, gets the minimum, -6
      * octaves. Differences are halved, because 512 tokens are too few to trust them in full (bench/LOG.md). */
     for (head = 0; head < n; head++) {
@@ -19730,6 +19742,7 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
     int any = kv->pool.keep_all, i;
     kv->stats.tokens_seen[layer] = again ? 0 : -1;
+    kv->stats.next_table[layer].n_heads = 0;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->stats.tokens_seen[i] >= 0;
     if (!any) tkvi_free_stats(kv);
     if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
@@ -19752,27 +19765,35 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     return n;
 }
 
-/* Returns whether the layer should get a table now. n: tokens that are about to be appended; TKVI_ANY_TOKENS: makes
- * the first table from the tokens that are there. Layers take turns, because making all tables at the same token would
- * stall it. An append of more tokens than a turn makes all. */
+/* The number of heads of the layer's next table that should be there now; with all of them the table is due. n: tokens
+ * that are about to be appended; TKVI_ANY_TOKENS: makes the first table from the tokens that are there. Making all
+ * tables at the same token would stall it. So layers take turns, and the heads of a layer follow one another during the
+ * last tokens before its turn. An append of more tokens than a turn makes all. */
 #define TKVI_ANY_TOKENS 0
-static int tkvi_learn_due(const tkv_cache *kv, int layer, int n) {
+static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
     const int is_first = kv->tables.current_version[layer] < 0, is_now = n == TKVI_ANY_TOKENS && is_first;
-    const int64_t after = is_first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS,
-                  seen = kv->stats.tokens_seen ? kv->stats.tokens_seen[layer] : -1;
-    const int turn =
-        kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK : tkvi_table_delay(&kv->tables.plan[layer]);
-    if (seen < (is_now ? 0 : after) || (!is_now && seen + tkvi_max(n, 1) <= after + turn)) return 0;
-    return tkvi_n_readable_tokens(kv, layer) >= (is_now ? 1 : TKVI_BLOCK);
+    const int n_heads = kv->tables.cfg.model.n_kv_heads;
+    const int64_t seen = kv->stats.tokens_seen ? kv->stats.tokens_seen[layer] : -1,
+                  after = is_first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS,
+                  turn = after + (kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
+                                                              : tkvi_table_delay(&kv->tables.plan[layer])),
+                  steps = tkvi_learn_steps(&kv->tables.cfg, &kv->tables.plan[layer]);
+    if (seen < 0 || is_now) return is_now && seen >= 0 ? n_heads : 0;
+    if (seen >= after && seen + tkvi_max(n, 1) > turn) return n_heads;
+    return seen + steps <= turn ? 0 : (int)(n_heads * (seen + steps - turn) / steps);
 }
 
-/* If a table is due, allocates its version and makes it. n: as in tkvi_learn_due. Returns 0 if there is no memory
- * for the first table; then nothing has changed. A second table without memory is tried again later, because the first
- * one still works. Must not run in an open step: an abort would not restore the table. */
+/* Learns the heads of the layer's next table that are due, and uses the table when it has all. n: as in
+ * tkvi_n_heads_due. Returns 0 if there is no memory for the first table; then nothing has changed. A second table
+ * without memory is tried again later, because the first one still works. Must not run in an open step: an abort
+ * would not restore the table. */
 static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     const int8_t had = kv->tables.current_version[layer];
+    const int n_due = tkvi_n_heads_due(kv, layer, n), n_heads = kv->tables.cfg.model.n_kv_heads;
+    tkvi_next_table *next = kv->stats.next_table + layer;
     int version;
-    if (!tkvi_learn_due(kv, layer, n)) return 1;
+    if (n_due == 0 || (n_due < n_heads && n_due <= next->n_heads)) return 1;
+    if (tkvi_n_readable_tokens(kv, layer) < (n == TKVI_ANY_TOKENS && had < 0 ? 1 : TKVI_BLOCK)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
         kv->stats.tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
@@ -19784,7 +19805,13 @@ static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
                 TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
         return had >= 0;
     }
-    if (kv->tables.plan[layer].allocates) tkvi_learn_heads(kv, layer, version);
+    if (version != next->version) next->n_heads = 0;
+    next->version = version;
+    for (; kv->tables.plan[layer].allocates && next->n_heads < n_due; next->n_heads++)
+        tkvi_learn_head(kv, layer, next->n_heads, version);
+    if (n_due < n_heads) return 1;
+    if (kv->tables.plan[layer].allocates) tkvi_compare_heads(kv, layer, version);
+    next->n_heads = 0;
     tkvi_learn_tokens(kv, layer, version, NULL);
     tkvi_table_use(kv, layer, version);
     if (had >= 0) tkvi_learned(kv, layer, 0);
@@ -26937,7 +26964,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
             waiting =
                 h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, (TKVI_FIRST_TABLE_TOKENS + delay) / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
-            first_delay = tkvi_min(first_delay, delay);
+            first_delay = tkvi_min(first_delay, delay + 1 - tkvi_learn_steps(&h->cfg, &p));
             last_delay = tkvi_max(last_delay, delay);
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);

@@ -82,6 +82,7 @@ typedef struct tkvi_seq {
  * (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
 #define TKVI_FIRST_TABLE_TOKENS 512
 #define TKVI_SECOND_TABLE_TOKENS 2048
+#define TKVI_LEARN_STEPS 16 /* most tokens over which the heads of a table are spread */
 #define TKVI_FAR 128
 #define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_refresh_calibration */
 
@@ -101,13 +102,24 @@ typedef struct tkvi_work_space {
     uint32_t choice_cap;  /* blocks that `choice` has space for */
 } tkvi_work_space;
 
+/* The number of tokens over which the heads of a layer's table are learned. */
+static int tkvi_learn_steps(const tkv_config *cfg, const tkvi_plan *p) {
+    return p->allocates ? tkvi_min(cfg->model.n_kv_heads, TKVI_LEARN_STEPS) : 1;
+}
+
+/* The next table of a layer, while its heads are learned one by one. */
+typedef struct tkvi_next_table {
+    int version, n_heads; /* n_heads: those that the version has */
+} tkvi_next_table;
+
 /* Statistics of attention. Arrays are NULL where no format needs them. packed = head_dim (head_dim + 1) / 2. */
 typedef struct tkvi_stats {
     int lock; /* of all statistics and of attention scores */
     /* learn/statistics.h */
-    int *tokens_seen;       /* [n_layers] tokens appended since collection began; -1: nothing is collected */
-    int64_t *q_sq_sum;      /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far_attention; /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int *tokens_seen; /* [n_layers] tokens appended since collection began; -1: nothing is collected */
+    tkvi_next_table *next_table; /* [n_layers] */
+    int64_t *q_sq_sum;           /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    int64_t *far_attention;      /* [n_layers][n_kv_heads] sums of p^2 over far keys */
     /* learn/query_stats.h */
     tkvi_query_stats *queries; /* [n_layers] */
     int64_t *q_products;       /* [n_layers][n_kv_heads][packed] sums of q q^T */
@@ -489,7 +501,8 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     if (derived->cfg.host.parallel_for)
         s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
     if (derived->any_shared || derived->token_parts)
-        s->tokens_seen = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(int));
+        s->tokens_seen =
+            tkvi_align_up((size_t)derived->cfg.model.n_layers * (sizeof(int) + sizeof(tkvi_next_table)));
     if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
         size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
         n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
@@ -564,6 +577,8 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     next += s.counts;
     if (s.tokens_seen) {
         kv->stats.tokens_seen = (int *)(void *)next;
+        kv->stats.next_table =
+            (tkvi_next_table *)(void *)(kv->stats.tokens_seen + derived->cfg.model.n_layers);
         for (c = 0; c < derived->cfg.model.n_layers; c++) /* layers that need no table collect nothing */
             if (!tkvi_plan_learns(&kv->tables.plan[c])) kv->stats.tokens_seen[c] = -1;
     }

@@ -412,7 +412,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
             waiting =
                 h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, (TKVI_FIRST_TABLE_TOKENS + delay) / n_tokens);
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
-            first_delay = tkvi_min(first_delay, delay);
+            first_delay = tkvi_min(first_delay, delay + 1 - tkvi_learn_steps(&h->cfg, &p));
             last_delay = tkvi_max(last_delay, delay);
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
