@@ -487,7 +487,8 @@
  *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
  *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
  *   leaves nothing to the appends. A learning layer makes its tables at 512 and 2,048 tokens, in tkv_maintain or in an
- *   append. Layers take turns for these as well. A loaded calibration (R3) avoids both.
+ *   append. Layers take turns for these as well, and blocks that waited for the first one are coded two by two. A
+ *   loaded calibration (R3) avoids both.
  *
  * Recipe R4: an even frame time
  *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table
@@ -2270,9 +2271,9 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
 /* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
  * learns the necessary statistics while it runs:
  *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
- *                       stay in the next better tier until then.
- *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics. Layers
- *                       take turns: some do so up to 63 tokens later.
+ *                       stay in the next better tier until then. Then each append of a token codes two of them.
+ *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics
+ * Where tokens come one by one, layers take turns, so some make these tables up to 63 tokens later.
  *
  * The caller need not do anything. If the first tokens were not typical, call tkv_refresh_calibration. A table cuts
  * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save
@@ -21377,12 +21378,31 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
     return 0;
 }
 
-/* Ages all due blocks of a list. Returns 0 without memory. */
-static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too) {
+/* The most blocks of a list that an append of n tokens ages. It is more than this and the last append fill, so blocks
+ * that waited for a table are recoded within a few appends, and not all in one. */
+static int tkvi_most_to_age(const tkvi_list *list, int n) {
+    return 2 + (list->len - list->chunk_start + n) / (TKVI_BLOCK / 4);
+}
+
+/* Ages due blocks of a list, `most` at most. Returns 0 without memory. */
+static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too, int most) {
     int aged = 1;
-    while (aged > 0)
+    for (; aged > 0 && most > 0; most--)
         aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
-    return aged == 0;
+    return aged >= 0;
+}
+
+/* 1 if the last append left a due block of the list for later appends. */
+static int tkvi_is_behind(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int hot_age = tkvi_hot_age(kv, layer);
+    int i = list->sinks + list->archive, n; /* the oldest warm block, then the oldest hot one */
+    for (n = 0; n < 2 && i < list->n; n++, i += list->warm)
+        if (tkvi_tier_by_age(&kv->tables.plan[layer].now, hot_age, tkvi_block_end(kv, list, ids, i),
+                             list->chunk_start) > tkvi_tier_at(list, i))
+            return 1;
+    return 0;
 }
 
 #endif /* TKVI_RECLAIM_AGE_H */
@@ -24846,13 +24866,14 @@ static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
 /* >>reservations */
 /* most[tier]: the most blocks of a tier that a list can still gain. TKVI_FOREVER: no bound, under a budget or if a
  * flush recoded a block that was not full. */
-static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                                         const uint32_t *ids, int64_t *most) {
+static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer, int64_t *most) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, all_full = 1;
     tkvi_compute_most_blocks(&kv->tables.cfg, p, most);
-    if (tkvi_plan_learns(p) &&
-        kv->tables.current_version[p->stored_layer] < 0) { /* blocks wait for a table */
-        most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+    if (tkvi_plan_learns(p) && (kv->tables.current_version[layer] < 0 || tkvi_is_behind(kv, seq, layer))) {
+        most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK; /* blocks wait or waited for a table */
         most[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
@@ -24895,7 +24916,7 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     }
     if (kv->pool.keep_all)
         need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
-    tkvi_compute_most_new_blocks(kv, p, list, ids, most);
+    tkvi_compute_most_new_blocks(kv, seq, layer, most);
     if (sink) slots[layout[p->sink_layout].size_class]++;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
@@ -25158,15 +25179,16 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     return TKV_OK;
 }
 
-/* Ages a list before an append, with the slots that are reserved for the layer. Returns 0 without memory. */
-static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer) {
+/* Ages a list before an append of n tokens, with slots reserved for the layer. Returns 0 without memory. */
+static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
     const int reserved_len = kv->seq[seq].reserved_len;
     tkvi_demand needed = tkvi_no_demand();
     int aged;
     if (kv->seq[seq].in_step) return 1;
     if (reserved_len && tkvi_add_needed_slots(kv, seq, layer, needed.slots))
         (void)tkvi_take_from_reservation(kv, seq, needed.slots);
-    aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0);
+    aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0,
+                         tkvi_most_to_age(tkvi_list_of(kv, seq, layer), n));
     if (reserved_len) tkvi_reserve_slots(kv, seq, reserved_len);
     return aged;
 }
@@ -25202,7 +25224,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
     if (!has_step) tkvi_query_stats_learn(kv, layer);
     if (!has_budget) {
         for (i = 0; i < request->n_rows; i++)
-            if (rows[i].n && !tkvi_age_for_append(kv, rows[i].seq, layer))
+            if (rows[i].n && !tkvi_age_for_append(kv, rows[i].seq, layer, rows[i].n))
                 return tkvi_refuse_tokens(kv, total);
         (void)tkvi_use_reservations(kv, request);
     }
@@ -25302,9 +25324,10 @@ static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
-/* Ages all layers of a sequence, then expires tokens. flush: 1 takes blocks of any age. partial_too: as in
- * tkvi_age_list. If it fails, blocks of some layers may be recoded. */
-static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_too) {
+/* Ages all layers of a sequence, then expires tokens. all_due: 0 leaves due blocks to later steps, as an append does.
+ * flush: 1 takes blocks of any age. partial_too: as in tkvi_age_next. If it fails, blocks of some layers may be
+ * recoded. */
+static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int all_due, int flush, int partial_too) {
     int layer, n = kv->tables.cfg.model.n_layers, ready = 1;
     tkvi_unreserve_slots(kv, seq);
     for (layer = 0; layer < n && ready; layer++) {
@@ -25316,7 +25339,7 @@ static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_to
         if (!ready) break;
         tkvi_query_stats_learn(kv, layer);
         ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
-                              partial_too);
+                              partial_too, all_due ? TKVI_FOREVER : tkvi_most_to_age(list, n_next));
     }
     for (layer = 0; layer < n && ready; layer++)
         if (tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_expire_list(kv, seq, layer);
@@ -25331,7 +25354,7 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    st = tkvi_age_seq(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    st = tkvi_age_seq(kv, seq, 1, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
     if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* reserved slots were counted for ageing without a flush */
         tkvi_reserve_slots(kv, seq, 0);
         tkvi_trim(&kv->pool);
@@ -25405,7 +25428,7 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
     tkvi_learn_missing_tables(kv);
-    st = tkvi_age_seq(kv, seq, 0, 0);
+    st = tkvi_age_seq(kv, seq, 0, 0, 0);
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -26824,9 +26847,9 @@ static int64_t tkvi_n_ended_blocks(int64_t whole, int64_t end) {
     return n < whole ? n : whole;
 }
 
-/* The blocks and tokens of a layer after n tokens. waiting 1: formats that need a table wait, as there is none
- * yet. young 1: blocks of any age go to the archive. */
-static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting, int young) {
+/* The blocks and tokens of a layer after n tokens. most_recoded: blocks that can have formats that need a table; 0
+ * before there is one. young 1: blocks of any age go to the archive. */
+static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int64_t most_recoded, int young) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
@@ -26841,8 +26864,10 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting, i
     coded = tkvi_n_ended_blocks(whole, due - hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
-    if (waiting && p->now.needs_table[TKV_TIER_ARCHIVE]) archived = gone;
-    if (waiting && p->now.needs_table[TKV_TIER_WARM]) coded = archived;
+    if (p->now.needs_table[TKV_TIER_ARCHIVE] && archived > gone + most_recoded)
+        archived = gone + most_recoded;
+    if (p->now.needs_table[TKV_TIER_WARM] && coded > gone + most_recoded) coded = gone + most_recoded;
+    if (coded < archived) coded = archived;
     s.blocks[TKV_TIER_ARCHIVE] = archived - gone;
     s.blocks[TKV_TIER_WARM] = coded - archived;
     s.blocks[TKV_TIER_HOT] = whole - coded;
@@ -26900,9 +26925,9 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, in
 /* Adds the blocks of one layer in n_seqs sequences of n_tokens each. Returns the number of blocks of one
  * sequence, blocks that are not in RAM included. */
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
-                              int n_tokens, int64_t n_seqs, int waiting, const tkvi_not_in_ram *away,
+                              int n_tokens, int64_t n_seqs, int64_t most_recoded, const tkvi_not_in_ram *away,
                               int64_t *live) {
-    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting, away->young);
+    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, most_recoded, away->young);
     int64_t here =
         (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] + s.blocks[TKV_TIER_ARCHIVE];
     int tier;
@@ -26954,24 +26979,26 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     memset(live, 0, sizeof live);
     for (i = 0; i < h->cfg.model.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
         tkvi_plan p;
-        int64_t waiting = 0, here;
+        int64_t waiting = 0, recoded = TKVI_FOREVER, here;
         (void)tkvi_plan_of(h, i, &p, rule);
         p.now = rule[level];
         if (p.stored_layer != i) continue;
-        if (tkvi_plan_learns(
-                &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
+        if (tkvi_plan_learns(&p)) {
             const int delay = h->cfg.budget.bytes ? 0 : tkvi_table_delay(&p);
-            waiting =
-                h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, (TKVI_FIRST_TABLE_TOKENS + delay) / n_tokens);
+            const int table_at =
+                h->cfg.budget.bytes ? 0 : TKVI_FIRST_TABLE_TOKENS + delay; /* budget: early */
+            waiting = tkvi_min(n_seqs, table_at / n_tokens); /* sequences stored before there is a table */
+            if (table_at && n_seqs == 1)
+                recoded = 2 * (int64_t)tkvi_max(0, n_tokens - table_at); /* tkvi_most_to_age */
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
             first_delay = tkvi_min(first_delay, delay + 1 - tkvi_learn_steps(&h->cfg, &p));
             last_delay = tkvi_max(last_delay, delay);
         }
-        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, recoded, &outside, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
-        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &discarded, live);
-        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
+        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, TKVI_FOREVER, &discarded, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 0, &outside, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }

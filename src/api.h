@@ -1278,9 +1278,9 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
 /* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
  * learns the necessary statistics while it runs:
  *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
- *                       stay in the next better tier until then.
- *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics. Layers
- *                       take turns: some do so up to 63 tokens later.
+ *                       stay in the next better tier until then. Then each append of a token codes two of them.
+ *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics
+ * Where tokens come one by one, layers take turns, so some make these tables up to 63 tokens later.
  *
  * The caller need not do anything. If the first tokens were not typical, call tkv_refresh_calibration. A table cuts
  * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save

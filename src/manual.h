@@ -485,7 +485,8 @@
  *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
  *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
  *   leaves nothing to the appends. A learning layer makes its tables at 512 and 2,048 tokens, in tkv_maintain or in an
- *   append. Layers take turns for these as well. A loaded calibration (R3) avoids both.
+ *   append. Layers take turns for these as well, and blocks that waited for the first one are coded two by two. A
+ *   loaded calibration (R3) avoids both.
  *
  * Recipe R4: an even frame time
  *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table

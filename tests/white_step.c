@@ -38,11 +38,13 @@ typedef struct model_layer {
     int sink, hot, warm, keep, margin, window; /* the plan, in tokens */
     tkv_format_pair pair[TKV_TIER_COUNT];
     int needs_table[TKV_TIER_COUNT], learns; /* learns: a tier needs a table */
+    int delay;                               /* tokens by which the first table is delayed */
     int n_seen, n_tables;                    /* tokens seen, or -1: the layer collects nothing; tables made */
 } model_layer;
 
 typedef struct model_list {
     int len, first, n, step_len; /* blocks first .. n-1 are held */
+    int chunk_start;             /* length before the last append or step */
     model_block block[BLOCKS];
     float k[LONGEST][K_ROW], v[LONGEST][V_ROW];           /* as appended, in the hot format */
     float k_read[LONGEST][K_ROW], v_read[LONGEST][V_ROW]; /* as tkv_read must return it */
@@ -126,18 +128,19 @@ static void recode(const model_layer *p, model_list *m, int tier, int start, int
 
 static int is_same_pair(tkv_format_pair a, tkv_format_pair b) { return a.k == b.k && a.v == b.v; }
 
-/* Makes a table if the layer has seen enough tokens, or one if forced. Callers must not call it for a sequence with
- * an open step. */
-static void make_table_if_due(int layer, int forced) {
+/* Makes a table if the layer has seen enough tokens, before n more. n 0: forced, makes the first one from any tokens.
+ * Callers must not call it for a sequence with an open step. */
+static void make_table_if_due(int layer, int n) {
     model_layer *p = &plan[layer];
-    int s, i, n_held = 0; /* tokens that were seen may be evicted or expired */
+    int s, i, forced = n == 0 && !p->n_tables,
+              n_held = 0; /* tokens that were seen may be evicted or expired */
     for (s = 0; s < SEQS; s++)
         for (i = list[s][layer].first; i < list[s][layer].n; i++) {
             const model_block *b = &list[s][layer].block[i];
             if (!b->sink && b->tier != TKV_TIER_ARCHIVE) n_held += block_end(&list[s][layer], i) - b->start;
         }
-    forced = forced && !p->n_tables;
     if (!p->learns || p->n_seen < (forced ? 1 : 512) || n_held < (forced ? 1 : BLOCK)) return;
+    if (!forced && p->n_seen + n <= 512 + p->delay) return; /* layers take turns */
     p->n_seen = -1;
     p->n_tables++;
 }
@@ -148,11 +151,21 @@ static void count_seen(int layer, int n) {
         p->n_seen = p->n_seen + n < TKVI_SECOND_TABLE_TOKENS ? p->n_seen + n : TKVI_SECOND_TABLE_TOKENS;
 }
 
-/* Expires and demotes the blocks that are due. hot: 0 in a flush. partial: 1 demotes an unfinished block, too. */
-static void demote_due(int seq, int layer, int hot, int partial) {
+/* 1 if the cache has demoted as many blocks of a list as the model. */
+static int has_demoted_as_many(int seq, int layer) {
+    const model_list *m = &list[seq][layer];
+    const tkvi_list *l = tkvi_list_of(kv, seq, layer);
+    int i, n[TKV_TIER_COUNT] = {0};
+    for (i = m->first; i < m->n; i++) n[m->block[i].tier]++;
+    return n[TKV_TIER_WARM] == l->warm && n[TKV_TIER_ARCHIVE] == l->archive;
+}
+
+/* Expires blocks, and demotes those that are due, the oldest first: `least` of them, more if the cache did. hot: 0 in
+ * a flush. partial: 1 demotes an unfinished block, too. */
+static void demote_due(int seq, int layer, int hot, int partial, int least) {
     const model_layer *p = &plan[layer];
     model_list *m = &list[seq][layer];
-    int i;
+    int i, demoted = 0;
     while (p->keep && m->first + 1 < m->n && block_end(m, m->first) + p->keep + p->margin <= m->len)
         m->first++;
     for (i = m->first; i < m->n; i++) {
@@ -163,6 +176,8 @@ static void demote_due(int seq, int layer, int hot, int partial) {
         due = age < hot ? TKV_TIER_HOT : age - hot < p->warm ? TKV_TIER_WARM : TKV_TIER_ARCHIVE;
         while (p->needs_table[due] && !p->n_tables) due--;
         if (due <= b->tier) continue;
+        if (demoted >= least && has_demoted_as_many(seq, layer)) return; /* later appends demote the others */
+        demoted++;
         if (!is_same_pair(p->pair[b->tier], p->pair[due])) recode(p, m, due, b->start, end - b->start);
         b->tier = due;
     }
@@ -179,7 +194,10 @@ static void append_to_model(int seq, int layer, const float *k, const float *v, 
     model_list *m = &list[seq][layer];
     int t, i;
     if (n == 0) return;
-    if (!in_step[seq]) demote_due(seq, layer, p->hot, 0);
+    if (!in_step[seq]) {
+        demote_due(seq, layer, p->hot, 0, 2 + (m->len - m->chunk_start + n) / 16);
+        m->chunk_start = m->len;
+    }
     for (t = 0; t < n; t++) {
         const model_block *last = m->n > m->first ? &m->block[m->n - 1] : NULL;
         if (!last || last->tier != TKV_TIER_HOT || m->len - last->start == (last->sink ? p->sink : BLOCK)) {
@@ -202,6 +220,7 @@ static void truncate_model(int seq, int layer, int len) {
     if (m->len <= len) return;
     while (m->n > m->first && m->block[m->n - 1].start >= len) m->n--;
     m->len = len;
+    if (m->chunk_start > len) m->chunk_start = len;
 }
 
 /* Returns the shortest length that a truncation may leave, apart from windows. */
@@ -373,7 +392,7 @@ static tkv_status call_append(int seq, int layer, int n) {
     tkv_status st;
     if (m->len + n > LONGEST) n = LONGEST - m->len;
     fill_random_rows(n);
-    if (n > 0 && n <= n_free_step_tokens(seq, layer) && !in_step[seq]) make_table_if_due(layer, 0);
+    if (n > 0 && n <= n_free_step_tokens(seq, layer) && !in_step[seq]) make_table_if_due(layer, n);
     st = tkv_append(kv, seq, layer, k_in, v_in, n);
     if (is_to_repeat(seq, st)) st = tkv_append(kv, seq, layer, k_in, v_in, n);
     if (n > n_free_step_tokens(seq, layer)) CHECK_CALL(st == TKV_ERR_CAPACITY, "%s", tkv_get_status_text(st));
@@ -413,7 +432,7 @@ static tkv_status call_batch(void) {
     p.n_batch = n_rows;
     p.k = k_in;
     p.v = v_in;
-    if (!over_capacity && total && !any_open) make_table_if_due(p.layer, 0);
+    if (!over_capacity && total && !any_open) make_table_if_due(p.layer, total);
     st = tkv_append_ex(kv, &p);
     if (is_to_repeat(rows[0].seq, st)) st = tkv_append_ex(kv, &p);
     if (over_capacity) CHECK_CALL(st == TKV_ERR_CAPACITY, "%s", tkv_get_status_text(st));
@@ -426,10 +445,13 @@ static tkv_status call_batch(void) {
     return st;
 }
 
+static int last_chunk(const model_list *m) { return m->len > m->chunk_start ? m->len - m->chunk_start : 1; }
+
 static void make_due_tables(int seq, int forced) {
     int layer;
     for (layer = 0; layer < LAYERS && !in_step[seq]; layer++)
-        if (plan[layer].own && list[seq][layer].n > list[seq][layer].first) make_table_if_due(layer, forced);
+        if (plan[layer].own && list[seq][layer].n > list[seq][layer].first)
+            make_table_if_due(layer, forced ? 0 : last_chunk(&list[seq][layer]));
 }
 
 static tkv_status call_begin(int seq) {
@@ -442,9 +464,10 @@ static tkv_status call_begin(int seq) {
     else CHECK_CALL(st == TKV_OK, "%s", tkv_get_status_text(st));
     if (st) return st;
     for (layer = 0; layer < LAYERS; layer++) {
+        model_list *m = &list[seq][layer];
         if (!plan[layer].own) continue;
-        demote_due(seq, layer, plan[layer].hot, 0);
-        list[seq][layer].step_len = list[seq][layer].len;
+        demote_due(seq, layer, plan[layer].hot, 0, 2 + (m->len - m->chunk_start + last_chunk(m)) / 16);
+        m->step_len = m->chunk_start = m->len;
     }
     in_step[seq] = 1;
     return st;
@@ -515,7 +538,7 @@ static tkv_status call_flush(int seq) {
         int exact = plan[layer].hot == 1 << 28; /* hot_tokens = TKV_UNLIMITED: nothing is encoded */
         if (plan[layer].own)
             demote_due(seq, layer, mode == TKV_FLUSH_DUE || exact ? plan[layer].hot : 0,
-                       mode == TKV_FLUSH_ALL);
+                       mode == TKV_FLUSH_ALL, BLOCKS);
     }
     return st;
 }
@@ -702,6 +725,7 @@ static void init_model(const tkv_config *cfg, const tkv_layer_config *layers) {
         p->sink = tokens_of(layers[i].sink_tokens, cfg->tiers.sink_tokens, 4);
         p->hot = add_delay(tokens_of(layers[i].hot_tokens, cfg->tiers.hot_tokens, 64),
                            hot_delay_of(rank, n_own), 1 << 28);
+        p->delay = p->hot > 0 && p->hot < 1 << 28 ? hot_delay_of(rank, n_own) : 0;
         p->warm = add_delay(tokens_of(layers[i].warm_tokens, cfg->tiers.warm_tokens, 448),
                             warm_delay_of(rank, n_own), 1 << 28);
         rank += p->own;

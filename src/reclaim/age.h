@@ -217,12 +217,31 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
     return 0;
 }
 
-/* Ages all due blocks of a list. Returns 0 without memory. */
-static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too) {
+/* The most blocks of a list that an append of n tokens ages. It is more than this and the last append fill, so blocks
+ * that waited for a table are recoded within a few appends, and not all in one. */
+static int tkvi_most_to_age(const tkvi_list *list, int n) {
+    return 2 + (list->len - list->chunk_start + n) / (TKVI_BLOCK / 4);
+}
+
+/* Ages due blocks of a list, `most` at most. Returns 0 without memory. */
+static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too, int most) {
     int aged = 1;
-    while (aged > 0)
+    for (; aged > 0 && most > 0; most--)
         aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
-    return aged == 0;
+    return aged >= 0;
+}
+
+/* 1 if the last append left a due block of the list for later appends. */
+static int tkvi_is_behind(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int hot_age = tkvi_hot_age(kv, layer);
+    int i = list->sinks + list->archive, n; /* the oldest warm block, then the oldest hot one */
+    for (n = 0; n < 2 && i < list->n; n++, i += list->warm)
+        if (tkvi_tier_by_age(&kv->tables.plan[layer].now, hot_age, tkvi_block_end(kv, list, ids, i),
+                             list->chunk_start) > tkvi_tier_at(list, i))
+            return 1;
+    return 0;
 }
 
 #endif /* TKVI_RECLAIM_AGE_H */

@@ -272,9 +272,9 @@ static int64_t tkvi_n_ended_blocks(int64_t whole, int64_t end) {
     return n < whole ? n : whole;
 }
 
-/* The blocks and tokens of a layer after n tokens. waiting 1: formats that need a table wait, as there is none
- * yet. young 1: blocks of any age go to the archive. */
-static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting, int young) {
+/* The blocks and tokens of a layer after n tokens. most_recoded: blocks that can have formats that need a table; 0
+ * before there is one. young 1: blocks of any age go to the archive. */
+static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int64_t most_recoded, int young) {
     tkvi_layer_sum s;
     int64_t tokens = tkvi_max(0, n - p->sink), whole = tokens / TKVI_BLOCK, rest = tokens % TKVI_BLOCK;
     int64_t due = (int64_t)n - 1 - p->sink; /* length at the last ageing, without the sinks */
@@ -289,8 +289,10 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int waiting, i
     coded = tkvi_n_ended_blocks(whole, due - hot);
     archived = archived > gone ? archived : gone;
     coded = coded > archived ? coded : archived;
-    if (waiting && p->now.needs_table[TKV_TIER_ARCHIVE]) archived = gone;
-    if (waiting && p->now.needs_table[TKV_TIER_WARM]) coded = archived;
+    if (p->now.needs_table[TKV_TIER_ARCHIVE] && archived > gone + most_recoded)
+        archived = gone + most_recoded;
+    if (p->now.needs_table[TKV_TIER_WARM] && coded > gone + most_recoded) coded = gone + most_recoded;
+    if (coded < archived) coded = archived;
     s.blocks[TKV_TIER_ARCHIVE] = archived - gone;
     s.blocks[TKV_TIER_WARM] = coded - archived;
     s.blocks[TKV_TIER_HOT] = whole - coded;
@@ -348,9 +350,9 @@ static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, in
 /* Adds the blocks of one layer in n_seqs sequences of n_tokens each. Returns the number of blocks of one
  * sequence, blocks that are not in RAM included. */
 static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, const tkvi_plan *p,
-                              int n_tokens, int64_t n_seqs, int waiting, const tkvi_not_in_ram *away,
+                              int n_tokens, int64_t n_seqs, int64_t most_recoded, const tkvi_not_in_ram *away,
                               int64_t *live) {
-    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, waiting, away->young);
+    tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, most_recoded, away->young);
     int64_t here =
         (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] + s.blocks[TKV_TIER_ARCHIVE];
     int tier;
@@ -402,24 +404,26 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     memset(live, 0, sizeof live);
     for (i = 0; i < h->cfg.model.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
         tkvi_plan p;
-        int64_t waiting = 0, here;
+        int64_t waiting = 0, recoded = TKVI_FOREVER, here;
         (void)tkvi_plan_of(h, i, &p, rule);
         p.now = rule[level];
         if (p.stored_layer != i) continue;
-        if (tkvi_plan_learns(
-                &p)) { /* waiting: sequences stored before there is a table; under a budget it is made early */
+        if (tkvi_plan_learns(&p)) {
             const int delay = h->cfg.budget.bytes ? 0 : tkvi_table_delay(&p);
-            waiting =
-                h->cfg.budget.bytes ? 0 : tkvi_min(n_seqs, (TKVI_FIRST_TABLE_TOKENS + delay) / n_tokens);
+            const int table_at =
+                h->cfg.budget.bytes ? 0 : TKVI_FIRST_TABLE_TOKENS + delay; /* budget: early */
+            waiting = tkvi_min(n_seqs, table_at / n_tokens); /* sequences stored before there is a table */
+            if (table_at && n_seqs == 1)
+                recoded = 2 * (int64_t)tkvi_max(0, n_tokens - table_at); /* tkvi_most_to_age */
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
             first_delay = tkvi_min(first_delay, delay + 1 - tkvi_learn_steps(&h->cfg, &p));
             last_delay = tkvi_max(last_delay, delay);
         }
-        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, 0, &outside, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, recoded, &outside, live);
         all += here * (n_seqs - waiting);
         most = here > most && waiting < n_seqs ? here : most;
-        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, 0, &discarded, live);
-        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 1, &outside, live);
+        if (idle) (void)tkvi_add_layer(&m, h, &p, n_tokens, idle, TKVI_FOREVER, &discarded, live);
+        here = tkvi_add_layer(&m, h, &p, n_tokens, waiting, 0, &outside, live);
         all += here * waiting;
         most = here > most && waiting ? here : most;
     }

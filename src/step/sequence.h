@@ -26,13 +26,14 @@ static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
 /* >>reservations */
 /* most[tier]: the most blocks of a tier that a list can still gain. TKVI_FOREVER: no bound, under a budget or if a
  * flush recoded a block that was not full. */
-static void tkvi_compute_most_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                                         const uint32_t *ids, int64_t *most) {
+static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer, int64_t *most) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, all_full = 1;
     tkvi_compute_most_blocks(&kv->tables.cfg, p, most);
-    if (tkvi_plan_learns(p) &&
-        kv->tables.current_version[p->stored_layer] < 0) { /* blocks wait for a table */
-        most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
+    if (tkvi_plan_learns(p) && (kv->tables.current_version[layer] < 0 || tkvi_is_behind(kv, seq, layer))) {
+        most[TKV_TIER_HOT] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK; /* blocks wait or waited for a table */
         most[TKV_TIER_WARM] += TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK;
     }
     for (i = list->sinks; i < list->n; i++) {
@@ -75,7 +76,7 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     }
     if (kv->pool.keep_all)
         need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
-    tkvi_compute_most_new_blocks(kv, p, list, ids, most);
+    tkvi_compute_most_new_blocks(kv, seq, layer, most);
     if (sink) slots[layout[p->sink_layout].size_class]++;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
@@ -338,15 +339,16 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
     return TKV_OK;
 }
 
-/* Ages a list before an append, with the slots that are reserved for the layer. Returns 0 without memory. */
-static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer) {
+/* Ages a list before an append of n tokens, with slots reserved for the layer. Returns 0 without memory. */
+static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
     const int reserved_len = kv->seq[seq].reserved_len;
     tkvi_demand needed = tkvi_no_demand();
     int aged;
     if (kv->seq[seq].in_step) return 1;
     if (reserved_len && tkvi_add_needed_slots(kv, seq, layer, needed.slots))
         (void)tkvi_take_from_reservation(kv, seq, needed.slots);
-    aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0);
+    aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0,
+                         tkvi_most_to_age(tkvi_list_of(kv, seq, layer), n));
     if (reserved_len) tkvi_reserve_slots(kv, seq, reserved_len);
     return aged;
 }
@@ -382,7 +384,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
     if (!has_step) tkvi_query_stats_learn(kv, layer);
     if (!has_budget) {
         for (i = 0; i < request->n_rows; i++)
-            if (rows[i].n && !tkvi_age_for_append(kv, rows[i].seq, layer))
+            if (rows[i].n && !tkvi_age_for_append(kv, rows[i].seq, layer, rows[i].n))
                 return tkvi_refuse_tokens(kv, total);
         (void)tkvi_use_reservations(kv, request);
     }
@@ -482,9 +484,10 @@ static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
-/* Ages all layers of a sequence, then expires tokens. flush: 1 takes blocks of any age. partial_too: as in
- * tkvi_age_list. If it fails, blocks of some layers may be recoded. */
-static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_too) {
+/* Ages all layers of a sequence, then expires tokens. all_due: 0 leaves due blocks to later steps, as an append does.
+ * flush: 1 takes blocks of any age. partial_too: as in tkvi_age_next. If it fails, blocks of some layers may be
+ * recoded. */
+static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int all_due, int flush, int partial_too) {
     int layer, n = kv->tables.cfg.model.n_layers, ready = 1;
     tkvi_unreserve_slots(kv, seq);
     for (layer = 0; layer < n && ready; layer++) {
@@ -496,7 +499,7 @@ static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int flush, int partial_to
         if (!ready) break;
         tkvi_query_stats_learn(kv, layer);
         ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
-                              partial_too);
+                              partial_too, all_due ? TKVI_FOREVER : tkvi_most_to_age(list, n_next));
     }
     for (layer = 0; layer < n && ready; layer++)
         if (tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_expire_list(kv, seq, layer);
@@ -511,7 +514,7 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
         return tkvi_fail(kv, TKV_ERR_ARG, "mode must be a tkv_flush_mode", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    st = tkvi_age_seq(kv, seq, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
+    st = tkvi_age_seq(kv, seq, 1, mode != TKV_FLUSH_DUE, mode == TKV_FLUSH_ALL);
     if (st == TKV_OK && mode != TKV_FLUSH_DUE) { /* reserved slots were counted for ageing without a flush */
         tkvi_reserve_slots(kv, seq, 0);
         tkvi_trim(&kv->pool);
@@ -585,7 +588,7 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open already; commit or abort it first", 0, NULL);
     tkvi_learn_missing_tables(kv);
-    st = tkvi_age_seq(kv, seq, 0, 0);
+    st = tkvi_age_seq(kv, seq, 0, 0, 0);
     if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
