@@ -19791,9 +19791,11 @@ static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
 static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     const int8_t had = kv->tables.current_version[layer];
     const int n_due = tkvi_n_heads_due(kv, layer, n), n_heads = kv->tables.cfg.model.n_kv_heads;
-    tkvi_next_table *next = kv->stats.next_table + layer;
+    tkvi_next_table *next;
     int version;
-    if (n_due == 0 || (n_due < n_heads && n_due <= next->n_heads)) return 1;
+    if (n_due == 0) return 1;
+    next = &kv->stats.next_table[layer];
+    if (n_due < n_heads && n_due <= next->n_heads) return 1;
     if (tkvi_n_readable_tokens(kv, layer) < (n == TKVI_ANY_TOKENS && had < 0 ? 1 : TKVI_BLOCK)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
