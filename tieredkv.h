@@ -48,7 +48,6 @@
  *
  *   These things are not possible today:
  *     - Positions of stored tokens cannot be shifted.
- *     - Only exact tokens can be cut off the end of a sequence (tkv_seq_truncate).
  *     - A sequence cannot be forked, saved or loaded. No two sequences share blocks.
  *     - A head has at most 256 channels. The cache stores them padded to a multiple of 16.
  *
@@ -1061,7 +1060,6 @@ extern "C" {
     X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
     X(TKV_ERR_STATE, -6, "call out of order: see tkv_seq_begin, tkv_seq_commit, tkv_seq_abort")              \
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
-    X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
@@ -1685,11 +1683,14 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 /* Returns the length in tokens of one layer of a sequence, or with TKV_ALL_LAYERS that of the shortest layer. Lengths
  * count evicted, expired and discarded tokens too. Returns 0 for a bad seq, or a layer without a cache. */
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
-/* Keeps the first n_tokens of every layer; shorter layers do not change. It can remove only exact tokens in RAM.
- * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number. Memory comes
- * back as in tkv_seq_reset.
+/* Keeps the first n_tokens of every layer; shorter layers do not change. Any token can be removed: exact, compressed,
+ * offloaded, discarded or evicted. No token that stays is coded again. Inside a compressed block the block keeps its
+ * bytes, and the next token begins a new one. Tokens that were compressed, evicted or merged before stay so. Memory
+ * comes back as in tkv_seq_reset. With host.wipe_freed, tokens removed from a compressed block stay in its bytes until
+ * it is freed or coded again.
  * Errors, nothing changed:
- *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_get_last_error names the least n_tokens
+ *   TKV_ERR_RANGE     a window expired tokens that the last kept token sees; tkv_get_last_error names the least
+ *                     n_tokens. 0 is always possible.
  *   TKV_ERR_STATE     a step is open
  *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
@@ -1823,8 +1824,8 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq);
 /* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_get_length + n
  * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
- * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions; without a
- * budget also tkv_set_level and tkv_set_hot_tokens.
+ * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions, or of compressed
+ * tokens; without a budget also tkv_set_level and tkv_set_hot_tokens.
  * Errors, nothing reserved:
  *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
  *   TKV_ERR_BUDGET     the budget is full
@@ -16708,9 +16709,9 @@ TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age) {
 #endif /* TKVI_CACHE_PRESET_H */
 /* ======== cache/pool.h ======== */
 /*
- * cache/pool.h - the memory of blocks: pages cut into slots, and the block table on top.
+ * cache/pool.h - the memory of blocks: pages cut into slots, with the tables of blocks and entries on top.
  *
- *     block number -> block table entry: page, slot -> page: [slot 0][slot 1] ... all of one size class
+ *     list -> entry: block number, tokens -> block: page, slot -> page: [slot 0][slot 1] ... all of one size class
  *
  * All pages have one size. A page in use serves one size class: its slots fit blocks of one size. The free slots of
  * a class never add up to a whole page. When they would, tkvi_compact moves the blocks of the sparsest page into
@@ -16721,7 +16722,8 @@ TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age) {
  * different sizes cannot fragment the memory, nor an arena. And the pages that new blocks will need can be computed
  * before they are stored (tkvi_pages_for_demand).
  *
- * Blocks are reference-counted and have a number. Their bytes may move.
+ * Blocks have a number, and their bytes may move. An entry says what one list sees of a block. Entries of several lists
+ * may hold the same block (tkvi_block.refs).
  */
 #ifndef TKVI_CACHE_POOL_H
 #define TKVI_CACHE_POOL_H
@@ -16739,24 +16741,32 @@ typedef struct tkvi_page {
     int used;               /* slots in use */
 } tkvi_page;
 
+/* The bytes of up to 64 tokens of one layer. Several entries may hold a block; all of them see the same bytes. */
 typedef struct tkvi_block {
-    uint32_t refs; /* lists that hold the block; 0: this entry is free */
-    /* Page number; of a free entry, the next free entry; TKVI_NIL: discarded (reclaim/discard.h). With
+    uint32_t refs; /* entries that hold the block; 0: this number is free */
+    /* Page number; of a free number, the next free one; TKVI_NIL: discarded (reclaim/discard.h). With
      * TKVI_OFFLOADED, page and slot hold the mark of the offloaded bytes (reclaim/offload.h). */
     uint32_t page;
-    uint16_t slot, layout; /* layout: number of the block's layout in tkvi_tables.layout */
-    int start;             /* the block covers positions from here to the start of the next block */
-    uint64_t
-        evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
-    /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
-     * (tkvi_slot_position). */
-    int16_t n_packed;
+    uint16_t slot, layout;    /* layout: number of the block's layout in tkvi_tables.layout */
+    int first_position;       /* of slot 0 when the block was coded; it seeds the checksums of stored bytes */
     uint16_t previous_layout; /* 0, or 1 + the layout before this one, if not hot (step/recompute.h) */
     uint16_t copy_layout;     /* 0, or 1 + the layout of an exact copy in the store */
     uint16_t copy_mark;       /* mark of the last copy made for this block number; it outlives the block */
 } tkvi_block;
 
-/* Data of a block's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
+/* What one list sees of a block: which tokens, and where. */
+typedef struct tkvi_entry {
+    uint32_t block; /* block number; of a free entry, the next free one */
+    int start;      /* the entry covers positions from here to the start of the next entry */
+    uint64_t
+        evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
+     * (tkvi_slot_position). */
+    int16_t n_packed;
+    int16_t in_use; /* 0: this entry is free */
+} tkvi_entry;
+
+/* Data of an entry's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
     uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_position) */
     uint32_t scores[64];     /* attention scores, or norms of keys (reclaim/scores.h) */
@@ -16780,11 +16790,13 @@ typedef struct tkvi_pool {
     tkvi_page *page;
     uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
-    tkvi_block *block;
-    tkvi_token_meta *token_meta;              /* per block, behind the block table; NULL: not needed */
-    uint32_t n_blocks, block_cap, free_block; /* live blocks; entries; first free entry */
-    uint32_t n_offloaded;                     /* live blocks without bytes in RAM, discarded ones included */
-    uint32_t n_discarded;                     /* live blocks that must be recomputed */
+    tkvi_block *block;                /* [block_cap] */
+    tkvi_entry *entry;                /* [block_cap], behind the blocks; no block is without entry */
+    tkvi_token_meta *token_meta;      /* [block_cap], per entry, behind the entries; NULL: not needed */
+    uint32_t n_entries, n_blocks, block_cap; /* those in use; both tables have block_cap numbers */
+    uint32_t free_entry, free_block;         /* first free numbers */
+    uint32_t n_offloaded;                    /* live blocks without bytes in RAM, discarded ones included */
+    uint32_t n_discarded;                    /* live blocks that must be recomputed */
     uint16_t first_copy_mark; /* copy_mark of new entries: the last one of the entries that were freed */
     uint64_t marks;           /* last mark given out, 47 bits (reclaim/offload.h) */
     uint32_t *partial_pages;  /* per class: first page of the partial-page list */
@@ -16837,33 +16849,42 @@ static int tkvi_keeps_token_meta(const tkv_config *cfg) {
                               cfg->tiers.n_anchors > 0);
 }
 
-/* Bytes of an entry of the block table, its token_meta included. */
+/* Bytes of one number of the tables: a block, an entry and its token_meta. */
 static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
-    return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
+    return sizeof(tkvi_block) + sizeof(tkvi_entry) +
+           (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
-/* Uses `bytes` as a block table of `cap` entries. */
+/* Uses `bytes` as tables of `cap` blocks and entries. */
 static void tkvi_use_block_table(tkvi_pool *pool, uint8_t *bytes, uint32_t cap) {
+    uint8_t *entries = cap ? bytes + cap * sizeof(tkvi_block) : NULL;
     pool->block = (tkvi_block *)(void *)bytes;
+    pool->entry = (tkvi_entry *)(void *)entries;
     pool->token_meta = cap && tkvi_keeps_token_meta(&pool->tables->cfg)
-                           ? (tkvi_token_meta *)(void *)(bytes + cap * sizeof(tkvi_block))
+                           ? (tkvi_token_meta *)(void *)(entries + cap * sizeof(tkvi_entry))
                            : NULL;
     pool->block_cap = cap;
 }
 
-/* Puts the free entries from `from` on before the list of free entries. */
+/* Puts the free numbers from `from` on before the lists of free blocks and entries. */
 static void tkvi_link_free_blocks(tkvi_pool *pool, uint32_t from) {
     uint32_t i;
     for (i = pool->block_cap; i-- > from;) {
-        if (pool->block[i].refs) continue;
-        pool->block[i].page = pool->free_block;
-        pool->free_block = i;
+        if (!pool->block[i].refs) {
+            pool->block[i].page = pool->free_block;
+            pool->free_block = i;
+        }
+        if (!pool->entry[i].in_use) {
+            pool->entry[i].block = pool->free_entry;
+            pool->free_entry = i;
+        }
     }
 }
 
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
     const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
+    const tkvi_pool old = *pool;
     uint32_t i;
     size_t bytes;
     uint8_t *bigger;
@@ -16872,11 +16893,12 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
-    if (old_cap) memcpy(bigger, pool->block, old_cap * sizeof(tkvi_block));
-    if (TKVI_HAS_EVICT && old_cap && pool->token_meta)
-        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, old_cap * sizeof(tkvi_token_meta));
-    tkvi_put(pool->heap, pool->block, old_cap * entry);
     tkvi_use_block_table(pool, bigger, cap);
+    if (old_cap) memcpy(pool->block, old.block, old_cap * sizeof *old.block);
+    if (old_cap) memcpy(pool->entry, old.entry, old_cap * sizeof *old.entry);
+    if (TKVI_HAS_EVICT && old_cap && old.token_meta)
+        memcpy(pool->token_meta, old.token_meta, old_cap * sizeof *old.token_meta);
+    tkvi_put(pool->heap, old.block, old_cap * entry);
     for (i = old_cap; i < cap; i++) pool->block[i].copy_mark = pool->first_copy_mark;
     tkvi_link_free_blocks(pool, old_cap);
     return 1;
@@ -17056,10 +17078,22 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
     if (pool->used_slots[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
 }
 
-/* >>blocks */
-static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
-    uint32_t id = pool->free_block, page;
+/* >>blocks and entries */
+static uint32_t tkvi_take_entry(tkvi_pool *pool) {
+    const uint32_t id = pool->free_entry;
+    TKVI_ASSERT(id != TKVI_NIL);
+    pool->free_entry = pool->entry[id].block;
+    pool->entry[id].in_use = 1;
+    pool->n_entries++;
+    return id;
+}
+
+/* Takes a number and a slot for a new block. The caller's entry holds it. There is a free number: no block is without
+ * entry, and the entry of the new one holds none or a shared block. */
+static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int first_position) {
+    const uint32_t id = pool->free_block;
     tkvi_block *b = &pool->block[id];
+    uint32_t page;
     int slot;
     TKVI_ASSERT(id != TKVI_NIL);
     pool->free_block = b->page;
@@ -17068,13 +17102,31 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     b->page = page;
     b->slot = (uint16_t)slot;
     b->layout = (uint16_t)layout;
-    b->start = start;
-    b->evicted_mask = 0;
-    b->n_packed = 0;
+    b->first_position = first_position;
     b->previous_layout = 0;
     b->copy_layout = 0;
-    if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     pool->n_blocks++;
+    return id;
+}
+
+/* Makes an entry with a new block. */
+static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start) {
+    const uint32_t id = tkvi_take_entry(pool);
+    tkvi_entry *e = &pool->entry[id];
+    e->block = tkvi_new_block(pool, layout, start);
+    e->start = start;
+    e->evicted_mask = 0;
+    e->n_packed = 0;
+    if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
+    return id;
+}
+
+/* Makes an entry that holds the block of another one, and sees the same tokens. */
+static uint32_t tkvi_share_entry(tkvi_pool *pool, uint32_t from) {
+    const uint32_t id = tkvi_take_entry(pool);
+    pool->entry[id] = pool->entry[from];
+    pool->block[pool->entry[id].block].refs++;
+    if (TKVI_HAS_EVICT && pool->token_meta) pool->token_meta[id] = pool->token_meta[from];
     return id;
 }
 
@@ -17139,6 +17191,15 @@ static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     pool->n_blocks--;
 }
 
+static void tkvi_release_entry(tkvi_pool *pool, uint32_t id) {
+    tkvi_entry *e = &pool->entry[id];
+    tkvi_release_block(pool, e->block);
+    e->in_use = 0;
+    e->block = pool->free_entry;
+    pool->free_entry = id;
+    pool->n_entries--;
+}
+
 /* >>memory for blocks to come */
 /* Slots and block entries that a call will take, beyond those in use and reserved. A class that it gives back before
  * it takes others counts below 0. */
@@ -17172,7 +17233,7 @@ static int64_t tkvi_pages_for_demand(const tkvi_pool *pool, const tkvi_demand *d
 
 /* Block entries that the pool must hold to serve a demand. */
 static int64_t tkvi_entries_for_demand(const tkvi_pool *pool, const tkvi_demand *demand) {
-    int64_t entries = (int64_t)pool->n_blocks + demand->entries;
+    int64_t entries = (int64_t)pool->n_entries + demand->entries;
     int c;
     for (c = 0; c < pool->tables->n_classes; c++) entries += pool->reserved_slots[c];
     return entries;
@@ -17614,8 +17675,13 @@ static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
     return s->block ? s->block + (size_t)layer * s->cap : NULL;
 }
 
+/* The block that an entry holds. */
+static tkvi_block *tkvi_block_of(const tkv_cache *kv, uint32_t id) {
+    return &kv->pool.block[kv->pool.entry[id].block];
+}
+
 static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
-    return kv->pool.block[ids[i]].start;
+    return kv->pool.entry[ids[i]].start;
 }
 
 /* End position of block i (exclusive): the start of the next block, or the length of the list. */
@@ -17637,38 +17703,37 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 
 /* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    return TKVI_HAS_EVICT && b->n_packed ? b->n_packed : tkvi_block_end(kv, list, ids, i) - b->start;
+    const tkvi_entry *e = &kv->pool.entry[ids[i]];
+    return TKVI_HAS_EVICT && e->n_packed ? e->n_packed : tkvi_block_end(kv, list, ids, i) - e->start;
 }
 
 /* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
-static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
-    return (TKVI_HAS_EVICT ? ~b->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+static uint64_t tkvi_live_mask(const tkvi_entry *e, int slots) {
+    return (TKVI_HAS_EVICT ? ~e->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* 1 if each position of this block takes two entries of `positions` (32 bits). That is so in a sinks' block with
+/* 1 if each position of this entry takes two elements of `positions` (32 bits). That is so in a sinks' block with
  * anchors, because their positions can be far apart. Such a block is known by its capacity below 64. */
-static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
+static int tkvi_has_long_positions(const tkv_cache *kv, uint32_t id) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
-           kv->tables.layout[b->layout].tokens < TKVI_BLOCK;
+           kv->tables.layout[tkvi_block_of(kv, id)->layout].tokens < TKVI_BLOCK;
 }
 
-/* Position of the token in a slot of block `id`. */
+/* Position of the token in a slot of entry `id`. */
 static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_entry *e = &kv->pool.entry[id];
     int32_t at;
-    if (!TKVI_HAS_EVICT || !b->n_packed) return b->start + slot;
-    if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].positions[slot];
+    if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot;
+    if (!tkvi_has_long_positions(kv, id)) return e->start + kv->pool.token_meta[id].positions[slot];
     memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, sizeof at);
     return at;
 }
 
 static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int position) {
-    const tkvi_block *b = &kv->pool.block[id];
     const int32_t at = position;
-    if (tkvi_has_long_positions(kv, b))
+    if (tkvi_has_long_positions(kv, id))
         memcpy((uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, &at, sizeof at);
-    else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - b->start);
+    else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - kv->pool.entry[id].start);
 }
 
 /* The position from which the tokens of a list stay exact: the start of its last append. While the next append is in
@@ -17686,22 +17751,26 @@ static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
     if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
-/* Removes the quality meter's copies of the block that begins at `start`. */
-static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
+/* Removes the quality meter's copies of the blocks that begin at the positions from .. to - 1. */
+static void tkvi_forget_meter_copies_in(tkv_cache *kv, int seq, int layer, int from, int to) {
     int i, copy;
     if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *probe = &kv->meter->head_probe[i];
-        for (copy = 0; copy < probe->n && probe->layer == layer; copy++)
-            if (probe->start[copy] == start) tkvi_head_probe_drop(probe, copy);
+        for (copy = probe->layer == layer ? probe->n : 0; copy-- > 0;)
+            if (probe->start[copy] >= from && probe->start[copy] < to) tkvi_head_probe_drop(probe, copy);
     }
+}
+
+static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
+    tkvi_forget_meter_copies_in(kv, seq, layer, start, start + 1);
 }
 
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
 static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    return TKVI_HAS_EVICT && b->n_packed && tkvi_has_long_positions(kv, b) ? list->len
-                                                                           : tkvi_block_end(kv, list, ids, i);
+    return TKVI_HAS_EVICT && kv->pool.entry[ids[i]].n_packed && tkvi_has_long_positions(kv, ids[i])
+               ? list->len
+               : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
@@ -17773,10 +17842,10 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const tkvi_block *b;
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
-            b = &kv->pool.block[ids[i]];
+            b = tkvi_block_of(kv, ids[i]);
             if (tkvi_is_offloaded(b)) continue;
             r = &kv->tables.layout[b->layout].record[head];
-            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, tkvi_block_start(kv, ids, i),
                   tkvi_block_tokens(kv, list, ids, i));
             found++;
         }
@@ -17847,7 +17916,7 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     e.layer = layer;
     e.from = tkvi_block_start(kv, ids, i);
     e.to = tkvi_block_end(kv, list, ids, i);
-    e.bytes = kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total;
+    e.bytes = kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     e.text = "a block was offloaded";
     kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
@@ -18005,7 +18074,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
-    kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
+    kv->pool.free_page = kv->pool.free_block = kv->pool.free_entry = TKVI_NIL;
     for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
     (void)tkv_init_pressure(&kv->budget.pressure, &derived->cfg.budget.pressure, NULL, 0);
@@ -19711,7 +19780,7 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
-            const int own = kv->pool.block[ids[i]].layout - kv->tables.n_keys;
+            const int own = tkvi_block_of(kv, ids[i])->layout - kv->tables.n_keys;
             if (own >= 0) used[own % TKVI_VERSIONS] = 1;
         }
     }
@@ -19760,7 +19829,7 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i = list->n;
-        while (--i >= list->sinks + list->archive && !tkvi_is_offloaded(&kv->pool.block[ids[i]]))
+        while (--i >= list->sinks + list->archive && !tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
             n += tkvi_block_tokens(kv, list, ids, i);
     }
     return n;
@@ -20489,15 +20558,15 @@ static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
 static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
     int i, t, n = 0;
     for (i = 0; i < v->list->n; i++) {
-        const tkvi_block *b = &v->kv->pool.block[v->ids[i]];
+        const tkvi_entry *e = &v->kv->pool.entry[v->ids[i]];
         const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
-        if (b->evicted_mask == 0 && !b->n_packed) {
-            n += tkvi_max(0, tkvi_min(v->high[r], b->start + slots) - tkvi_max(v->low[r], b->start));
+        if (e->evicted_mask == 0 && !e->n_packed) {
+            n += tkvi_max(0, tkvi_min(v->high[r], e->start + slots) - tkvi_max(v->low[r], e->start));
             continue;
         }
         for (t = 0; t < slots; t++) {
             const int at = tkvi_slot_position(v->kv, v->ids[i], t);
-            n += at >= v->low[r] && at < v->high[r] && (tkvi_live_mask(b, slots) >> t & 1);
+            n += at >= v->low[r] && at < v->high[r] && (tkvi_live_mask(e, slots) >> t & 1);
         }
     }
     return n;
@@ -20532,7 +20601,7 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
                             int last) {
     TKVI_ALIGNED float p[TKVI_BLOCK], added[TKVI_BLOCK], more[TKVI_BLOCK];
     const tkvi_token_scores *m = &v->kv->token_scores;
-    const uint64_t gone = v->kv->pool.block[v->ids[i]].evicted_mask;
+    const uint64_t gone = v->kv->pool.entry[v->ids[i]].evicted_mask;
     int r, t, end;
     memset(added, 0, sizeof added);
     for (r = first; r < last; r = end) {
@@ -20628,13 +20697,13 @@ static tkvi_piece tkvi_describe_piece(const tkv_cache *kv, uint32_t id, tkvi_sto
     const tkvi_record *r = &kv->tables.layout[layout].record[head];
     uint8_t seed_bytes[24];
     tkvi_piece piece;
-    piece.key = tkvi_store_key(id, what);
+    piece.key = tkvi_store_key(kv->pool.entry[id].block, what);
     piece.from = r->at + (part ? r->v_at : 0);
     piece.at = piece.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
     piece.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_n_pieces(r) == 1 ? r->v.bytes : 0);
     tkvi_store32(seed_bytes, piece.key);
     tkvi_store32(seed_bytes + 4, 2u * (uint32_t)head + (uint32_t)part);
-    tkvi_store32(seed_bytes + 8, (uint32_t)kv->pool.block[id].start);
+    tkvi_store32(seed_bytes + 8, (uint32_t)tkvi_block_of(kv, id)->first_position);
     tkvi_store32(seed_bytes + 12, (uint32_t)layout);
     tkvi_store32(seed_bytes + 16, (uint32_t)mark);
     tkvi_store32(seed_bytes + 20, (uint32_t)(mark >> 32));
@@ -20647,7 +20716,7 @@ static tkvi_piece tkvi_describe_piece(const tkv_cache *kv, uint32_t id, tkvi_sto
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
     TKVI_ALIGNED uint8_t buffer[TKVI_OFFLOAD_ROOM];
     const tkv_offload_config *store = &kv->tables.cfg.offload;
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int head, part;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
@@ -20658,7 +20727,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
             if (store->write(store->user, piece.key, piece.at, buffer, piece.bytes + TKVI_OFFLOAD_CHECKSUM) ==
                 0)
                 continue;
-            tkvi_erase_key(&kv->pool, id, what);
+            tkvi_erase_key(&kv->pool, kv->pool.entry[id].block, what);
             kv->counts.unwritten++;
             return 0;
         }
@@ -20668,7 +20737,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
 /* Called before a block is recoded. With cfg.offload.keep_exact it writes a copy of the exact bytes to the store, if
  * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
-    tkvi_block *b = &kv->pool.block[id];
+    tkvi_block *b = tkvi_block_of(kv, id);
     if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write ||
         b->copy_layout || b->refs > 1)
         return;
@@ -20698,7 +20767,7 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
 static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
+    if (i < list->sinks || i + 2 >= list->n || tkvi_block_of(kv, ids[i])->refs > 1) return 0;
     return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
 }
 
@@ -20707,10 +20776,12 @@ static int tkvi_find_offloadable(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->passed[TKVI_OFFLOADED_RUN];
-    while (i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]])) i++;
+    while (i < list->n && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]))) i++;
     list->passed[TKVI_OFFLOADED_RUN] = tkvi_max(0, i - list->sinks);
-    while (i < list->n && (tkvi_is_offloaded(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1))
-        i++;
+    for (; i < list->n; i++) {
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        if (!tkvi_is_offloaded(b) && b->refs == 1) break;
+    }
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
@@ -20723,7 +20794,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     int slot;
     if (i < 0) return 0;
     id = tkvi_ids(kv, seq, layer)[i];
-    b = &kv->pool.block[id];
+    b = tkvi_block_of(kv, id);
     if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
         kv->call.store_failed = 1;
         return 0;
@@ -20748,7 +20819,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_list *list = tkvi_list_of(kv, buffer->seq, buffer->layer);
     const uint32_t *ids = tkvi_ids(kv, buffer->seq, buffer->layer);
-    const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.block[id].start));
+    const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.entry[id].start));
     const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
     float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
@@ -20780,7 +20851,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
                                                 int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
     const tkv_offload_config *store = &kv->tables.cfg.offload;
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
     const tkvi_record *record = &kv->tables.layout[layout].record[head];
     const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
@@ -20808,7 +20879,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
  * until the next call with this buffer. Errors: those of tkvi_read_piece. */
 static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
                                       tkvi_fetch_buffer *buffer, const uint8_t **bytes) {
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
     if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, buffer, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + record->at + (side == TKV_K ? 0 : record->v_at);
@@ -20818,10 +20889,10 @@ static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head
 /* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_offload_config *store = &kv->tables.cfg.offload;
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     if (store->prefetch) {
         const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
-        store->prefetch(store->user, tkvi_store_key(id, TKVI_ITSELF),
+        store->prefetch(store->user, tkvi_store_key(kv->pool.entry[id].block, TKVI_ITSELF),
                         record->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
                         record->v_at + record->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }
@@ -20849,8 +20920,9 @@ static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
 
 /* 1 if block i is discarded and has live tokens. If all its tokens are evicted or anchored, nothing is missing. */
 static int tkvi_needs_recompute(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    return tkvi_is_discarded(b) && tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    return tkvi_is_discarded(b) &&
+           tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* 1 if a discarded block of a layer covers any of the positions from .. to - 1. */
@@ -20897,7 +20969,7 @@ static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end)
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = list->sinks; i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]]);) i++;
+        for (i = list->sinks; i < list->n && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));) i++;
         if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
         found = 1;
         *start = tkvi_block_start(kv, ids, i);
@@ -20916,7 +20988,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = list->sinks; i < list->n && tkvi_block_end(kv, list, ids, i) <= to; i++) {
-            tkvi_block *b = &kv->pool.block[ids[i]];
+            tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const uint32_t page = b->page;
             const int slot = b->slot;
             if (tkvi_is_offloaded(b)) continue;
@@ -20927,7 +20999,8 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             if (kv->tables.cfg.recompute.compute) { /* it is read in the hot format */
                 b->layout = (uint16_t)kv->tables.plan[layer].now.layout[TKV_TIER_HOT];
                 b->previous_layout = 0;
-                tkvi_forget_meter_copies(kv, seq, layer, b->start); /* exact blocks need none */
+                tkvi_forget_meter_copies(kv, seq, layer,
+                                         tkvi_block_start(kv, ids, i)); /* exact blocks need none */
             }
             kv->pool.n_offloaded++;
             kv->pool.n_discarded++;
@@ -21025,7 +21098,7 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
 
 /* Mask of the used slots of block i: live tokens and anchored tokens. */
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
+    return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
            (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
 }
 
@@ -21036,7 +21109,7 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     const int n = tkvi_block_tokens(kv, list, ids, i);
     const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
-    if (!TKVI_HAS_EVICT || !kv->pool.block[ids[i]].n_packed) t = position - tkvi_block_start(kv, ids, i);
+    if (!TKVI_HAS_EVICT || !kv->pool.entry[ids[i]].n_packed) t = position - tkvi_block_start(kv, ids, i);
     else
         while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
@@ -21054,17 +21127,17 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
-    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
+    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.entry[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
 }
 
 /* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
  * of the next block, and that one may be freed. */
 static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    tkvi_block *b = &kv->pool.block[ids[i]];
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
-    for (t = 0; t < n && !b->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, b->start + t);
-    b->n_packed = (int16_t)n;
+    for (t = 0; t < n && !e->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, e->start + t);
+    e->n_packed = (int16_t)n;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
@@ -21077,7 +21150,7 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
     token_meta = &kv->pool.token_meta[ids[i]];
     if (!(token_meta->anchored_mask >> t & 1)) return;
     token_meta->anchored_mask &= ~((uint64_t)1 << t);
-    kv->pool.block[ids[i]].evicted_mask &= ~((uint64_t)1 << t);
+    kv->pool.entry[ids[i]].evicted_mask &= ~((uint64_t)1 << t);
     tkvi_align_steps(kv, ids[0], ids[i]);
     token_meta->scores[t] = kv->pool.token_meta[ids[0]].scores[slot];
 }
@@ -21087,7 +21160,7 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
 static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->simd_ops;
-    tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
+    tkvi_block *to = tkvi_block_of(kv, ids[0]), *from = tkvi_block_of(kv, ids[i]);
     const tkvi_layout *a = &kv->tables.layout[to->layout], *b = &kv->tables.layout[from->layout];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
@@ -21101,23 +21174,23 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
         r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
     tkvi_set_slot_position(kv, ids[0], slot, tkvi_slot_position(kv, ids[i], t));
-    to->evicted_mask &= ~((uint64_t)1 << slot);
+    kv->pool.entry[ids[0]].evicted_mask &= ~((uint64_t)1 << slot);
     kv->pool.token_meta[ids[0]].scores[slot] = kv->pool.token_meta[ids[i]].scores[t];
-    from->evicted_mask |= (uint64_t)1 << t;
+    kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
     kv->pool.token_meta[ids[i]].anchored_mask |= (uint64_t)1 << t;
 }
 
 /* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
 static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int i = tkvi_block_at(kv, list, ids, tkvi_slot_position(kv, ids[0], slot));
-    return i > 0 && tkvi_has_no_source(kv, &kv->pool.block[ids[i]]);
+    return i > 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[i]));
 }
 
 /* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score; -1: none. a:
  * attention scores of the slots of the sinks' block. */
 static int tkvi_anchor_place(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int first,
                              int last, const float *a) {
-    const tkvi_block *sinks = &kv->pool.block[ids[0]];
+    const tkvi_entry *sinks = &kv->pool.entry[ids[0]];
     int t, least = -1;
     for (t = first; t < last; t++) {
         if (t >= sinks->n_packed || sinks->evicted_mask >> t & 1) return t;
@@ -21133,15 +21206,16 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
     const int first = p->sink, last = p->sink + kv->tables.cfg.tiers.n_anchors;
-    tkvi_block *sinks = &kv->pool.block[ids[0]], *b = &kv->pool.block[ids[i]];
+    tkvi_entry *sinks = &kv->pool.entry[ids[0]];
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
     uint64_t there;
     int t, newest;
-    if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 ||
-        b->refs > 1)
+    if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || b->refs > 1 ||
+        tkvi_block_of(kv, ids[0])->refs > 1)
         return;
     if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
-    there = tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
+    there = tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
     newest = tkvi_token_score_newest(kv, list, ids);
     tkvi_align_steps(kv, ids[0], ids[i]);
@@ -21257,7 +21331,8 @@ static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
 }
 
 /* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
-static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
+static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, uint32_t id) {
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *from = &kv->tables.layout[b->layout];
     int i;
     if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_layout(kv, layer, b->layout))
@@ -21265,7 +21340,8 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_bl
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *probe = &kv->meter->head_probe[i];
         if (probe->layer == layer)
-            tkvi_head_probe_keep(kv->meter, probe, b->start, tkvi_list_of(kv, seq, layer)->expired,
+            tkvi_head_probe_keep(kv->meter, probe, kv->pool.entry[id].start,
+                                 tkvi_list_of(kv, seq, layer)->expired,
                                  tkvi_block_bytes(&kv->pool, b) + from->record[probe->head].at,
                                  from->record[probe->head].k.bytes + from->record[probe->head].v.bytes);
     }
@@ -21275,8 +21351,9 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_bl
  * the format fixes slots. Returns 0 without memory; the block then stays as it is. */
 static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
-    tkvi_block *b = &kv->pool.block[id];
+    const uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
+    tkvi_entry *e = &kv->pool.entry[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     int is_packed;
     uint16_t previous_layout;
     tkvi_recoding r;
@@ -21285,46 +21362,38 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
     if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return 1;
     if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
-    if (b->refs > 1) {
-        if (!tkvi_grow_blocks(&kv->pool, kv->pool.n_blocks + 1)) return 0;
-        b = &kv->pool.block[id]; /* the table may have grown */
-    }
-    tkvi_copy_for_meter(kv, seq, layer, b);
+    tkvi_copy_for_meter(kv, seq, layer, id);
     kv->counts.demoted++;
     previous_layout = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
     r.kv = kv;
     r.from = &kv->tables.layout[b->layout];
     r.to = &kv->tables.layout[layout];
     r.layer = layer;
-    r.start = b->start;
+    r.start = b->first_position;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.live_mask = tkvi_used_mask(kv, list, ids, i);
     is_packed =
-        TKVI_HAS_EVICT && (b->evicted_mask & ~r.live_mask) && r.live_mask && !tkvi_has_fixed_slots(kv);
+        TKVI_HAS_EVICT && (e->evicted_mask & ~r.live_mask) && r.live_mask && !tkvi_has_fixed_slots(kv);
     if (is_packed) {
-        tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
+        tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.live_mask |= b->evicted_mask; /* no token changes its slot */
+        r.live_mask |= e->evicted_mask; /* no token changes its slot */
         tkvi_store_exact_copy(kv, layer, id);
     }
     if (b->refs > 1) { /* the other holders keep the old block */
-        ids[i] = tkvi_new_block(&kv->pool, layout, b->start);
-        b = &kv->pool.block[id];
+        const uint32_t old = e->block;
+        e->block = tkvi_new_block(&kv->pool, layout, b->first_position);
         tkvi_recode_heads(&r, tkvi_block_bytes(&kv->pool, b),
-                          tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
-        if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
-        kv->pool.block[ids[i]].evicted_mask = b->evicted_mask;
-        kv->pool.block[ids[i]].n_packed = b->n_packed;
-        tkvi_release_block(&kv->pool, id);
+                          tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)));
+        tkvi_release_block(&kv->pool, old);
     } else {
-        tkvi_recode_block(&kv->pool, id, layout, tkvi_recode_heads, &r);
+        tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
     }
-    b = &kv->pool.block[ids[i]];
-    tkvi_record_move(kv, ids[i], list->len);
-    b->previous_layout = previous_layout;
+    tkvi_record_move(kv, id, list->len);
+    tkvi_block_of(kv, id)->previous_layout = previous_layout;
     if (is_packed) {
-        b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.live_mask, b->start);
-        b->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
+        e->n_packed = (int16_t)tkvi_move_token_meta(kv, id, 0, id, r.live_mask, e->start);
+        e->evicted_mask = kv->pool.token_meta[id].anchored_mask;
     }
     return 1;
 }
@@ -21350,7 +21419,7 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     int i;
     if (!n_expired) return;
     list->expired = tkvi_block_start(kv, ids, n_expired);
-    for (i = 0; i < n_expired; i++) tkvi_release_block(&kv->pool, ids[i]);
+    for (i = 0; i < n_expired; i++) tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_unlist_blocks(list, ids, 0, n_expired);
 }
 
@@ -21435,7 +21504,7 @@ static int tkvi_n_bits(uint64_t mask) {
 }
 
 static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
+    return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* Number of live tokens of a list. */
@@ -21444,7 +21513,7 @@ static int tkvi_n_live(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask
+        n += TKVI_HAS_EVICT && kv->pool.entry[ids[i]].evicted_mask
                  ? tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i))
                  : tkvi_block_tokens(kv, list, ids, i);
     return n;
@@ -21496,7 +21565,7 @@ static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
-    tkvi_release_block(&kv->pool, ids[i]);
+    tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_unlist_blocks(list, ids, i, i + 1);
 }
 
@@ -21505,7 +21574,7 @@ static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
 static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i > 0 && kv->pool.block[ids[i - 1]].refs > 1) return 0;
+    if (i > 0 && tkvi_block_of(kv, ids[i - 1])->refs > 1) return 0;
     if (i > 0) tkvi_list_positions(kv, list, ids, i - 1);
     tkvi_unlist_block(kv, seq, layer, i);
     return 1;
@@ -21519,14 +21588,14 @@ static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
  * loses nothing if the blocks are exact and have no copy in the store. */
 static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
                            int fill) {
-    const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const tkvi_block *a = tkvi_block_of(kv, ids[i]), *b = tkvi_block_of(kv, ids[i + 1]);
     const int key = kv->tables.layout[a->layout].key;
     int n_free, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || key != kv->tables.layout[b->layout].key || tkvi_has_fixed_slots(kv))
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
-    if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
+    if (tkvi_block_end(kv, list, ids, i + 1) - tkvi_block_start(kv, ids, i) > 65536) return 0;
     n_free = TKVI_BLOCK - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1));
     if (n <= n_free) return n;
@@ -21545,16 +21614,16 @@ static uint64_t tkvi_first_bits(uint64_t mask, int n) {
 
 /* Moves the start of block i to its first token that is not evicted. */
 static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    tkvi_block *b = &kv->pool.block[ids[i]];
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, shift = 0;
     tkvi_list_positions(kv, list, ids, i);
-    for (t = b->n_packed; t-- > 0;)
-        if (!(b->evicted_mask >> t & 1)) shift = token_meta->positions[t];
-    for (t = 0; t < b->n_packed; t++)
+    for (t = e->n_packed; t-- > 0;)
+        if (!(e->evicted_mask >> t & 1)) shift = token_meta->positions[t];
+    for (t = 0; t < e->n_packed; t++)
         token_meta->positions[t] =
             (uint16_t)(token_meta->positions[t] > shift ? token_meta->positions[t] - shift : 0);
-    b->start += shift;
+    e->start += shift;
 }
 
 /* Moves the first n_moved used slots of block i + 1 (b) to block i (a). If b is empty then, it is freed. */
@@ -21563,7 +21632,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *simd_ops = kv->kernels->simd_ops;
-    tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const tkvi_block *a = tkvi_block_of(kv, ids[i]), *b = tkvi_block_of(kv, ids[i + 1]);
+    tkvi_entry *to = &kv->pool.entry[ids[i]], *from = &kv->pool.entry[ids[i + 1]];
     const uint64_t used_a = tkvi_used_mask(kv, list, ids, i), used_b = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t moved_mask = tkvi_first_bits(used_b, n_moved);
     const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
@@ -21581,22 +21651,23 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                                  k + (size_t)n * dk, dk);
         n += tkvi_decode_tokens(&record_b->v, simd_ops, bytes_b + record_b->at + record_b->v_at, moved_mask,
                                 v + (size_t)n * dv, dv);
-        tkvi_encode_record(kv, layer, head, record_a, a->start, n, bytes_a + record_a->at);
+        tkvi_encode_record(kv, layer, head, record_a, a->first_position, n, bytes_a + record_a->at);
     }
     tkvi_align_steps(kv, ids[i], ids[i + 1]);
-    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, a->start);
-    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->n_packed, ids[i + 1], moved_mask, a->start);
-    a->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
-    tkvi_forget_meter_copies(kv, seq, layer, a->start);
-    tkvi_forget_copy(&kv->pool, ids[i]);
+    to->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
+    to->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
+    to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
+    tkvi_forget_meter_copies(kv, seq, layer, to->start);
+    tkvi_forget_copy(&kv->pool, to->block);
     kv->counts.merged++;
     if (moved_mask == used_b) {
         tkvi_unlist_block(kv, seq, layer, i + 1);
         return;
     }
-    b->evicted_mask |= moved_mask;
-    tkvi_forget_meter_copies(kv, seq, layer, b->start); /* the block begins later now, and has other tokens */
-    tkvi_forget_copy(&kv->pool, ids[i + 1]);
+    from->evicted_mask |= moved_mask;
+    tkvi_forget_meter_copies(kv, seq, layer,
+                             from->start); /* the block begins later now, and has other tokens */
+    tkvi_forget_copy(&kv->pool, from->block);
     tkvi_advance_start(kv, list, ids, i + 1);
 }
 
@@ -21606,7 +21677,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
     for (i = 0; i + 1 < list->n; i++)
-        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_used_mask(kv, list, ids, i) &&
+        if (tkvi_block_of(kv, ids[i])->refs == 1 && !tkvi_used_mask(kv, list, ids, i) &&
             tkvi_free_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
@@ -21642,7 +21713,7 @@ static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
 static void tkvi_decode_keys(const tkv_cache *kv, int seq, int layer, uint32_t id, int head, uint64_t mask,
                              float *out) {
     const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
-    const tkvi_record *r = &kv->tables.layout[kv->pool.block[id].layout].record[head];
+    const tkvi_record *r = &kv->tables.layout[tkvi_block_of(kv, id)->layout].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer buffer;
     tkvi_empty_buffer(&buffer, seq, layer);
@@ -21701,7 +21772,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int first = c->n, is_spared = spares_outside && tkvi_is_offloaded(b);
@@ -21781,7 +21852,7 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
         uint64_t *victim_mask = &kv->pool.token_meta[ids[i]].victim_mask;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (*victim_mask >> t & 1) positions[n_evicted++] = tkvi_slot_position(kv, ids[i], t);
-        kv->pool.block[ids[i]].evicted_mask |= *victim_mask;
+        kv->pool.entry[ids[i]].evicted_mask |= *victim_mask;
         *victim_mask = 0;
     }
     kv->counts.evicted += (uint64_t)n_evicted;
@@ -21862,7 +21933,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_ou
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_n_bits(spares_outside && tkvi_is_offloaded(&kv->pool.block[ids[i]])
+        n += tkvi_n_bits(spares_outside && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]))
                              ? tkvi_live_mask_in(kv, list, ids, i)
                              : tkvi_live_pinned_mask(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
@@ -21943,8 +22014,10 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
         return 0; /* a flush recoded it before it was full */
-    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].n_packed)
+    if (TKVI_HAS_EVICT && kv->pool.entry[ids[last]].n_packed)
         return 0; /* a packed block: truncation removed the blocks after it */
+    if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
+        return 0; /* truncation removed the blocks after it */
     capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -21966,13 +22039,13 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
     tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
-    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_demand_blocks(&kv->pool, kv->pool.block[ids[list->n - 1]].layout, 1, demand); /* it is copied */
+    if (tkvi_tail_free_slots(kv, p, list, ids) &&
+        tkvi_block_of(kv, ids[list->n - 1])->refs > 1) /* it is copied */
+        demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (b->refs > 1) continue;
-        if (tkvi_is_offloaded(b)) demand->entries--;
-        else tkvi_demand_blocks(&kv->pool, b->layout, -1, demand);
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        demand->entries--;
+        if (b->refs == 1 && !tkvi_is_offloaded(b)) demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
 }
 
@@ -22126,7 +22199,7 @@ typedef struct tkvi_stale {
 
 /* The present layout of a stale block. */
 static const tkvi_layout *tkvi_layout_at(const tkv_cache *kv, const tkvi_stale *s) {
-    return &kv->tables.layout[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].layout];
+    return &kv->tables.layout[tkvi_block_of(kv, tkvi_ids(kv, s->seq, s->layer)[s->i])->layout];
 }
 
 /* 1 if any sequence has an open step. */
@@ -22187,7 +22260,7 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
             due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
-        b = &kv->pool.block[ids[i]];
+        b = tkvi_block_of(kv, ids[i]);
         stale->layout = tkvi_layout_of(&kv->tables, layer, due);
         if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, stale->layout)) {
             stale->seq = seq;
@@ -22301,7 +22374,7 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             for (i = 0; i < list->n; i++) {
-                const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+                const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 if (!tkvi_is_offloaded(b))
                     parts[tkvi_tier_at(list, i) != TKV_TIER_HOT] +=
                         kv->tables.layout[b->layout].bytes.total / b->refs;
@@ -22399,7 +22472,7 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             for (i = list->sinks; i < list->n; i++) {
-                const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+                const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 const int own = b->layout;
                 int layout;
                 if (b->refs > 1 || tkvi_is_offloaded(b)) continue;
@@ -22414,7 +22487,7 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
 static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
     const int max_level = kv->budget.pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
-    int level, least = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout;
+    int level, least = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->layout;
     if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->seq[seq].in_step &&
         i + 1 < tkvi_list_of(kv, seq, layer)->n)
         return -1;
@@ -22486,7 +22559,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
     int i, t, token = 0, n_offloaded = 0;
     memset(&stretch, 0, sizeof stretch);
     for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to);
@@ -22495,7 +22568,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
         if (stretch.n_blocks &&
             (!in_ram || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
-            tkvi_end_stretch(kv, &stretch, b->start, victims ? -1 : n_staying, demand);
+            tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
         if (victims && !used) { /* empty blocks are freed first */
             demand->entries--;
             if (in_ram) demand->slots[kv->tables.layout[b->layout].size_class]--;
@@ -22504,7 +22577,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         if (i < list->sinks) continue;
         n_offloaded += !in_ram;
         if (!in_ram) continue;
-        if (!stretch.n_blocks) stretch.first = b->start;
+        if (!stretch.n_blocks) stretch.first = tkvi_block_start(kv, ids, i);
         stretch.n_blocks++;
         stretch.n_used += tkvi_n_bits(used);
         stretch.layout = b->layout;
@@ -22524,7 +22597,7 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_vict
     if (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         is_shared |= b->refs > 1;
         if (i >= list->sinks && !tkvi_is_offloaded(b) && tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
@@ -22645,7 +22718,7 @@ static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = list->sinks + list->passed[TKVI_TIGHTEST]; i < list->n; i++) {
                 tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &kv->tables.plan[layer].now, can_learn);
-                const tkvi_block *b = &kv->pool.block[ids[i]];
+                const tkvi_block *b = tkvi_block_of(kv, ids[i]);
                 if (due == TKV_TIER_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
                      tkvi_is_smaller(kv, b->layout, tkvi_layout_of(&kv->tables, layer, due));
@@ -22657,7 +22730,7 @@ static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
 /* The layout that block i of a list would have at the level below. */
 static int tkvi_looser_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[kv->tables.level - 1];
-    const int own = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout,
+    const int own = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->layout,
               due = spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv))];
     return tkvi_is_smaller(kv, due, own) ? due : own;
 }
@@ -23293,7 +23366,7 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
 /* Layout of the work tile's KV head in block i. *bytes: its record in RAM, or NULL if the block is offloaded. */
 static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
-    const tkvi_block *b = &pool->block[u->ids[i]];
+    const tkvi_block *b = tkvi_block_of(u->call->kv, u->ids[i]);
     const tkvi_record *r = &u->call->kv->tables.layout[b->layout].record[u->head];
     *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at;
     return r;
@@ -23306,8 +23379,8 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     const uint8_t *bytes;
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
-    if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(&kv->pool.block[u->ids[i + 1]]) &&
-        !tkvi_is_discarded(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
+    if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(tkvi_block_of(kv, u->ids[i + 1])) &&
+        !tkvi_is_discarded(tkvi_block_of(kv, u->ids[i + 1])) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
     u->call->room->seq = u->call->rows[u->item].seq;
     st = tkvi_read_piece(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
@@ -23337,7 +23410,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
-        if (tkvi_has_no_source(u->call->kv, &u->call->kv->pool.block[u->ids[block]])) return;
+        if (tkvi_has_no_source(u->call->kv, tkvi_block_of(u->call->kv, u->ids[block]))) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
@@ -23406,7 +23479,7 @@ static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
 static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
-    const uint64_t there = tkvi_live_mask(&kv->pool.block[u->ids[i]], n);
+    const uint64_t there = tkvi_live_mask(&kv->pool.entry[u->ids[i]], n);
     int t;
     for (t = 0; t < TKVI_BLOCK; t++)
         at[t] = there >> t & 1 ? tkvi_slot_position(kv, u->ids[i], t) : TKVI_FOREVER;
@@ -23415,7 +23488,7 @@ static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
-    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].evicted_mask ||
+    return start < u->all_low || end > u->all_high || kv->pool.entry[u->ids[i]].evicted_mask ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
 }
 
@@ -23463,7 +23536,7 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
  * made sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_has_no_source(kv, &kv->pool.block[u->ids[i]])
+    return tkvi_has_no_source(kv, tkvi_block_of(kv, u->ids[i]))
                ? 0
                : tkvi_block_position_end(kv, u->list, u->ids, i);
 }
@@ -23950,7 +24023,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
                               int32_t *high) {
-    const int packed = u->call->kv->pool.block[u->ids[i]].n_packed;
+    const int packed = u->call->kv->pool.entry[u->ids[i]].n_packed;
     int r;
     if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
@@ -24023,13 +24096,13 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
-            const tkvi_block *b = &kv->pool.block[u->ids[i]];
+            const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-            if (u->changes || b->evicted_mask || b->n_packed)
+            if (u->changes || e->evicted_mask || e->n_packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
             w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
@@ -24138,7 +24211,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
         if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS) return NULL;
         for (b = 0; b < list->n; b++) {
-            const tkvi_record *rec = kv->tables.layout[kv->pool.block[ids[b]].layout].record;
+            const tkvi_record *rec = kv->tables.layout[tkvi_block_of(kv, ids[b])->layout].record;
             if (rec->k.format->stored == TKVI_AS_DECODED || rec->v.format->stored == TKVI_AS_DECODED)
                 return NULL;
         }
@@ -24322,12 +24395,12 @@ static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe
     const tkv_cache *kv = v->kv;
     int i, r, from = 0;
     for (i = v->list->sinks; i < v->list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[v->ids[i]];
+        const tkvi_entry *e = &kv->pool.entry[v->ids[i]];
         int end = tkvi_block_end(kv, v->list, v->ids, i), copied;
-        if (tkvi_is_hot_layout(kv, v->stored, b->layout)) continue;
-        copied = tkvi_head_probe_copy(kv->meter, g, b->start, &from) != NULL && !b->n_packed;
+        if (tkvi_is_hot_layout(kv, v->stored, tkvi_block_of(kv, v->ids[i])->layout)) continue;
+        copied = tkvi_head_probe_copy(kv->meter, g, e->start, &from) != NULL && !e->n_packed;
         for (r = 0; r < v->rows; r++) {
-            const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], b->start);
+            const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], e->start);
             if (!(c->rows >> r & 1) || n <= 0) continue;
             c->row[r].keys += (uint64_t)n;
             if (copied) c->row[r].kept += (uint64_t)n;
@@ -24417,7 +24490,7 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
     int r, any = 0;
     copy =
         tkvi_head_probe_copy(kv->meter, tkvi_head_probe_of(kv->meter, v->stored, v->head), start, &c->from);
-    if (kv->pool.block[v->ids[i]].n_packed) copy = NULL; /* it has other tokens */
+    if (kv->pool.entry[v->ids[i]].n_packed) copy = NULL; /* it has other tokens */
     if (copy) {
         rec = &kv->tables.layout[layout].record[v->head];
         tkvi_score_record(scoring, rec, copy, i, scores);
@@ -24601,11 +24674,11 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
         if (pass == 1 && finite && c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]))
             sum = exp((double)c->p->sink_logits[head] - top);
         for (i = 0; i < list->n; i++) {
-            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const tkvi_record *rec = &kv->tables.layout[b->layout].record[head / c->heads_per_kv];
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
-            const uint64_t there = tkvi_live_mask(b, n);
+            const uint64_t there = tkvi_live_mask(&kv->pool.entry[ids[i]], n);
             tkv_status st;
             if (tkvi_has_no_source(kv, b)) continue; /* no row sees it: tkvi_call_init */
             st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
@@ -24785,40 +24858,50 @@ static int64_t tkvi_n_kept_entries(const tkvi_pool *pool) {
     return n;
 }
 
-/* Shrinks the block table. Blocks beyond its new end get the first free numbers. */
+/* Shrinks the tables of blocks and entries. Those beyond the new end get the first free numbers. */
 static void tkvi_shrink_blocks(tkv_cache *kv) {
     tkvi_pool *pool = &kv->pool;
-    tkvi_block *old = pool->block;
-    const tkvi_token_meta *old_meta = pool->token_meta;
+    const tkvi_pool old = *pool;
     const size_t entry = tkvi_block_entry_bytes(&kv->tables.cfg);
-    const uint32_t old_cap = pool->block_cap, cap = tkvi_least_cap(tkvi_n_kept_entries(pool));
+    const uint32_t cap = tkvi_least_cap(tkvi_n_kept_entries(pool));
     const int n_layers = kv->tables.cfg.model.n_layers;
-    uint32_t id, first_free = 0;
+    uint32_t id, first_block = 0, first_entry = 0;
     void *smaller;
     int list, i;
-    if (!tkvi_get_smaller(pool->heap, cap, old_cap, entry, &smaller)) return;
+    if (!tkvi_get_smaller(pool->heap, cap, old.block_cap, entry, &smaller)) return;
     tkvi_use_block_table(pool, (uint8_t *)smaller, cap);
-    for (id = 0; id < cap; id++) pool->block[id].copy_mark = old[id].copy_mark; /* it belongs to the number */
-    for (id = 0; id < old_cap; id++) {
+    for (id = 0; id < cap; id++) pool->block[id].copy_mark = old.block[id].copy_mark; /* the number's own */
+    for (id = 0; id < old.block_cap; id++) {
+        tkvi_block *b = &old.block[id];
         uint32_t to = id;
-        if (id >= cap && old[id].copy_mark > pool->first_copy_mark) pool->first_copy_mark = old[id].copy_mark;
-        if (!old[id].refs) continue;
-        for (; id >= cap && old[first_free].refs; first_free++) {}
-        if (id >= cap) to = first_free++;
-        pool->block[to] = old[id];
-        pool->block[to].copy_mark = old[to].copy_mark;
-        if (TKVI_HAS_EVICT && old_meta) pool->token_meta[to] = old_meta[id];
-        if (!tkvi_is_offloaded(&old[id])) pool->page[old[id].page].owner[old[id].slot] = to;
-        old[id].page = to; /* for the lists below */
+        if (id >= cap && b->copy_mark > pool->first_copy_mark) pool->first_copy_mark = b->copy_mark;
+        if (!b->refs) continue;
+        for (; id >= cap && old.block[first_block].refs; first_block++) {}
+        if (id >= cap) to = first_block++;
+        pool->block[to] = *b;
+        pool->block[to].copy_mark = old.block[to].copy_mark;
+        if (!tkvi_is_offloaded(b)) pool->page[b->page].owner[b->slot] = to;
+        b->page = to; /* for the entries below */
+    }
+    for (id = 0; id < old.block_cap; id++) {
+        tkvi_entry *e = &old.entry[id];
+        uint32_t to = id;
+        if (!e->in_use) continue;
+        for (; id >= cap && old.entry[first_entry].in_use; first_entry++) {}
+        if (id >= cap) to = first_entry++;
+        pool->entry[to] = *e;
+        pool->entry[to].block = old.block[e->block].page;
+        if (TKVI_HAS_EVICT && old.token_meta) pool->token_meta[to] = old.token_meta[id];
+        e->block = to; /* for the lists below */
     }
     for (list = 0; list < kv->tables.cfg.limits.max_seqs * n_layers; list++)
         for (i = 0; i < kv->list[list].n; i++) {
             uint32_t *number = &tkvi_ids(kv, list / n_layers, list % n_layers)[i];
-            *number = old[*number].page;
+            *number = old.entry[*number].block;
         }
-    pool->free_block = TKVI_NIL;
+    pool->free_block = pool->free_entry = TKVI_NIL;
     tkvi_link_free_blocks(pool, 0);
-    tkvi_put(pool->heap, old, old_cap * entry);
+    tkvi_put(pool->heap, old.block, old.block_cap * entry);
 }
 
 static void tkvi_shrink_pages(tkvi_pool *pool) {
@@ -24880,7 +24963,7 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        most[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
+        most[tier] -= tkvi_block_of(kv, ids[i])->refs == 1; /* slots of shared blocks are not given back */
         if (tier != TKV_TIER_HOT)
             all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
@@ -24903,7 +24986,7 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     memset(need, 0, sizeof need);
     blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
-    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_block_of(kv, ids[list->n - 1])->refs > 1)
         need[TKV_TIER_HOT]++;
     /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
     end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
@@ -25048,26 +25131,23 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
-        if (kv->pool.block[id].refs > 1) {
-            uint32_t copy = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
-            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[copy]),
-                   tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
-                   kv->tables.layout[kv->pool.block[id].layout].bytes.total);
-            kv->pool.block[copy].evicted_mask = kv->pool.block[id].evicted_mask;
-            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[copy] = kv->pool.token_meta[id];
-            kv->pool.block[id].refs--;
-            ids[list->n - 1] = id = copy;
+        if (tkvi_block_of(kv, id)->refs > 1) {
+            tkvi_block *shared = tkvi_block_of(kv, id);
+            kv->pool.entry[id].block = tkvi_new_block(&kv->pool, shared->layout, shared->first_position);
+            memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), tkvi_block_bytes(&kv->pool, shared),
+                   kv->tables.layout[shared->layout].bytes.total);
+            shared->refs--;
         }
         return id;
     }
     {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
-        id = tkvi_new_block(&kv->pool, layout, list->len);
+        id = tkvi_new_entry(&kv->pool, layout, list->len);
         /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
          * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
         if (sink || (TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write))
-            memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0,
+            memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
                    kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
         ids[list->n++] = id;
@@ -25096,13 +25176,13 @@ static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_sour
     if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
-        tkvi_block *b = &kv->pool.block[id];
+        tkvi_block *b = tkvi_block_of(kv, id);
         const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        const int slot = list->len - b->start;
+        const int slot = list->len - kv->pool.entry[id].start;
         if (TKVI_HAS_EVICT &&
             kv->pool.token_meta) { /* the slot may have had a token that truncation removed */
-            b->evicted_mask &= ~((uint64_t)1 << slot);
+            kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].scores[slot] =
@@ -25458,26 +25538,36 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Removes the positions from len on from a packed block. Last slots are removed. Other slots stay and are marked in
- * evicted_mask. One slot always stays, because n_packed 0 means a block that is not packed. */
-static void tkvi_truncate_packed(tkv_cache *kv, uint32_t id, int len) {
-    tkvi_block *b = &kv->pool.block[id];
+/* Removes the positions from len on from an entry that has positions before len. In a packed entry last slots are
+ * removed; other slots stay and are marked in evicted_mask. One slot always stays, because n_packed 0 means an entry
+ * that is not packed. The block keeps its bytes. */
+static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
+    tkvi_entry *e = &kv->pool.entry[id];
+    uint64_t kept;
     int t;
-    while (b->n_packed > 1 && tkvi_slot_position(kv, id, b->n_packed - 1) >= len) b->n_packed--;
-    for (t = 0; t < b->n_packed; t++) {
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
+    while (e->n_packed > 1 && tkvi_slot_position(kv, id, e->n_packed - 1) >= len) e->n_packed--;
+    for (t = 0; t < e->n_packed; t++) {
         if (tkvi_slot_position(kv, id, t) < len) continue;
-        tkvi_set_slot_position(kv, id, t, b->start);
-        b->evicted_mask |= (uint64_t)1 << t;
+        tkvi_set_slot_position(kv, id, t, e->start);
+        e->evicted_mask |= (uint64_t)1 << t;
+        kv->pool.token_meta[id].anchored_mask &= ~((uint64_t)1 << t);
     }
+    t = e->n_packed ? e->n_packed : tkvi_min(TKVI_BLOCK, len - e->start);
+    kept = ~(uint64_t)0 >> (TKVI_BLOCK - t);
+    e->evicted_mask &= kept;
+    kv->pool.token_meta[id].anchored_mask &= kept;
+    kv->pool.token_meta[id].pinned_mask &= kept;
+    kv->pool.token_meta[id].temporary_mask &= kept;
 }
 
 /* Overwrites the positions from len on in block i of a list, unless another list holds it (cfg.host.wipe_freed). */
 static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
     static const float zeros[TKV_MAX_HEAD_DIM] = {0};
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
-    const int n = b->n_packed ? b->n_packed : layout->tokens;
+    const int n = kv->pool.entry[id].n_packed ? kv->pool.entry[id].n_packed : layout->tokens;
     int t, h;
     if (b->refs > 1 || tkvi_is_offloaded(b) || tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
         return;
@@ -25490,24 +25580,25 @@ static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) 
         }
 }
 
-/* Truncates a list to its first `len` tokens. Position `len` must be in the hot tail or in the sinks. */
+/* Truncates a list to its first `len` tokens. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n_kept = list->n, i;
     while (n_kept > 0 && tkvi_block_start(kv, ids, n_kept - 1) >= len) n_kept--;
-    for (i = n_kept; i < list->n; i++) tkvi_release_block(&kv->pool, ids[i]);
+    for (i = n_kept; i < list->n; i++) tkvi_release_entry(&kv->pool, ids[i]);
+    tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
         if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
     }
     list->len = len;
+    list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
-    if (TKVI_HAS_EVICT && list->n > 0) tkvi_truncate_packed(kv, ids[list->n - 1], len);
-    if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
-        tkvi_truncate_packed(kv, ids[0], len); /* anchors of the removed blocks */
+    if (list->n > 0) tkvi_truncate_entry(kv, ids[list->n - 1], len);
+    if (list->n > 1 && list->sinks) tkvi_truncate_entry(kv, ids[0], len); /* anchors of the removed blocks */
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -25580,27 +25671,18 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
 
 /* >>truncation */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
-    int layer, i;
+    int layer;
     int64_t pages_before;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const tkvi_plan *p = &kv->tables.plan[layer];
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && n_tokens > 0; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int n_recoded = list->archive + list->warm, fewest = 0;
-        if (p->stored_layer != layer || list->len <= n_tokens) continue;
-        if (n_recoded) fewest = tkvi_block_end(kv, list, ids, list->sinks + n_recoded - 1);
-        if (list->expired && list->expired + p->kept_window > fewest) fewest = list->expired + p->kept_window;
-        for (i = list->n; TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded && i-- > 0 &&
-                          tkvi_block_end(kv, list, ids, i) > fewest;)
-            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) fewest = tkvi_block_end(kv, list, ids, i);
-        if (n_tokens < fewest)
-            return tkvi_fail(kv, TKV_ERR_INEXACT,
-                             "older tokens are compressed, offloaded, discarded or evicted; at least", fewest,
-                             " must stay");
+        const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
+        if (list->expired && list->len > n_tokens && n_tokens < fewest)
+            return tkvi_fail(kv, TKV_ERR_RANGE,
+                             "tokens of the window have expired; 0 tokens can stay, or at least", fewest, "");
     }
     pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -25619,7 +25701,7 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
+        while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
     kv->seq[seq].in_step = 0;
@@ -25651,14 +25733,14 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
-        if (block >= 0 && tkvi_has_no_source(kv, &kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
+        if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
         const tkvi_layout *layout;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        layout = &kv->tables.layout[kv->pool.block[ids[i]].layout];
+        layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {
@@ -25881,7 +25963,8 @@ static int tkvi_better_source(const tkvi_block *b) {
 static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    tkvi_block *b = &kv->pool.block[id];
+    const uint32_t number = kv->pool.entry[id].block;
+    tkvi_block *b = &kv->pool.block[number];
     const int what = tkvi_better_source(b);
     tkv_status st;
     uint32_t page, old_page;
@@ -25892,7 +25975,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
     st = tkvi_promote_ready(kv, layout);
     if (st) return st;
-    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, id, &page, &slot);
+    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, number, &page, &slot);
     st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
@@ -25905,7 +25988,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     }
     old_page = b->page;
     old_slot = b->slot;
-    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, id);
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, number);
     b->page = page;
     b->slot = (uint16_t)slot;
     b->layout = (uint16_t)layout;
@@ -26010,7 +26093,7 @@ static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
-            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
             size_t bytes = kv->tables.layout[b->layout].bytes.total, recoded_bytes;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
@@ -26115,7 +26198,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
 static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *layouts) {
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *spec = &t->plan[layer].now;
-    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
     layouts[n++] = spec->layout[TKV_TIER_HOT];
@@ -26139,18 +26222,18 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i], number = kv->pool.entry[id].block;
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     const tkvi_layout *hot;
-    tkvi_block *b = &kv->pool.block[id];
+    tkvi_block *b = tkvi_block_of(kv, id);
     tkvi_recoding recoding;
     uint32_t page;
     uint8_t *bytes;
     int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
     hot = &kv->tables.layout[layouts[0]];
-    tkvi_take_slot(&kv->pool, hot->size_class, id, &page, &s);
-    tkvi_forget_offloaded(&kv->pool, id);
+    tkvi_take_slot(&kv->pool, hot->size_class, number, &page, &s);
+    tkvi_forget_offloaded(&kv->pool, number);
     b->page = page;
     b->slot = (uint16_t)s;
     b->layout = (uint16_t)layouts[0];
@@ -26166,12 +26249,12 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         }
     recoding.kv = kv;
     recoding.layer = layer;
-    recoding.start = b->start;
+    recoding.start = b->first_position;
     recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];
-        tkvi_recode_block(&kv->pool, id, layouts[s], tkvi_recode_heads, &recoding);
+        tkvi_recode_block(&kv->pool, number, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
     tkvi_search_again(list, i);
@@ -26190,7 +26273,7 @@ static tkvi_demand tkvi_demand_restore(const tkv_cache *kv, int seq, int layer, 
         for (i = first; i < last; i++) {
             tkvi_demand with_others = stored;
             int n_layouts;
-            if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
+            if (!tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) continue;
             n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
             if (!pass) { /* the block has its entry already */
                 stored.slots[kv->tables.layout[layouts[n_layouts - 1]].size_class]++;
@@ -26208,6 +26291,15 @@ static tkvi_demand tkvi_demand_restore(const tkv_cache *kv, int seq, int layer, 
 static int tkvi_tokens_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const int n = tkvi_block_tokens(kv, list, ids, i);
     return n ? tkvi_slot_position(kv, ids[i], n - 1) + 1 : tkvi_block_start(kv, ids, i);
+}
+
+/* 1 if rows of the positions start .. start + n - 1 must or can restore the discarded block i. A block without live
+ * tokens misses nothing. It can stay discarded, if rows of it are not given. */
+static int tkvi_takes_rows(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i, int start,
+                           int n) {
+    if (!tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) return 0;
+    return tkvi_needs_recompute(kv, list, ids, i) ||
+           (tkvi_block_start(kv, ids, i) >= start && tkvi_tokens_end(kv, list, ids, i) <= start + n);
 }
 
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
@@ -26228,7 +26320,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
         const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_tokens_end(kv, list, ids, i);
-        if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
+        if (!tkvi_takes_rows(kv, list, ids, i, start, n)) continue;
         if (first < 0 && end <= start)
             return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
                              block_start, " on");
@@ -26265,7 +26357,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         return st;
     }
     for (i = first; i < last; i++)
-        if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
+        if (tkvi_takes_rows(kv, list, ids, i, start, n))
             tkvi_restore_block(kv, seq, layer, i, &from_k, &from_v, start);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
@@ -26346,7 +26438,7 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
 /* Positions and importance of the live tokens of block i; returns their number (at most 64). */
 static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
     const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
-    const uint64_t there = tkvi_live_mask(&r->kv->pool.block[r->ids[i]], slots);
+    const uint64_t there = tkvi_live_mask(&r->kv->pool.entry[r->ids[i]], slots);
     float a[TKVI_BLOCK];
     int t, n = 0;
     tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
@@ -26417,7 +26509,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
-        const uint64_t there = tkvi_live_mask(&kv->pool.block[r.ids[i]], slots);
+        const uint64_t there = tkvi_live_mask(&kv->pool.entry[r.ids[i]], slots);
         float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
         memset(said, 0, sizeof said);
         for (t = 0; t < TKVI_BLOCK; t++) {
@@ -26499,7 +26591,7 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
                               tkvi_promoting *best) {
     int i;
     for (i = r->list->sinks; i < r->list->n; i++) {
-        const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
+        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
         const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
         float score = 0.0f;
         if (!tkvi_is_offloaded(b) && tkvi_is_hot_layout(r->kv, layer, b->layout)) continue;
@@ -26529,15 +26621,15 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
     for (j = 0; j < best->found && !st; j++) {
         const uint32_t id = (uint32_t)best->out[j];
         if ((i = tkvi_place_of_block(r, id)) < 0) continue;
-        if (tkvi_better_source(&kv->pool.block[id]) >= 0) {
+        if (tkvi_better_source(tkvi_block_of(kv, id)) >= 0) {
             st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
             *done += !st;
             continue;
         }
-        if (tkvi_is_discarded(&kv->pool.block[id]) && !asked++)
+        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
-        if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
+        if (!asked || tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
         tkvi_record_move(kv, id, r->list->len);
         ++*done;
     }
@@ -26656,7 +26748,7 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
     memset(tiers, TKV_TOKEN_GONE, (size_t)n);
     for (i = tkvi_first_block_to_search(kv, list, ids, start); i < list->n; i++) {
         const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
-        const int discarded = tkvi_is_discarded(&kv->pool.block[ids[i]]);
+        const int discarded = tkvi_is_discarded(tkvi_block_of(kv, ids[i]));
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
             const int at = live >> slot & 1 ? tkvi_slot_position(kv, ids[i], slot) - start : -1;
             if (at >= 0 && at < n)
@@ -26742,14 +26834,14 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
 
 /* Is this list the first that holds the block? A shared block counts once, with its first holder. Searching is
  * cheap because holders are few; marking blocks instead would be a write by a reader. */
-static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t id) {
+static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t block) {
     int s, i;
-    if (kv->pool.block[id].refs == 1) return 1;
+    if (kv->pool.block[block].refs == 1) return 1;
     for (s = 0; s < seq; s++) {
         const tkvi_list *list = tkvi_list_of(kv, s, layer);
         const uint32_t *ids = tkvi_ids(kv, s, layer);
         for (i = 0; i < list->n; i++)
-            if (ids[i] == id) return 0;
+            if (kv->pool.entry[ids[i]].block == block) return 0;
     }
     return 1;
 }
@@ -26760,8 +26852,9 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        if (!tkvi_is_discarded(b) &&
+            (!once || tkvi_first_holder(kv, seq, layer, kv->pool.entry[ids[i]].block)))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
@@ -26793,8 +26886,8 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     size_t bytes = 0;
     int i;
     for (i = 0; i < list->n; i++)
-        if (!tkvi_is_offloaded(&kv->pool.block[ids[i]]))
-            bytes += kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total;
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
+            bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
@@ -26807,13 +26900,13 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
     int i;
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
+        if (tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) {
             out->discarded += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
             continue;
         }
         out->tokens[tier] += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         out->blocks[tier]++;
-        out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
+        out->offloaded += tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));
     }
     out->expired = list->expired;
     out->evicted = list->len - list->expired - tkvi_n_live(kv, seq, layer);
@@ -27186,8 +27279,9 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
         return tkvi_report_broken(k, "a list is longer than its array", layer);
     for (i = 0; i < list->n; i++)
-        if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
-            kv->pool.block[ids[i]].layout >= kv->tables.n_layouts)
+        if (ids[i] >= kv->pool.block_cap || !kv->pool.entry[ids[i]].in_use ||
+            kv->pool.entry[ids[i]].block >= kv->pool.block_cap || tkvi_block_of(kv, ids[i])->refs == 0 ||
+            tkvi_block_of(kv, ids[i])->layout >= kv->tables.n_layouts)
             return tkvi_report_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
     return TKV_OK;
 }
@@ -27225,7 +27319,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->passed[TKVI_OFFLOADED_RUN] < 0 || list->passed[TKVI_OFFLOADED_RUN] > list->n - list->sinks)
         return tkvi_report_broken(k, "more blocks are counted as offloaded than exist, layer", layer);
     for (i = 0; i < list->passed[TKVI_OFFLOADED_RUN]; i++)
-        if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[list->sinks + i])))
             return tkvi_report_broken(k, "a block in RAM is counted as offloaded, layer", layer);
     if (list->chunk_start < 0 || list->chunk_start > list->len)
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
@@ -27238,21 +27332,23 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
                                                           : tkvi_block_start(kv, ids, 0) != list->expired))
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const tkvi_entry *e = &kv->pool.entry[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
+        if (end <= e->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if ((b->evicted_mask || b->n_packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || b->n_packed < 0))
+        if ((e->evicted_mask || e->n_packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
             return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < b->n_packed && !tkvi_has_long_positions(kv, b); t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && !tkvi_has_long_positions(kv, ids[i]);
+             t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
             last = tkvi_slot_position(kv, ids[i], t);
         }
         if (TKVI_HAS_EVICT && kv->pool.token_meta &&
-            (kv->pool.token_meta[ids[i]].anchored_mask & ~b->evicted_mask))
+            (kv->pool.token_meta[ids[i]].anchored_mask & ~e->evicted_mask))
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
@@ -27361,6 +27457,11 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
             return tkvi_report_broken(k, "the list of free blocks is broken", (int64_t)i);
     if (n + live != (int64_t)pool->block_cap) return tkvi_report_broken(k, "free blocks are miscounted", n);
+    for (i = pool->free_entry, n = 0; i != TKVI_NIL; i = pool->entry[i].block, n++)
+        if (n >= pool->block_cap || i >= pool->block_cap || pool->entry[i].in_use)
+            return tkvi_report_broken(k, "the list of free entries is broken", (int64_t)i);
+    if (n + pool->n_entries != (int64_t)pool->block_cap)
+        return tkvi_report_broken(k, "free entries are miscounted", n);
     return TKV_OK;
 }
 
@@ -27399,9 +27500,9 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             if (g->start[a] < list->expired) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                (k->kv->tables.layout[k->kv->pool.block[ids[block]].layout].key ==
+                (k->kv->tables.layout[tkvi_block_of(k->kv, ids[block])->layout].key ==
                      k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
-                 !k->kv->pool.block[ids[block]].copy_layout))
+                 !tkvi_block_of(k->kv, ids[block])->copy_layout))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
                                           i);
         }
@@ -27416,7 +27517,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     uint32_t id;
     int seq, layer, tier, i;
     size_t held, sum;
-    uint64_t refs = 0, entries = 0;
+    uint64_t refs = 0, listed = 0, entries = 0, held_blocks = 0;
     if (!kv) return TKV_ERR_ARG;
     k.kv = kv;
     k.reason = reason;
@@ -27428,17 +27529,26 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
             st = tkvi_check_ids(&k, seq, layer);
             if (!st) st = tkvi_check_list(&k, seq, layer);
             for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
-                entries += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
+                listed += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
         }
     if (!st) st = tkvi_check_meter(&k);
     if (st) return st;
-    for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
+    for (id = 0; id < kv->pool.block_cap; id++) {
+        refs += kv->pool.block[id].refs * tkvi_scatter(id);
+        if (!kv->pool.entry[id].in_use) continue;
+        entries += tkvi_scatter(id);
+        held_blocks += tkvi_scatter(kv->pool.entry[id].block);
+    }
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
         (kv->pool.keep_all ? tkvi_used_bytes(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
-    if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
+    if (listed != entries)
+        return tkvi_report_broken(&k, "an entry is in no list, or in two, of those in use",
+                                  kv->pool.n_entries);
+    if (refs != held_blocks)
+        return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->sizes.total + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
            kv->pool.page_cap * sizeof(tkvi_page) +
@@ -28884,7 +28994,8 @@ static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
-                if (tkvi_is_discarded(&kv->pool.block[ids[i]]) && tkvi_first_holder(kv, seq, layer, ids[i]))
+                if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])) &&
+                    tkvi_first_holder(kv, seq, layer, kv->pool.entry[ids[i]].block))
                     n += (uint64_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         }
     return n;

@@ -4760,11 +4760,12 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
     if (p->sink + TKVI_BLOCK * (list->archive + list->warm) > list->len && list->archive + list->warm)
         return "a flush made a block short";
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const tkvi_entry *e = &kv->pool.entry[ids[i]];
         const int region = tkvcu_find_region(list, i, &block);
         if (tkvi_is_offloaded(b)) return "a block is offloaded";
-        if (b->evicted_mask || b->n_packed) return "tokens were evicted";
-        if (b->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
+        if (e->evicted_mask || e->n_packed) return "tokens were evicted";
+        if (e->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
         if (kv->tables.layout[b->layout].key != tkvcu_find_key(p, region))
             return "a block has another format";
@@ -4815,14 +4816,15 @@ static tkv_status tkvcu_import_layer(tkvcu *cu, int seq, const tkv_cache *kv, in
     int i, block;
     memset(version, 0, (size_t)v->max_blocks);
     for (i = 0; i < list->n && !st; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const int region = tkvcu_find_region(list, i, &block);
         if (b->layout >= kv->tables.n_keys) {
             version[block] = (uint8_t)((b->layout - kv->tables.n_keys) % TKVI_VERSIONS);
             cu->used_versions[layer] |= (uint8_t)(1u << version[block]);
         }
         st = tkvcu_import_block(cu, v, region, tkvcu_find_block(v, region, seq, block),
-                                tkvi_block_bytes(&kv->pool, b), list->len - b->start, stream);
+                                tkvi_block_bytes(&kv->pool, b), list->len - tkvi_block_start(kv, ids, i),
+                                stream);
     }
     if (!st)
         st = tkvcu_check_cuda(cu, cudaMemcpyAsync(v->version + (size_t)seq * (size_t)v->max_blocks, version,
@@ -4975,9 +4977,9 @@ static tkv_status tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host
         const int region = tkvcu_find_region(&list, i, &block), first = region == TKVCU_SINKS;
         const int start = first ? 0 : v->sinks + TKVI_BLOCK * block;
         version = first ? 0 : t->version[(size_t)layer * (size_t)t->max_blocks + (size_t)block];
-        ids[i] = tkvi_new_block(&kv->pool, tkvcu_find_host_coding(kv, layer, region, version), start);
+        ids[i] = tkvi_new_entry(&kv->pool, tkvcu_find_host_coding(kv, layer, region, version), start);
         if (!st)
-            st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]),
+            st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, ids[i])),
                                                       tkvcu_find_block(v, region, seq, block),
                                                       v->block[region], cudaMemcpyDeviceToHost, stream));
     }

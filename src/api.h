@@ -68,7 +68,6 @@ extern "C" {
     X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
     X(TKV_ERR_STATE, -6, "call out of order: see tkv_seq_begin, tkv_seq_commit, tkv_seq_abort")              \
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
-    X(TKV_ERR_INEXACT, -8, "the cut falls into compressed tokens; only exact ones can be cut")               \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
@@ -692,11 +691,14 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 /* Returns the length in tokens of one layer of a sequence, or with TKV_ALL_LAYERS that of the shortest layer. Lengths
  * count evicted, expired and discarded tokens too. Returns 0 for a bad seq, or a layer without a cache. */
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
-/* Keeps the first n_tokens of every layer; shorter layers do not change. It can remove only exact tokens in RAM.
- * After appends alone, it can remove at least hot_tokens. Earlier cuts and flushes reduce that number. Memory comes
- * back as in tkv_seq_reset.
+/* Keeps the first n_tokens of every layer; shorter layers do not change. Any token can be removed: exact, compressed,
+ * offloaded, discarded or evicted. No token that stays is coded again. Inside a compressed block the block keeps its
+ * bytes, and the next token begins a new one. Tokens that were compressed, evicted or merged before stay so. Memory
+ * comes back as in tkv_seq_reset. With host.wipe_freed, tokens removed from a compressed block stay in its bytes until
+ * it is freed or coded again.
  * Errors, nothing changed:
- *   TKV_ERR_INEXACT   older tokens are compressed, offloaded or expired; tkv_get_last_error names the least n_tokens
+ *   TKV_ERR_RANGE     a window expired tokens that the last kept token sees; tkv_get_last_error names the least
+ *                     n_tokens. 0 is always possible.
  *   TKV_ERR_STATE     a step is open
  *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
@@ -830,8 +832,8 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq);
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq);
 /* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_get_length + n
  * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
- * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions; without a
- * budget also tkv_set_level and tkv_set_hot_tokens.
+ * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions, or of compressed
+ * tokens; without a budget also tkv_set_level and tkv_set_hot_tokens.
  * Errors, nothing reserved:
  *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
  *   TKV_ERR_BUDGET     the budget is full

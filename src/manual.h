@@ -46,7 +46,6 @@
  *
  *   These things are not possible today:
  *     - Positions of stored tokens cannot be shifted.
- *     - Only exact tokens can be cut off the end of a sequence (tkv_seq_truncate).
  *     - A sequence cannot be forked, saved or loaded. No two sequences share blocks.
  *     - A head has at most 256 channels. The cache stores them padded to a multiple of 16.
  *

@@ -890,11 +890,11 @@ static int has_same_blocks(const tkv_cache *a, const tkv_cache *b, int seq, int 
     int i, h, same = x->n == y->n;
     for (i = 0; i < x->n && same; i++) {
         const int n = tkvi_block_tokens(a, x, tkvi_ids(a, seq, layer), i);
-        const tkvi_block *p = &a->pool.block[tkvi_ids(a, seq, layer)[i]],
-                         *q = &b->pool.block[tkvi_ids(b, seq, layer)[i]];
+        const tkvi_block *p = tkvi_block_of(a, tkvi_ids(a, seq, layer)[i]),
+                         *q = tkvi_block_of(b, tkvi_ids(b, seq, layer)[i]);
         const tkvi_layout *c = &a->tables.layout[p->layout];
         const uint8_t *p_bytes = tkvi_block_bytes(&a->pool, p), *q_bytes = tkvi_block_bytes(&b->pool, q);
-        same = c->key == b->tables.layout[q->layout].key && p->start == q->start;
+        same = c->key == b->tables.layout[q->layout].key && p->first_position == q->first_position;
         for (h = 0; h < a->tables.cfg.model.n_kv_heads && same; h++) {
             const tkvi_record *r = &c->record[h];
             same = memcmp(p_bytes + r->at, q_bytes + r->at, used_bytes(&r->k, n)) == 0 &&

@@ -47,8 +47,8 @@ TEST(no_block_is_larger_than_a_newer_one) {
             const tkvi_list *list = tkvi_list_of(kv, 0, l);
             const uint32_t *ids = tkvi_ids(kv, 0, l);
             for (i = list->sinks + 1; i < list->n; i++)
-                CHECK(kv->tables.layout[kv->pool.block[ids[i - 1]].layout].bytes.total <=
-                      kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total);
+                CHECK(kv->tables.layout[tkvi_block_of(kv, ids[i - 1])->layout].bytes.total <=
+                      kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total);
         }
     }
     CHECK(budget_of(kv).level >= 3);

@@ -223,14 +223,6 @@ static void truncate_model(int seq, int layer, int len) {
     if (m->chunk_start > len) m->chunk_start = len;
 }
 
-/* Returns the shortest length that a truncation may leave, apart from windows. */
-static int min_exact_length(const model_list *m) {
-    int i, min_length = 0;
-    for (i = m->first; i < m->n; i++)
-        if (m->block[i].tier != TKV_TIER_HOT) min_length = block_end(m, i);
-    return min_length;
-}
-
 /* >>comparison */
 static float error_bound(const model_layer *p, int tier, int side) {
     float sum = 0.01f;
@@ -512,13 +504,12 @@ static tkv_status call_truncate(int seq) {
         const model_list *m = &list[seq][layer];
         int expired = expired_of(m);
         if (!plan[layer].own || m->len <= n) continue;
-        if (n < min_exact_length(m)) must_fail = 1;
-        if (expired && n < expired + plan[layer].keep - 1) must_fail = 1;
-        if (expired && n < expired + plan[layer].keep)
+        if (n && expired && n < expired + plan[layer].keep - 1) must_fail = 1;
+        if (n && expired && n < expired + plan[layer].keep)
             must_succeed = 0; /* the window of the last token has lost a key: either result */
     }
     if (in_step[seq]) CHECK_CALL(st == TKV_ERR_STATE, "%s", tkv_get_status_text(st));
-    else if (must_fail) CHECK_CALL(st == TKV_ERR_INEXACT, "%s to %d", tkv_get_status_text(st), n);
+    else if (must_fail) CHECK_CALL(st == TKV_ERR_RANGE, "%s to %d", tkv_get_status_text(st), n);
     else if (must_succeed) CHECK_CALL(st == TKV_OK, "%s to %d", tkv_get_status_text(st), n);
     for (layer = 0; layer < LAYERS && !st; layer++)
         if (plan[layer].own) truncate_model(seq, layer, n);
@@ -551,7 +542,7 @@ static int n_free_versions(int layer) {
     for (s = 0; s < SEQS; s++) {
         const tkvi_list *l = tkvi_list_of(kv, s, layer);
         for (i = 0; i < l->n; i++) {
-            const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, s, layer)[i]];
+            const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, s, layer)[i]);
             const tkvi_plan *p = &kv->tables.plan[layer];
             int t;
             for (t = TKV_TIER_WARM; t < TKV_TIER_COUNT; t++)

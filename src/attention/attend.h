@@ -289,7 +289,7 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
 /* Layout of the work tile's KV head in block i. *bytes: its record in RAM, or NULL if the block is offloaded. */
 static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
-    const tkvi_block *b = &pool->block[u->ids[i]];
+    const tkvi_block *b = tkvi_block_of(u->call->kv, u->ids[i]);
     const tkvi_record *r = &u->call->kv->tables.layout[b->layout].record[u->head];
     *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at;
     return r;
@@ -302,8 +302,8 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     const uint8_t *bytes;
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
-    if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(&kv->pool.block[u->ids[i + 1]]) &&
-        !tkvi_is_discarded(&kv->pool.block[u->ids[i + 1]]) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
+    if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(tkvi_block_of(kv, u->ids[i + 1])) &&
+        !tkvi_is_discarded(tkvi_block_of(kv, u->ids[i + 1])) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
         tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
     u->call->room->seq = u->call->rows[u->item].seq;
     st = tkvi_read_piece(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
@@ -333,7 +333,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
-        if (tkvi_has_no_source(u->call->kv, &u->call->kv->pool.block[u->ids[block]])) return;
+        if (tkvi_has_no_source(u->call->kv, tkvi_block_of(u->call->kv, u->ids[block]))) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
@@ -402,7 +402,7 @@ static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
 static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
-    const uint64_t there = tkvi_live_mask(&kv->pool.block[u->ids[i]], n);
+    const uint64_t there = tkvi_live_mask(&kv->pool.entry[u->ids[i]], n);
     int t;
     for (t = 0; t < TKVI_BLOCK; t++)
         at[t] = there >> t & 1 ? tkvi_slot_position(kv, u->ids[i], t) : TKVI_FOREVER;
@@ -411,7 +411,7 @@ static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
-    return start < u->all_low || end > u->all_high || kv->pool.block[u->ids[i]].evicted_mask ||
+    return start < u->all_low || end > u->all_high || kv->pool.entry[u->ids[i]].evicted_mask ||
            tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
 }
 
@@ -459,7 +459,7 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
  * made sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
-    return tkvi_has_no_source(kv, &kv->pool.block[u->ids[i]])
+    return tkvi_has_no_source(kv, tkvi_block_of(kv, u->ids[i]))
                ? 0
                : tkvi_block_position_end(kv, u->list, u->ids, i);
 }
@@ -946,7 +946,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
                               int32_t *high) {
-    const int packed = u->call->kv->pool.block[u->ids[i]].n_packed;
+    const int packed = u->call->kv->pool.entry[u->ids[i]].n_packed;
     int r;
     if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
@@ -1019,13 +1019,13 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
-            const tkvi_block *b = &kv->pool.block[u->ids[i]];
+            const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
             if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-            if (u->changes || b->evicted_mask || b->n_packed)
+            if (u->changes || e->evicted_mask || e->n_packed)
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
             w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
@@ -1134,7 +1134,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
         if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS) return NULL;
         for (b = 0; b < list->n; b++) {
-            const tkvi_record *rec = kv->tables.layout[kv->pool.block[ids[b]].layout].record;
+            const tkvi_record *rec = kv->tables.layout[tkvi_block_of(kv, ids[b])->layout].record;
             if (rec->k.format->stored == TKVI_AS_DECODED || rec->v.format->stored == TKVI_AS_DECODED)
                 return NULL;
         }

@@ -42,12 +42,12 @@ static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe
     const tkv_cache *kv = v->kv;
     int i, r, from = 0;
     for (i = v->list->sinks; i < v->list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[v->ids[i]];
+        const tkvi_entry *e = &kv->pool.entry[v->ids[i]];
         int end = tkvi_block_end(kv, v->list, v->ids, i), copied;
-        if (tkvi_is_hot_layout(kv, v->stored, b->layout)) continue;
-        copied = tkvi_head_probe_copy(kv->meter, g, b->start, &from) != NULL && !b->n_packed;
+        if (tkvi_is_hot_layout(kv, v->stored, tkvi_block_of(kv, v->ids[i])->layout)) continue;
+        copied = tkvi_head_probe_copy(kv->meter, g, e->start, &from) != NULL && !e->n_packed;
         for (r = 0; r < v->rows; r++) {
-            const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], b->start);
+            const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], e->start);
             if (!(c->rows >> r & 1) || n <= 0) continue;
             c->row[r].keys += (uint64_t)n;
             if (copied) c->row[r].kept += (uint64_t)n;
@@ -137,7 +137,7 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
     int r, any = 0;
     copy =
         tkvi_head_probe_copy(kv->meter, tkvi_head_probe_of(kv->meter, v->stored, v->head), start, &c->from);
-    if (kv->pool.block[v->ids[i]].n_packed) copy = NULL; /* it has other tokens */
+    if (kv->pool.entry[v->ids[i]].n_packed) copy = NULL; /* it has other tokens */
     if (copy) {
         rec = &kv->tables.layout[layout].record[v->head];
         tkvi_score_record(scoring, rec, copy, i, scores);

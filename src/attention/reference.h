@@ -68,11 +68,11 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
         if (pass == 1 && finite && c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]))
             sum = exp((double)c->p->sink_logits[head] - top);
         for (i = 0; i < list->n; i++) {
-            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const tkvi_record *rec = &kv->tables.layout[b->layout].record[head / c->heads_per_kv];
             const uint8_t *k, *v = NULL;
             const int n = tkvi_block_tokens(kv, list, ids, i);
-            const uint64_t there = tkvi_live_mask(b, n);
+            const uint64_t there = tkvi_live_mask(&kv->pool.entry[ids[i]], n);
             tkv_status st;
             if (tkvi_has_no_source(kv, b)) continue; /* no row sees it: tkvi_call_init */
             st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);

@@ -214,8 +214,13 @@ static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
     return s->block ? s->block + (size_t)layer * s->cap : NULL;
 }
 
+/* The block that an entry holds. */
+static tkvi_block *tkvi_block_of(const tkv_cache *kv, uint32_t id) {
+    return &kv->pool.block[kv->pool.entry[id].block];
+}
+
 static int tkvi_block_start(const tkv_cache *kv, const uint32_t *ids, int i) {
-    return kv->pool.block[ids[i]].start;
+    return kv->pool.entry[ids[i]].start;
 }
 
 /* End position of block i (exclusive): the start of the next block, or the length of the list. */
@@ -237,38 +242,37 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 
 /* Token slots in use in block i, evicted tokens included. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    return TKVI_HAS_EVICT && b->n_packed ? b->n_packed : tkvi_block_end(kv, list, ids, i) - b->start;
+    const tkvi_entry *e = &kv->pool.entry[ids[i]];
+    return TKVI_HAS_EVICT && e->n_packed ? e->n_packed : tkvi_block_end(kv, list, ids, i) - e->start;
 }
 
 /* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
-static uint64_t tkvi_live_mask(const tkvi_block *b, int slots) {
-    return (TKVI_HAS_EVICT ? ~b->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+static uint64_t tkvi_live_mask(const tkvi_entry *e, int slots) {
+    return (TKVI_HAS_EVICT ? ~e->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
 }
 
-/* 1 if each position of this block takes two entries of `positions` (32 bits). That is so in a sinks' block with
+/* 1 if each position of this entry takes two elements of `positions` (32 bits). That is so in a sinks' block with
  * anchors, because their positions can be far apart. Such a block is known by its capacity below 64. */
-static int tkvi_has_long_positions(const tkv_cache *kv, const tkvi_block *b) {
+static int tkvi_has_long_positions(const tkv_cache *kv, uint32_t id) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
-           kv->tables.layout[b->layout].tokens < TKVI_BLOCK;
+           kv->tables.layout[tkvi_block_of(kv, id)->layout].tokens < TKVI_BLOCK;
 }
 
-/* Position of the token in a slot of block `id`. */
+/* Position of the token in a slot of entry `id`. */
 static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_entry *e = &kv->pool.entry[id];
     int32_t at;
-    if (!TKVI_HAS_EVICT || !b->n_packed) return b->start + slot;
-    if (!tkvi_has_long_positions(kv, b)) return b->start + kv->pool.token_meta[id].positions[slot];
+    if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot;
+    if (!tkvi_has_long_positions(kv, id)) return e->start + kv->pool.token_meta[id].positions[slot];
     memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, sizeof at);
     return at;
 }
 
 static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int position) {
-    const tkvi_block *b = &kv->pool.block[id];
     const int32_t at = position;
-    if (tkvi_has_long_positions(kv, b))
+    if (tkvi_has_long_positions(kv, id))
         memcpy((uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, &at, sizeof at);
-    else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - b->start);
+    else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - kv->pool.entry[id].start);
 }
 
 /* The position from which the tokens of a list stay exact: the start of its last append. While the next append is in
@@ -286,22 +290,26 @@ static void tkvi_record_move(tkv_cache *kv, uint32_t id, int len) {
     if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].moved_at = len + 1;
 }
 
-/* Removes the quality meter's copies of the block that begins at `start`. */
-static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
+/* Removes the quality meter's copies of the blocks that begin at the positions from .. to - 1. */
+static void tkvi_forget_meter_copies_in(tkv_cache *kv, int seq, int layer, int from, int to) {
     int i, copy;
     if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq) return;
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *probe = &kv->meter->head_probe[i];
-        for (copy = 0; copy < probe->n && probe->layer == layer; copy++)
-            if (probe->start[copy] == start) tkvi_head_probe_drop(probe, copy);
+        for (copy = probe->layer == layer ? probe->n : 0; copy-- > 0;)
+            if (probe->start[copy] >= from && probe->start[copy] < to) tkvi_head_probe_drop(probe, copy);
     }
+}
+
+static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int start) {
+    tkvi_forget_meter_copies_in(kv, seq, layer, start, start + 1);
 }
 
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
 static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    return TKVI_HAS_EVICT && b->n_packed && tkvi_has_long_positions(kv, b) ? list->len
-                                                                           : tkvi_block_end(kv, list, ids, i);
+    return TKVI_HAS_EVICT && kv->pool.entry[ids[i]].n_packed && tkvi_has_long_positions(kv, ids[i])
+               ? list->len
+               : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
@@ -373,10 +381,10 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const tkvi_block *b;
             const tkvi_record *r;
             if (i < list->sinks + list->archive) continue;
-            b = &kv->pool.block[ids[i]];
+            b = tkvi_block_of(kv, ids[i]);
             if (tkvi_is_offloaded(b)) continue;
             r = &kv->tables.layout[b->layout].record[head];
-            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->start,
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, tkvi_block_start(kv, ids, i),
                   tkvi_block_tokens(kv, list, ids, i));
             found++;
         }
@@ -447,7 +455,7 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
     e.layer = layer;
     e.from = tkvi_block_start(kv, ids, i);
     e.to = tkvi_block_end(kv, list, ids, i);
-    e.bytes = kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total;
+    e.bytes = kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     e.text = "a block was offloaded";
     kv->tables.cfg.host.on_event(kv->tables.cfg.host.event_user, &e);
 }
@@ -605,7 +613,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     }
     kv->heap = heap;
     kv->pool.heap = &kv->heap;
-    kv->pool.free_page = kv->pool.free_block = TKVI_NIL;
+    kv->pool.free_page = kv->pool.free_block = kv->pool.free_entry = TKVI_NIL;
     for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
     (void)tkv_init_pressure(&kv->budget.pressure, &derived->cfg.budget.pressure, NULL, 0);

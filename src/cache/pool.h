@@ -1,7 +1,7 @@
 /*
- * cache/pool.h - the memory of blocks: pages cut into slots, and the block table on top.
+ * cache/pool.h - the memory of blocks: pages cut into slots, with the tables of blocks and entries on top.
  *
- *     block number -> block table entry: page, slot -> page: [slot 0][slot 1] ... all of one size class
+ *     list -> entry: block number, tokens -> block: page, slot -> page: [slot 0][slot 1] ... all of one size class
  *
  * All pages have one size. A page in use serves one size class: its slots fit blocks of one size. The free slots of
  * a class never add up to a whole page. When they would, tkvi_compact moves the blocks of the sparsest page into
@@ -12,7 +12,8 @@
  * different sizes cannot fragment the memory, nor an arena. And the pages that new blocks will need can be computed
  * before they are stored (tkvi_pages_for_demand).
  *
- * Blocks are reference-counted and have a number. Their bytes may move.
+ * Blocks have a number, and their bytes may move. An entry says what one list sees of a block. Entries of several lists
+ * may hold the same block (tkvi_block.refs).
  */
 #ifndef TKVI_CACHE_POOL_H
 #define TKVI_CACHE_POOL_H
@@ -31,24 +32,32 @@ typedef struct tkvi_page {
     int used;               /* slots in use */
 } tkvi_page;
 
+/* The bytes of up to 64 tokens of one layer. Several entries may hold a block; all of them see the same bytes. */
 typedef struct tkvi_block {
-    uint32_t refs; /* lists that hold the block; 0: this entry is free */
-    /* Page number; of a free entry, the next free entry; TKVI_NIL: discarded (reclaim/discard.h). With
+    uint32_t refs; /* entries that hold the block; 0: this number is free */
+    /* Page number; of a free number, the next free one; TKVI_NIL: discarded (reclaim/discard.h). With
      * TKVI_OFFLOADED, page and slot hold the mark of the offloaded bytes (reclaim/offload.h). */
     uint32_t page;
-    uint16_t slot, layout; /* layout: number of the block's layout in tkvi_tables.layout */
-    int start;             /* the block covers positions from here to the start of the next block */
-    uint64_t
-        evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
-    /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
-     * (tkvi_slot_position). */
-    int16_t n_packed;
+    uint16_t slot, layout;    /* layout: number of the block's layout in tkvi_tables.layout */
+    int first_position;       /* of slot 0 when the block was coded; it seeds the checksums of stored bytes */
     uint16_t previous_layout; /* 0, or 1 + the layout before this one, if not hot (step/recompute.h) */
     uint16_t copy_layout;     /* 0, or 1 + the layout of an exact copy in the store */
     uint16_t copy_mark;       /* mark of the last copy made for this block number; it outlives the block */
 } tkvi_block;
 
-/* Data of a block's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
+/* What one list sees of a block: which tokens, and where. */
+typedef struct tkvi_entry {
+    uint32_t block; /* block number; of a free entry, the next free one */
+    int start;      /* the entry covers positions from here to the start of the next entry */
+    uint64_t
+        evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
+     * (tkvi_slot_position). */
+    int16_t n_packed;
+    int16_t in_use; /* 0: this entry is free */
+} tkvi_entry;
+
+/* Data of an entry's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
     uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_position) */
     uint32_t scores[64];     /* attention scores, or norms of keys (reclaim/scores.h) */
@@ -72,11 +81,13 @@ typedef struct tkvi_pool {
     tkvi_page *page;
     uint32_t n_pages, page_cap;       /* entries in use are 0 .. n_pages-1, each with bytes */
     uint32_t free_page, n_free_pages; /* first of the list of free pages; its length */
-    tkvi_block *block;
-    tkvi_token_meta *token_meta;              /* per block, behind the block table; NULL: not needed */
-    uint32_t n_blocks, block_cap, free_block; /* live blocks; entries; first free entry */
-    uint32_t n_offloaded;                     /* live blocks without bytes in RAM, discarded ones included */
-    uint32_t n_discarded;                     /* live blocks that must be recomputed */
+    tkvi_block *block;                /* [block_cap] */
+    tkvi_entry *entry;                /* [block_cap], behind the blocks; no block is without entry */
+    tkvi_token_meta *token_meta;      /* [block_cap], per entry, behind the entries; NULL: not needed */
+    uint32_t n_entries, n_blocks, block_cap; /* those in use; both tables have block_cap numbers */
+    uint32_t free_entry, free_block;         /* first free numbers */
+    uint32_t n_offloaded;                    /* live blocks without bytes in RAM, discarded ones included */
+    uint32_t n_discarded;                    /* live blocks that must be recomputed */
     uint16_t first_copy_mark; /* copy_mark of new entries: the last one of the entries that were freed */
     uint64_t marks;           /* last mark given out, 47 bits (reclaim/offload.h) */
     uint32_t *partial_pages;  /* per class: first page of the partial-page list */
@@ -129,33 +140,42 @@ static int tkvi_keeps_token_meta(const tkv_config *cfg) {
                               cfg->tiers.n_anchors > 0);
 }
 
-/* Bytes of an entry of the block table, its token_meta included. */
+/* Bytes of one number of the tables: a block, an entry and its token_meta. */
 static size_t tkvi_block_entry_bytes(const tkv_config *cfg) {
-    return sizeof(tkvi_block) + (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
+    return sizeof(tkvi_block) + sizeof(tkvi_entry) +
+           (tkvi_keeps_token_meta(cfg) ? sizeof(tkvi_token_meta) : 0);
 }
 
-/* Uses `bytes` as a block table of `cap` entries. */
+/* Uses `bytes` as tables of `cap` blocks and entries. */
 static void tkvi_use_block_table(tkvi_pool *pool, uint8_t *bytes, uint32_t cap) {
+    uint8_t *entries = cap ? bytes + cap * sizeof(tkvi_block) : NULL;
     pool->block = (tkvi_block *)(void *)bytes;
+    pool->entry = (tkvi_entry *)(void *)entries;
     pool->token_meta = cap && tkvi_keeps_token_meta(&pool->tables->cfg)
-                           ? (tkvi_token_meta *)(void *)(bytes + cap * sizeof(tkvi_block))
+                           ? (tkvi_token_meta *)(void *)(entries + cap * sizeof(tkvi_entry))
                            : NULL;
     pool->block_cap = cap;
 }
 
-/* Puts the free entries from `from` on before the list of free entries. */
+/* Puts the free numbers from `from` on before the lists of free blocks and entries. */
 static void tkvi_link_free_blocks(tkvi_pool *pool, uint32_t from) {
     uint32_t i;
     for (i = pool->block_cap; i-- > from;) {
-        if (pool->block[i].refs) continue;
-        pool->block[i].page = pool->free_block;
-        pool->free_block = i;
+        if (!pool->block[i].refs) {
+            pool->block[i].page = pool->free_block;
+            pool->free_block = i;
+        }
+        if (!pool->entry[i].in_use) {
+            pool->entry[i].block = pool->free_entry;
+            pool->free_entry = i;
+        }
     }
 }
 
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
     const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
+    const tkvi_pool old = *pool;
     uint32_t i;
     size_t bytes;
     uint8_t *bigger;
@@ -164,11 +184,12 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
-    if (old_cap) memcpy(bigger, pool->block, old_cap * sizeof(tkvi_block));
-    if (TKVI_HAS_EVICT && old_cap && pool->token_meta)
-        memcpy(bigger + cap * sizeof(tkvi_block), pool->token_meta, old_cap * sizeof(tkvi_token_meta));
-    tkvi_put(pool->heap, pool->block, old_cap * entry);
     tkvi_use_block_table(pool, bigger, cap);
+    if (old_cap) memcpy(pool->block, old.block, old_cap * sizeof *old.block);
+    if (old_cap) memcpy(pool->entry, old.entry, old_cap * sizeof *old.entry);
+    if (TKVI_HAS_EVICT && old_cap && old.token_meta)
+        memcpy(pool->token_meta, old.token_meta, old_cap * sizeof *old.token_meta);
+    tkvi_put(pool->heap, old.block, old_cap * entry);
     for (i = old_cap; i < cap; i++) pool->block[i].copy_mark = pool->first_copy_mark;
     tkvi_link_free_blocks(pool, old_cap);
     return 1;
@@ -348,10 +369,22 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
     if (pool->used_slots[size_class] % c->slots == 0) tkvi_compact(pool, size_class);
 }
 
-/* >>blocks */
-static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
-    uint32_t id = pool->free_block, page;
+/* >>blocks and entries */
+static uint32_t tkvi_take_entry(tkvi_pool *pool) {
+    const uint32_t id = pool->free_entry;
+    TKVI_ASSERT(id != TKVI_NIL);
+    pool->free_entry = pool->entry[id].block;
+    pool->entry[id].in_use = 1;
+    pool->n_entries++;
+    return id;
+}
+
+/* Takes a number and a slot for a new block. The caller's entry holds it. There is a free number: no block is without
+ * entry, and the entry of the new one holds none or a shared block. */
+static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int first_position) {
+    const uint32_t id = pool->free_block;
     tkvi_block *b = &pool->block[id];
+    uint32_t page;
     int slot;
     TKVI_ASSERT(id != TKVI_NIL);
     pool->free_block = b->page;
@@ -360,13 +393,31 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int start) {
     b->page = page;
     b->slot = (uint16_t)slot;
     b->layout = (uint16_t)layout;
-    b->start = start;
-    b->evicted_mask = 0;
-    b->n_packed = 0;
+    b->first_position = first_position;
     b->previous_layout = 0;
     b->copy_layout = 0;
-    if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     pool->n_blocks++;
+    return id;
+}
+
+/* Makes an entry with a new block. */
+static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start) {
+    const uint32_t id = tkvi_take_entry(pool);
+    tkvi_entry *e = &pool->entry[id];
+    e->block = tkvi_new_block(pool, layout, start);
+    e->start = start;
+    e->evicted_mask = 0;
+    e->n_packed = 0;
+    if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
+    return id;
+}
+
+/* Makes an entry that holds the block of another one, and sees the same tokens. */
+static uint32_t tkvi_share_entry(tkvi_pool *pool, uint32_t from) {
+    const uint32_t id = tkvi_take_entry(pool);
+    pool->entry[id] = pool->entry[from];
+    pool->block[pool->entry[id].block].refs++;
+    if (TKVI_HAS_EVICT && pool->token_meta) pool->token_meta[id] = pool->token_meta[from];
     return id;
 }
 
@@ -431,6 +482,15 @@ static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
     pool->n_blocks--;
 }
 
+static void tkvi_release_entry(tkvi_pool *pool, uint32_t id) {
+    tkvi_entry *e = &pool->entry[id];
+    tkvi_release_block(pool, e->block);
+    e->in_use = 0;
+    e->block = pool->free_entry;
+    pool->free_entry = id;
+    pool->n_entries--;
+}
+
 /* >>memory for blocks to come */
 /* Slots and block entries that a call will take, beyond those in use and reserved. A class that it gives back before
  * it takes others counts below 0. */
@@ -464,7 +524,7 @@ static int64_t tkvi_pages_for_demand(const tkvi_pool *pool, const tkvi_demand *d
 
 /* Block entries that the pool must hold to serve a demand. */
 static int64_t tkvi_entries_for_demand(const tkvi_pool *pool, const tkvi_demand *demand) {
-    int64_t entries = (int64_t)pool->n_blocks + demand->entries;
+    int64_t entries = (int64_t)pool->n_entries + demand->entries;
     int c;
     for (c = 0; c < pool->tables->n_classes; c++) entries += pool->reserved_slots[c];
     return entries;

@@ -222,7 +222,7 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
-            const int own = kv->pool.block[ids[i]].layout - kv->tables.n_keys;
+            const int own = tkvi_block_of(kv, ids[i])->layout - kv->tables.n_keys;
             if (own >= 0) used[own % TKVI_VERSIONS] = 1;
         }
     }
@@ -271,7 +271,7 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i = list->n;
-        while (--i >= list->sinks + list->archive && !tkvi_is_offloaded(&kv->pool.block[ids[i]]))
+        while (--i >= list->sinks + list->archive && !tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
             n += tkvi_block_tokens(kv, list, ids, i);
     }
     return n;

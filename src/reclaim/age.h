@@ -94,7 +94,8 @@ static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
 }
 
 /* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
-static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_block *b) {
+static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, uint32_t id) {
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *from = &kv->tables.layout[b->layout];
     int i;
     if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_layout(kv, layer, b->layout))
@@ -102,7 +103,8 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_bl
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *probe = &kv->meter->head_probe[i];
         if (probe->layer == layer)
-            tkvi_head_probe_keep(kv->meter, probe, b->start, tkvi_list_of(kv, seq, layer)->expired,
+            tkvi_head_probe_keep(kv->meter, probe, kv->pool.entry[id].start,
+                                 tkvi_list_of(kv, seq, layer)->expired,
                                  tkvi_block_bytes(&kv->pool, b) + from->record[probe->head].at,
                                  from->record[probe->head].k.bytes + from->record[probe->head].v.bytes);
     }
@@ -112,8 +114,9 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, const tkvi_bl
  * the format fixes slots. Returns 0 without memory; the block then stays as it is. */
 static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
-    tkvi_block *b = &kv->pool.block[id];
+    const uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
+    tkvi_entry *e = &kv->pool.entry[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     int is_packed;
     uint16_t previous_layout;
     tkvi_recoding r;
@@ -122,46 +125,38 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
     if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return 1;
     if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
-    if (b->refs > 1) {
-        if (!tkvi_grow_blocks(&kv->pool, kv->pool.n_blocks + 1)) return 0;
-        b = &kv->pool.block[id]; /* the table may have grown */
-    }
-    tkvi_copy_for_meter(kv, seq, layer, b);
+    tkvi_copy_for_meter(kv, seq, layer, id);
     kv->counts.demoted++;
     previous_layout = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
     r.kv = kv;
     r.from = &kv->tables.layout[b->layout];
     r.to = &kv->tables.layout[layout];
     r.layer = layer;
-    r.start = b->start;
+    r.start = b->first_position;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.live_mask = tkvi_used_mask(kv, list, ids, i);
     is_packed =
-        TKVI_HAS_EVICT && (b->evicted_mask & ~r.live_mask) && r.live_mask && !tkvi_has_fixed_slots(kv);
+        TKVI_HAS_EVICT && (e->evicted_mask & ~r.live_mask) && r.live_mask && !tkvi_has_fixed_slots(kv);
     if (is_packed) {
-        tkvi_forget_copy(&kv->pool, id); /* tokens change slots, so the exact copy does not match */
+        tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.live_mask |= b->evicted_mask; /* no token changes its slot */
+        r.live_mask |= e->evicted_mask; /* no token changes its slot */
         tkvi_store_exact_copy(kv, layer, id);
     }
     if (b->refs > 1) { /* the other holders keep the old block */
-        ids[i] = tkvi_new_block(&kv->pool, layout, b->start);
-        b = &kv->pool.block[id];
+        const uint32_t old = e->block;
+        e->block = tkvi_new_block(&kv->pool, layout, b->first_position);
         tkvi_recode_heads(&r, tkvi_block_bytes(&kv->pool, b),
-                          tkvi_block_bytes(&kv->pool, &kv->pool.block[ids[i]]));
-        if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[ids[i]] = kv->pool.token_meta[id];
-        kv->pool.block[ids[i]].evicted_mask = b->evicted_mask;
-        kv->pool.block[ids[i]].n_packed = b->n_packed;
-        tkvi_release_block(&kv->pool, id);
+                          tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)));
+        tkvi_release_block(&kv->pool, old);
     } else {
-        tkvi_recode_block(&kv->pool, id, layout, tkvi_recode_heads, &r);
+        tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
     }
-    b = &kv->pool.block[ids[i]];
-    tkvi_record_move(kv, ids[i], list->len);
-    b->previous_layout = previous_layout;
+    tkvi_record_move(kv, id, list->len);
+    tkvi_block_of(kv, id)->previous_layout = previous_layout;
     if (is_packed) {
-        b->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], r.live_mask, b->start);
-        b->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
+        e->n_packed = (int16_t)tkvi_move_token_meta(kv, id, 0, id, r.live_mask, e->start);
+        e->evicted_mask = kv->pool.token_meta[id].anchored_mask;
     }
     return 1;
 }
@@ -187,7 +182,7 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     int i;
     if (!n_expired) return;
     list->expired = tkvi_block_start(kv, ids, n_expired);
-    for (i = 0; i < n_expired; i++) tkvi_release_block(&kv->pool, ids[i]);
+    for (i = 0; i < n_expired; i++) tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_unlist_blocks(list, ids, 0, n_expired);
 }
 

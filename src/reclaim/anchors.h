@@ -17,7 +17,7 @@
 
 /* Mask of the used slots of block i: live tokens and anchored tokens. */
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
+    return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
            (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
 }
 
@@ -28,7 +28,7 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     const int n = tkvi_block_tokens(kv, list, ids, i);
     const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
-    if (!TKVI_HAS_EVICT || !kv->pool.block[ids[i]].n_packed) t = position - tkvi_block_start(kv, ids, i);
+    if (!TKVI_HAS_EVICT || !kv->pool.entry[ids[i]].n_packed) t = position - tkvi_block_start(kv, ids, i);
     else
         while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
@@ -46,17 +46,17 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
-    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
+    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.entry[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
 }
 
 /* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
  * of the next block, and that one may be freed. */
 static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    tkvi_block *b = &kv->pool.block[ids[i]];
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
-    for (t = 0; t < n && !b->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, b->start + t);
-    b->n_packed = (int16_t)n;
+    for (t = 0; t < n && !e->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, e->start + t);
+    e->n_packed = (int16_t)n;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
@@ -69,7 +69,7 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
     token_meta = &kv->pool.token_meta[ids[i]];
     if (!(token_meta->anchored_mask >> t & 1)) return;
     token_meta->anchored_mask &= ~((uint64_t)1 << t);
-    kv->pool.block[ids[i]].evicted_mask &= ~((uint64_t)1 << t);
+    kv->pool.entry[ids[i]].evicted_mask &= ~((uint64_t)1 << t);
     tkvi_align_steps(kv, ids[0], ids[i]);
     token_meta->scores[t] = kv->pool.token_meta[ids[0]].scores[slot];
 }
@@ -79,7 +79,7 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
 static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->simd_ops;
-    tkvi_block *to = &kv->pool.block[ids[0]], *from = &kv->pool.block[ids[i]];
+    tkvi_block *to = tkvi_block_of(kv, ids[0]), *from = tkvi_block_of(kv, ids[i]);
     const tkvi_layout *a = &kv->tables.layout[to->layout], *b = &kv->tables.layout[from->layout];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
@@ -93,23 +93,23 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
         r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
     tkvi_set_slot_position(kv, ids[0], slot, tkvi_slot_position(kv, ids[i], t));
-    to->evicted_mask &= ~((uint64_t)1 << slot);
+    kv->pool.entry[ids[0]].evicted_mask &= ~((uint64_t)1 << slot);
     kv->pool.token_meta[ids[0]].scores[slot] = kv->pool.token_meta[ids[i]].scores[t];
-    from->evicted_mask |= (uint64_t)1 << t;
+    kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
     kv->pool.token_meta[ids[i]].anchored_mask |= (uint64_t)1 << t;
 }
 
 /* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
 static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
     const int i = tkvi_block_at(kv, list, ids, tkvi_slot_position(kv, ids[0], slot));
-    return i > 0 && tkvi_has_no_source(kv, &kv->pool.block[ids[i]]);
+    return i > 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[i]));
 }
 
 /* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score; -1: none. a:
  * attention scores of the slots of the sinks' block. */
 static int tkvi_anchor_place(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int first,
                              int last, const float *a) {
-    const tkvi_block *sinks = &kv->pool.block[ids[0]];
+    const tkvi_entry *sinks = &kv->pool.entry[ids[0]];
     int t, least = -1;
     for (t = first; t < last; t++) {
         if (t >= sinks->n_packed || sinks->evicted_mask >> t & 1) return t;
@@ -125,15 +125,16 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_plan *p = &kv->tables.plan[layer];
     const int first = p->sink, last = p->sink + kv->tables.cfg.tiers.n_anchors;
-    tkvi_block *sinks = &kv->pool.block[ids[0]], *b = &kv->pool.block[ids[i]];
+    tkvi_entry *sinks = &kv->pool.entry[ids[0]];
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
     float a[TKVI_BLOCK], mine[TKVI_BLOCK];
     uint64_t there;
     int t, newest;
-    if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || sinks->refs > 1 ||
-        b->refs > 1)
+    if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || b->refs > 1 ||
+        tkvi_block_of(kv, ids[0])->refs > 1)
         return;
     if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
-    there = tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
+    there = tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
     tkvi_list_positions(kv, list, ids, 0);
     newest = tkvi_token_score_newest(kv, list, ids);
     tkvi_align_steps(kv, ids[0], ids[i]);

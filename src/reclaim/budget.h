@@ -40,7 +40,7 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             for (i = 0; i < list->n; i++) {
-                const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+                const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 if (!tkvi_is_offloaded(b))
                     parts[tkvi_tier_at(list, i) != TKV_TIER_HOT] +=
                         kv->tables.layout[b->layout].bytes.total / b->refs;
@@ -138,7 +138,7 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             for (i = list->sinks; i < list->n; i++) {
-                const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+                const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 const int own = b->layout;
                 int layout;
                 if (b->refs > 1 || tkvi_is_offloaded(b)) continue;
@@ -153,7 +153,7 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
 static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
     const int max_level = kv->budget.pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
-    int level, least = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout;
+    int level, least = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->layout;
     if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->seq[seq].in_step &&
         i + 1 < tkvi_list_of(kv, seq, layer)->n)
         return -1;
@@ -225,7 +225,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
     int i, t, token = 0, n_offloaded = 0;
     memset(&stretch, 0, sizeof stretch);
     for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to);
@@ -234,7 +234,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
         if (stretch.n_blocks &&
             (!in_ram || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
-            tkvi_end_stretch(kv, &stretch, b->start, victims ? -1 : n_staying, demand);
+            tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
         if (victims && !used) { /* empty blocks are freed first */
             demand->entries--;
             if (in_ram) demand->slots[kv->tables.layout[b->layout].size_class]--;
@@ -243,7 +243,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         if (i < list->sinks) continue;
         n_offloaded += !in_ram;
         if (!in_ram) continue;
-        if (!stretch.n_blocks) stretch.first = b->start;
+        if (!stretch.n_blocks) stretch.first = tkvi_block_start(kv, ids, i);
         stretch.n_blocks++;
         stretch.n_used += tkvi_n_bits(used);
         stretch.layout = b->layout;
@@ -263,7 +263,7 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_vict
     if (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         is_shared |= b->refs > 1;
         if (i >= list->sinks && !tkvi_is_offloaded(b) && tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
@@ -384,7 +384,7 @@ static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = list->sinks + list->passed[TKVI_TIGHTEST]; i < list->n; i++) {
                 tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &kv->tables.plan[layer].now, can_learn);
-                const tkvi_block *b = &kv->pool.block[ids[i]];
+                const tkvi_block *b = tkvi_block_of(kv, ids[i]);
                 if (due == TKV_TIER_HOT) break;
                 n += b->refs == 1 && !tkvi_is_offloaded(b) &&
                      tkvi_is_smaller(kv, b->layout, tkvi_layout_of(&kv->tables, layer, due));
@@ -396,7 +396,7 @@ static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
 /* The layout that block i of a list would have at the level below. */
 static int tkvi_looser_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[kv->tables.level - 1];
-    const int own = kv->pool.block[tkvi_ids(kv, seq, layer)[i]].layout,
+    const int own = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->layout,
               due = spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, !tkvi_has_open_step(kv))];
     return tkvi_is_smaller(kv, due, own) ? due : own;
 }

@@ -51,8 +51,10 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
         return 0; /* a flush recoded it before it was full */
-    if (TKVI_HAS_EVICT && kv->pool.block[ids[last]].n_packed)
+    if (TKVI_HAS_EVICT && kv->pool.entry[ids[last]].n_packed)
         return 0; /* a packed block: truncation removed the blocks after it */
+    if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
+        return 0; /* truncation removed the blocks after it */
     capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -74,13 +76,13 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
     tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
-    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
-        tkvi_demand_blocks(&kv->pool, kv->pool.block[ids[list->n - 1]].layout, 1, demand); /* it is copied */
+    if (tkvi_tail_free_slots(kv, p, list, ids) &&
+        tkvi_block_of(kv, ids[list->n - 1])->refs > 1) /* it is copied */
+        demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (b->refs > 1) continue;
-        if (tkvi_is_offloaded(b)) demand->entries--;
-        else tkvi_demand_blocks(&kv->pool, b->layout, -1, demand);
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        demand->entries--;
+        if (b->refs == 1 && !tkvi_is_offloaded(b)) demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
 }
 

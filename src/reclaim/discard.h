@@ -20,8 +20,9 @@
 
 /* 1 if block i is discarded and has live tokens. If all its tokens are evicted or anchored, nothing is missing. */
 static int tkvi_needs_recompute(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = &kv->pool.block[ids[i]];
-    return tkvi_is_discarded(b) && tkvi_live_mask(b, tkvi_block_tokens(kv, list, ids, i));
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    return tkvi_is_discarded(b) &&
+           tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* 1 if a discarded block of a layer covers any of the positions from .. to - 1. */
@@ -68,7 +69,7 @@ static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end)
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = list->sinks; i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]]);) i++;
+        for (i = list->sinks; i < list->n && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));) i++;
         if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
         found = 1;
         *start = tkvi_block_start(kv, ids, i);
@@ -87,7 +88,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = list->sinks; i < list->n && tkvi_block_end(kv, list, ids, i) <= to; i++) {
-            tkvi_block *b = &kv->pool.block[ids[i]];
+            tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const uint32_t page = b->page;
             const int slot = b->slot;
             if (tkvi_is_offloaded(b)) continue;
@@ -98,7 +99,8 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             if (kv->tables.cfg.recompute.compute) { /* it is read in the hot format */
                 b->layout = (uint16_t)kv->tables.plan[layer].now.layout[TKV_TIER_HOT];
                 b->previous_layout = 0;
-                tkvi_forget_meter_copies(kv, seq, layer, b->start); /* exact blocks need none */
+                tkvi_forget_meter_copies(kv, seq, layer,
+                                         tkvi_block_start(kv, ids, i)); /* exact blocks need none */
             }
             kv->pool.n_offloaded++;
             kv->pool.n_discarded++;

@@ -25,7 +25,7 @@ static int tkvi_n_bits(uint64_t mask) {
 }
 
 static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_live_mask(&kv->pool.block[ids[i]], tkvi_block_tokens(kv, list, ids, i));
+    return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
 
 /* Number of live tokens of a list. */
@@ -34,7 +34,7 @@ static int tkvi_n_live(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += TKVI_HAS_EVICT && kv->pool.block[ids[i]].evicted_mask
+        n += TKVI_HAS_EVICT && kv->pool.entry[ids[i]].evicted_mask
                  ? tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i))
                  : tkvi_block_tokens(kv, list, ids, i);
     return n;
@@ -86,7 +86,7 @@ static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
-    tkvi_release_block(&kv->pool, ids[i]);
+    tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_unlist_blocks(list, ids, i, i + 1);
 }
 
@@ -95,7 +95,7 @@ static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
 static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i > 0 && kv->pool.block[ids[i - 1]].refs > 1) return 0;
+    if (i > 0 && tkvi_block_of(kv, ids[i - 1])->refs > 1) return 0;
     if (i > 0) tkvi_list_positions(kv, list, ids, i - 1);
     tkvi_unlist_block(kv, seq, layer, i);
     return 1;
@@ -109,14 +109,14 @@ static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
  * loses nothing if the blocks are exact and have no copy in the store. */
 static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids, int i,
                            int fill) {
-    const tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const tkvi_block *a = tkvi_block_of(kv, ids[i]), *b = tkvi_block_of(kv, ids[i + 1]);
     const int key = kv->tables.layout[a->layout].key;
     int n_free, n;
     if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || key != kv->tables.layout[b->layout].key || tkvi_has_fixed_slots(kv))
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
-    if (tkvi_block_end(kv, list, ids, i + 1) - a->start > 65536) return 0;
+    if (tkvi_block_end(kv, list, ids, i + 1) - tkvi_block_start(kv, ids, i) > 65536) return 0;
     n_free = TKVI_BLOCK - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1));
     if (n <= n_free) return n;
@@ -135,16 +135,16 @@ static uint64_t tkvi_first_bits(uint64_t mask, int n) {
 
 /* Moves the start of block i to its first token that is not evicted. */
 static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    tkvi_block *b = &kv->pool.block[ids[i]];
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, shift = 0;
     tkvi_list_positions(kv, list, ids, i);
-    for (t = b->n_packed; t-- > 0;)
-        if (!(b->evicted_mask >> t & 1)) shift = token_meta->positions[t];
-    for (t = 0; t < b->n_packed; t++)
+    for (t = e->n_packed; t-- > 0;)
+        if (!(e->evicted_mask >> t & 1)) shift = token_meta->positions[t];
+    for (t = 0; t < e->n_packed; t++)
         token_meta->positions[t] =
             (uint16_t)(token_meta->positions[t] > shift ? token_meta->positions[t] - shift : 0);
-    b->start += shift;
+    e->start += shift;
 }
 
 /* Moves the first n_moved used slots of block i + 1 (b) to block i (a). If b is empty then, it is freed. */
@@ -153,7 +153,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *simd_ops = kv->kernels->simd_ops;
-    tkvi_block *a = &kv->pool.block[ids[i]], *b = &kv->pool.block[ids[i + 1]];
+    const tkvi_block *a = tkvi_block_of(kv, ids[i]), *b = tkvi_block_of(kv, ids[i + 1]);
+    tkvi_entry *to = &kv->pool.entry[ids[i]], *from = &kv->pool.entry[ids[i + 1]];
     const uint64_t used_a = tkvi_used_mask(kv, list, ids, i), used_b = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t moved_mask = tkvi_first_bits(used_b, n_moved);
     const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
@@ -171,22 +172,23 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                                  k + (size_t)n * dk, dk);
         n += tkvi_decode_tokens(&record_b->v, simd_ops, bytes_b + record_b->at + record_b->v_at, moved_mask,
                                 v + (size_t)n * dv, dv);
-        tkvi_encode_record(kv, layer, head, record_a, a->start, n, bytes_a + record_a->at);
+        tkvi_encode_record(kv, layer, head, record_a, a->first_position, n, bytes_a + record_a->at);
     }
     tkvi_align_steps(kv, ids[i], ids[i + 1]);
-    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, a->start);
-    a->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], a->n_packed, ids[i + 1], moved_mask, a->start);
-    a->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
-    tkvi_forget_meter_copies(kv, seq, layer, a->start);
-    tkvi_forget_copy(&kv->pool, ids[i]);
+    to->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
+    to->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
+    to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
+    tkvi_forget_meter_copies(kv, seq, layer, to->start);
+    tkvi_forget_copy(&kv->pool, to->block);
     kv->counts.merged++;
     if (moved_mask == used_b) {
         tkvi_unlist_block(kv, seq, layer, i + 1);
         return;
     }
-    b->evicted_mask |= moved_mask;
-    tkvi_forget_meter_copies(kv, seq, layer, b->start); /* the block begins later now, and has other tokens */
-    tkvi_forget_copy(&kv->pool, ids[i + 1]);
+    from->evicted_mask |= moved_mask;
+    tkvi_forget_meter_copies(kv, seq, layer,
+                             from->start); /* the block begins later now, and has other tokens */
+    tkvi_forget_copy(&kv->pool, from->block);
     tkvi_advance_start(kv, list, ids, i + 1);
 }
 
@@ -196,7 +198,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
     for (i = 0; i + 1 < list->n; i++)
-        if (kv->pool.block[ids[i]].refs == 1 && !tkvi_used_mask(kv, list, ids, i) &&
+        if (tkvi_block_of(kv, ids[i])->refs == 1 && !tkvi_used_mask(kv, list, ids, i) &&
             tkvi_free_block(kv, seq, layer, i))
             i--;
     for (i = list->sinks; i + 1 < list->n; i++)
@@ -232,7 +234,7 @@ static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
 static void tkvi_decode_keys(const tkv_cache *kv, int seq, int layer, uint32_t id, int head, uint64_t mask,
                              float *out) {
     const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
-    const tkvi_record *r = &kv->tables.layout[kv->pool.block[id].layout].record[head];
+    const tkvi_record *r = &kv->tables.layout[tkvi_block_of(kv, id)->layout].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer buffer;
     tkvi_empty_buffer(&buffer, seq, layer);
@@ -291,7 +293,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int first = c->n, is_spared = spares_outside && tkvi_is_offloaded(b);
@@ -371,7 +373,7 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
         uint64_t *victim_mask = &kv->pool.token_meta[ids[i]].victim_mask;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (*victim_mask >> t & 1) positions[n_evicted++] = tkvi_slot_position(kv, ids[i], t);
-        kv->pool.block[ids[i]].evicted_mask |= *victim_mask;
+        kv->pool.entry[ids[i]].evicted_mask |= *victim_mask;
         *victim_mask = 0;
     }
     kv->counts.evicted += (uint64_t)n_evicted;
@@ -452,7 +454,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_ou
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_n_bits(spares_outside && tkvi_is_offloaded(&kv->pool.block[ids[i]])
+        n += tkvi_n_bits(spares_outside && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]))
                              ? tkvi_live_mask_in(kv, list, ids, i)
                              : tkvi_live_pinned_mask(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);

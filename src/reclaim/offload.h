@@ -59,13 +59,13 @@ static tkvi_piece tkvi_describe_piece(const tkv_cache *kv, uint32_t id, tkvi_sto
     const tkvi_record *r = &kv->tables.layout[layout].record[head];
     uint8_t seed_bytes[24];
     tkvi_piece piece;
-    piece.key = tkvi_store_key(id, what);
+    piece.key = tkvi_store_key(kv->pool.entry[id].block, what);
     piece.from = r->at + (part ? r->v_at : 0);
     piece.at = piece.from + TKVI_OFFLOAD_CHECKSUM * (2u * (size_t)head + (size_t)part);
     piece.bytes = part ? r->v.bytes : r->k.bytes + (tkvi_n_pieces(r) == 1 ? r->v.bytes : 0);
     tkvi_store32(seed_bytes, piece.key);
     tkvi_store32(seed_bytes + 4, 2u * (uint32_t)head + (uint32_t)part);
-    tkvi_store32(seed_bytes + 8, (uint32_t)kv->pool.block[id].start);
+    tkvi_store32(seed_bytes + 8, (uint32_t)tkvi_block_of(kv, id)->first_position);
     tkvi_store32(seed_bytes + 12, (uint32_t)layout);
     tkvi_store32(seed_bytes + 16, (uint32_t)mark);
     tkvi_store32(seed_bytes + 20, (uint32_t)(mark >> 32));
@@ -78,7 +78,7 @@ static tkvi_piece tkvi_describe_piece(const tkv_cache *kv, uint32_t id, tkvi_sto
 static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_stored_as what, uint64_t mark) {
     TKVI_ALIGNED uint8_t buffer[TKVI_OFFLOAD_ROOM];
     const tkv_offload_config *store = &kv->tables.cfg.offload;
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int head, part;
     for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
@@ -89,7 +89,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
             if (store->write(store->user, piece.key, piece.at, buffer, piece.bytes + TKVI_OFFLOAD_CHECKSUM) ==
                 0)
                 continue;
-            tkvi_erase_key(&kv->pool, id, what);
+            tkvi_erase_key(&kv->pool, kv->pool.entry[id].block, what);
             kv->counts.unwritten++;
             return 0;
         }
@@ -99,7 +99,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
 /* Called before a block is recoded. With cfg.offload.keep_exact it writes a copy of the exact bytes to the store, if
  * the block has none. If the store fails, there is no copy, but the call goes on. */
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
-    tkvi_block *b = &kv->pool.block[id];
+    tkvi_block *b = tkvi_block_of(kv, id);
     if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write ||
         b->copy_layout || b->refs > 1)
         return;
@@ -129,7 +129,7 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
 static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i < list->sinks || i + 2 >= list->n || kv->pool.block[ids[i]].refs > 1) return 0;
+    if (i < list->sinks || i + 2 >= list->n || tkvi_block_of(kv, ids[i])->refs > 1) return 0;
     return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
 }
 
@@ -138,10 +138,12 @@ static int tkvi_find_offloadable(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i = list->sinks + list->passed[TKVI_OFFLOADED_RUN];
-    while (i < list->n && tkvi_is_offloaded(&kv->pool.block[ids[i]])) i++;
+    while (i < list->n && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]))) i++;
     list->passed[TKVI_OFFLOADED_RUN] = tkvi_max(0, i - list->sinks);
-    while (i < list->n && (tkvi_is_offloaded(&kv->pool.block[ids[i]]) || kv->pool.block[ids[i]].refs > 1))
-        i++;
+    for (; i < list->n; i++) {
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        if (!tkvi_is_offloaded(b) && b->refs == 1) break;
+    }
     return i < list->n && tkvi_can_offload(kv, seq, layer, i, &kv->tables.plan[layer].now) ? i : -1;
 }
 
@@ -154,7 +156,7 @@ static int tkvi_offload_next(tkv_cache *kv, int seq, int layer) {
     int slot;
     if (i < 0) return 0;
     id = tkvi_ids(kv, seq, layer)[i];
-    b = &kv->pool.block[id];
+    b = tkvi_block_of(kv, id);
     if (!tkvi_store_block(kv, id, TKVI_ITSELF, ++kv->pool.marks)) {
         kv->call.store_failed = 1;
         return 0;
@@ -179,7 +181,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_list *list = tkvi_list_of(kv, buffer->seq, buffer->layer);
     const uint32_t *ids = tkvi_ids(kv, buffer->seq, buffer->layer);
-    const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.block[id].start));
+    const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.entry[id].start));
     const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
     float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
@@ -211,7 +213,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
                                                 int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
     const tkv_offload_config *store = &kv->tables.cfg.offload;
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
     const tkvi_record *record = &kv->tables.layout[layout].record[head];
     const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
@@ -239,7 +241,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
  * until the next call with this buffer. Errors: those of tkvi_read_piece. */
 static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head, tkv_side side,
                                       tkvi_fetch_buffer *buffer, const uint8_t **bytes) {
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
     if (tkvi_is_offloaded(b)) return tkvi_read_piece(kv, id, TKVI_ITSELF, head, side, buffer, bytes);
     *bytes = tkvi_block_bytes(&kv->pool, b) + record->at + (side == TKV_K ? 0 : record->v_at);
@@ -249,10 +251,10 @@ static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head
 /* Prefetch: announces to the store that a head's record of this offloaded block will be read soon. */
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_offload_config *store = &kv->tables.cfg.offload;
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     if (store->prefetch) {
         const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
-        store->prefetch(store->user, tkvi_store_key(id, TKVI_ITSELF),
+        store->prefetch(store->user, tkvi_store_key(kv->pool.entry[id].block, TKVI_ITSELF),
                         record->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
                         record->v_at + record->v.bytes + 2u * TKVI_OFFLOAD_CHECKSUM);
     }

@@ -40,15 +40,15 @@ static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
 static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
     int i, t, n = 0;
     for (i = 0; i < v->list->n; i++) {
-        const tkvi_block *b = &v->kv->pool.block[v->ids[i]];
+        const tkvi_entry *e = &v->kv->pool.entry[v->ids[i]];
         const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
-        if (b->evicted_mask == 0 && !b->n_packed) {
-            n += tkvi_max(0, tkvi_min(v->high[r], b->start + slots) - tkvi_max(v->low[r], b->start));
+        if (e->evicted_mask == 0 && !e->n_packed) {
+            n += tkvi_max(0, tkvi_min(v->high[r], e->start + slots) - tkvi_max(v->low[r], e->start));
             continue;
         }
         for (t = 0; t < slots; t++) {
             const int at = tkvi_slot_position(v->kv, v->ids[i], t);
-            n += at >= v->low[r] && at < v->high[r] && (tkvi_live_mask(b, slots) >> t & 1);
+            n += at >= v->low[r] && at < v->high[r] && (tkvi_live_mask(e, slots) >> t & 1);
         }
     }
     return n;
@@ -83,7 +83,7 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
                             int last) {
     TKVI_ALIGNED float p[TKVI_BLOCK], added[TKVI_BLOCK], more[TKVI_BLOCK];
     const tkvi_token_scores *m = &v->kv->token_scores;
-    const uint64_t gone = v->kv->pool.block[v->ids[i]].evicted_mask;
+    const uint64_t gone = v->kv->pool.entry[v->ids[i]].evicted_mask;
     int r, t, end;
     memset(added, 0, sizeof added);
     for (r = first; r < last; r = end) {

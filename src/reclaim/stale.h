@@ -19,7 +19,7 @@ typedef struct tkvi_stale {
 
 /* The present layout of a stale block. */
 static const tkvi_layout *tkvi_layout_at(const tkv_cache *kv, const tkvi_stale *s) {
-    return &kv->tables.layout[kv->pool.block[tkvi_ids(kv, s->seq, s->layer)[s->i]].layout];
+    return &kv->tables.layout[tkvi_block_of(kv, tkvi_ids(kv, s->seq, s->layer)[s->i])->layout];
 }
 
 /* 1 if any sequence has an open step. */
@@ -80,7 +80,7 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
             due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
-        b = &kv->pool.block[ids[i]];
+        b = tkvi_block_of(kv, ids[i]);
         stale->layout = tkvi_layout_of(&kv->tables, layer, due);
         if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, stale->layout)) {
             stale->seq = seq;

@@ -79,7 +79,7 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
     memset(tiers, TKV_TOKEN_GONE, (size_t)n);
     for (i = tkvi_first_block_to_search(kv, list, ids, start); i < list->n; i++) {
         const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
-        const int discarded = tkvi_is_discarded(&kv->pool.block[ids[i]]);
+        const int discarded = tkvi_is_discarded(tkvi_block_of(kv, ids[i]));
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
             const int at = live >> slot & 1 ? tkvi_slot_position(kv, ids[i], slot) - start : -1;
             if (at >= 0 && at < n)
@@ -165,14 +165,14 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
 
 /* Is this list the first that holds the block? A shared block counts once, with its first holder. Searching is
  * cheap because holders are few; marking blocks instead would be a write by a reader. */
-static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t id) {
+static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t block) {
     int s, i;
-    if (kv->pool.block[id].refs == 1) return 1;
+    if (kv->pool.block[block].refs == 1) return 1;
     for (s = 0; s < seq; s++) {
         const tkvi_list *list = tkvi_list_of(kv, s, layer);
         const uint32_t *ids = tkvi_ids(kv, s, layer);
         for (i = 0; i < list->n; i++)
-            if (ids[i] == id) return 0;
+            if (kv->pool.entry[ids[i]].block == block) return 0;
     }
     return 1;
 }
@@ -183,8 +183,9 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
-        if (!tkvi_is_discarded(b) && (!once || tkvi_first_holder(kv, seq, layer, ids[i])))
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        if (!tkvi_is_discarded(b) &&
+            (!once || tkvi_first_holder(kv, seq, layer, kv->pool.entry[ids[i]].block)))
             tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
@@ -216,8 +217,8 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     size_t bytes = 0;
     int i;
     for (i = 0; i < list->n; i++)
-        if (!tkvi_is_offloaded(&kv->pool.block[ids[i]]))
-            bytes += kv->tables.layout[kv->pool.block[ids[i]].layout].bytes.total;
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
+            bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
     tkvi_sum_up(out, &kv->tables.cfg, bytes);
@@ -230,13 +231,13 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
     int i;
     for (i = 0; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (tkvi_is_discarded(&kv->pool.block[ids[i]])) {
+        if (tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) {
             out->discarded += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
             continue;
         }
         out->tokens[tier] += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         out->blocks[tier]++;
-        out->offloaded += tkvi_is_offloaded(&kv->pool.block[ids[i]]);
+        out->offloaded += tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));
     }
     out->expired = list->expired;
     out->evicted = list->len - list->expired - tkvi_n_live(kv, seq, layer);
@@ -609,8 +610,9 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
     if (list->n < 0 || (uint32_t)list->n > kv->seq[seq].cap)
         return tkvi_report_broken(k, "a list is longer than its array", layer);
     for (i = 0; i < list->n; i++)
-        if (ids[i] >= kv->pool.block_cap || kv->pool.block[ids[i]].refs == 0 ||
-            kv->pool.block[ids[i]].layout >= kv->tables.n_layouts)
+        if (ids[i] >= kv->pool.block_cap || !kv->pool.entry[ids[i]].in_use ||
+            kv->pool.entry[ids[i]].block >= kv->pool.block_cap || tkvi_block_of(kv, ids[i])->refs == 0 ||
+            tkvi_block_of(kv, ids[i])->layout >= kv->tables.n_layouts)
             return tkvi_report_broken(k, "a list names a block that does not exist", (int64_t)ids[i]);
     return TKV_OK;
 }
@@ -648,7 +650,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     if (list->passed[TKVI_OFFLOADED_RUN] < 0 || list->passed[TKVI_OFFLOADED_RUN] > list->n - list->sinks)
         return tkvi_report_broken(k, "more blocks are counted as offloaded than exist, layer", layer);
     for (i = 0; i < list->passed[TKVI_OFFLOADED_RUN]; i++)
-        if (!tkvi_is_offloaded(&kv->pool.block[ids[list->sinks + i]]))
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[list->sinks + i])))
             return tkvi_report_broken(k, "a block in RAM is counted as offloaded, layer", layer);
     if (list->chunk_start < 0 || list->chunk_start > list->len)
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
@@ -661,21 +663,23 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
                                                           : tkvi_block_start(kv, ids, 0) != list->expired))
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = &kv->pool.block[ids[i]];
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const tkvi_entry *e = &kv->pool.entry[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (end <= b->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
+        if (end <= e->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if ((b->evicted_mask || b->n_packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || b->n_packed < 0))
+        if ((e->evicted_mask || e->n_packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
             return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < b->n_packed && !tkvi_has_long_positions(kv, b); t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && !tkvi_has_long_positions(kv, ids[i]);
+             t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
             last = tkvi_slot_position(kv, ids[i], t);
         }
         if (TKVI_HAS_EVICT && kv->pool.token_meta &&
-            (kv->pool.token_meta[ids[i]].anchored_mask & ~b->evicted_mask))
+            (kv->pool.token_meta[ids[i]].anchored_mask & ~e->evicted_mask))
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
@@ -784,6 +788,11 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
         if (n >= pool->block_cap || i >= pool->block_cap || pool->block[i].refs)
             return tkvi_report_broken(k, "the list of free blocks is broken", (int64_t)i);
     if (n + live != (int64_t)pool->block_cap) return tkvi_report_broken(k, "free blocks are miscounted", n);
+    for (i = pool->free_entry, n = 0; i != TKVI_NIL; i = pool->entry[i].block, n++)
+        if (n >= pool->block_cap || i >= pool->block_cap || pool->entry[i].in_use)
+            return tkvi_report_broken(k, "the list of free entries is broken", (int64_t)i);
+    if (n + pool->n_entries != (int64_t)pool->block_cap)
+        return tkvi_report_broken(k, "free entries are miscounted", n);
     return TKV_OK;
 }
 
@@ -822,9 +831,9 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             if (g->start[a] < list->expired) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                (k->kv->tables.layout[k->kv->pool.block[ids[block]].layout].key ==
+                (k->kv->tables.layout[tkvi_block_of(k->kv, ids[block])->layout].key ==
                      k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
-                 !k->kv->pool.block[ids[block]].copy_layout))
+                 !tkvi_block_of(k->kv, ids[block])->copy_layout))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
                                           i);
         }
@@ -839,7 +848,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     uint32_t id;
     int seq, layer, tier, i;
     size_t held, sum;
-    uint64_t refs = 0, entries = 0;
+    uint64_t refs = 0, listed = 0, entries = 0, held_blocks = 0;
     if (!kv) return TKV_ERR_ARG;
     k.kv = kv;
     k.reason = reason;
@@ -851,17 +860,26 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
             st = tkvi_check_ids(&k, seq, layer);
             if (!st) st = tkvi_check_list(&k, seq, layer);
             for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
-                entries += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
+                listed += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
         }
     if (!st) st = tkvi_check_meter(&k);
     if (st) return st;
-    for (id = 0; id < kv->pool.block_cap; id++) refs += kv->pool.block[id].refs * tkvi_scatter(id);
+    for (id = 0; id < kv->pool.block_cap; id++) {
+        refs += kv->pool.block[id].refs * tkvi_scatter(id);
+        if (!kv->pool.entry[id].in_use) continue;
+        entries += tkvi_scatter(id);
+        held_blocks += tkvi_scatter(kv->pool.entry[id].block);
+    }
     if (kv->tables.level < 0 || kv->tables.level >= kv->tables.n_levels)
         return tkvi_report_broken(&k, "there is no level", kv->tables.level);
     if (tkvi_has_budget(kv) &&
         (kv->pool.keep_all ? tkvi_used_bytes(kv) : kv->heap.held) > kv->tables.cfg.budget.bytes)
         return tkvi_report_broken(&k, "more is held than the budget", (int64_t)kv->heap.held);
-    if (refs != entries) return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
+    if (listed != entries)
+        return tkvi_report_broken(&k, "an entry is in no list, or in two, of those in use",
+                                  kv->pool.n_entries);
+    if (refs != held_blocks)
+        return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->sizes.total + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
            kv->pool.page_cap * sizeof(tkvi_page) +

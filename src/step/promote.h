@@ -74,7 +74,8 @@ static int tkvi_better_source(const tkvi_block *b) {
 static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    tkvi_block *b = &kv->pool.block[id];
+    const uint32_t number = kv->pool.entry[id].block;
+    tkvi_block *b = &kv->pool.block[number];
     const int what = tkvi_better_source(b);
     tkv_status st;
     uint32_t page, old_page;
@@ -85,7 +86,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
     st = tkvi_promote_ready(kv, layout);
     if (st) return st;
-    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, id, &page, &slot);
+    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, number, &page, &slot);
     st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
     if (st) {
         tkvi_give_slot(&kv->pool, page, slot);
@@ -98,7 +99,7 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
     }
     old_page = b->page;
     old_slot = b->slot;
-    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, id);
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, number);
     b->page = page;
     b->slot = (uint16_t)slot;
     b->layout = (uint16_t)layout;

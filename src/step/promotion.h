@@ -24,7 +24,7 @@ static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promot
                               tkvi_promoting *best) {
     int i;
     for (i = r->list->sinks; i < r->list->n; i++) {
-        const tkvi_block *b = &r->kv->pool.block[r->ids[i]];
+        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
         const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
         float score = 0.0f;
         if (!tkvi_is_offloaded(b) && tkvi_is_hot_layout(r->kv, layer, b->layout)) continue;
@@ -54,15 +54,15 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
     for (j = 0; j < best->found && !st; j++) {
         const uint32_t id = (uint32_t)best->out[j];
         if ((i = tkvi_place_of_block(r, id)) < 0) continue;
-        if (tkvi_better_source(&kv->pool.block[id]) >= 0) {
+        if (tkvi_better_source(tkvi_block_of(kv, id)) >= 0) {
             st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
             *done += !st;
             continue;
         }
-        if (tkvi_is_discarded(&kv->pool.block[id]) && !asked++)
+        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
-        if (!asked || tkvi_is_discarded(&kv->pool.block[id])) continue;
+        if (!asked || tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
         tkvi_record_move(kv, id, r->list->len);
         ++*done;
     }

@@ -33,7 +33,7 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
 /* Positions and importance of the live tokens of block i; returns their number (at most 64). */
 static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
     const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
-    const uint64_t there = tkvi_live_mask(&r->kv->pool.block[r->ids[i]], slots);
+    const uint64_t there = tkvi_live_mask(&r->kv->pool.entry[r->ids[i]], slots);
     float a[TKVI_BLOCK];
     int t, n = 0;
     tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
@@ -104,7 +104,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
     for (i = 0; i < r.list->n; i++) {
         const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
-        const uint64_t there = tkvi_live_mask(&kv->pool.block[r.ids[i]], slots);
+        const uint64_t there = tkvi_live_mask(&kv->pool.entry[r.ids[i]], slots);
         float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
         memset(said, 0, sizeof said);
         for (t = 0; t < TKVI_BLOCK; t++) {

@@ -74,7 +74,7 @@ static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
-            const tkvi_block *b = &kv->pool.block[ids[i]];
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
             size_t bytes = kv->tables.layout[b->layout].bytes.total, recoded_bytes;
             if (tkvi_block_end(kv, list, ids, i) <= start) continue;
@@ -179,7 +179,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
 static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, int *layouts) {
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *spec = &t->plan[layer].now;
-    const tkvi_block *b = &kv->pool.block[tkvi_ids(kv, seq, layer)[i]];
+    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
     tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
     int n = 0;
     layouts[n++] = spec->layout[TKV_TIER_HOT];
@@ -203,18 +203,18 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i], number = kv->pool.entry[id].block;
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     const tkvi_layout *hot;
-    tkvi_block *b = &kv->pool.block[id];
+    tkvi_block *b = tkvi_block_of(kv, id);
     tkvi_recoding recoding;
     uint32_t page;
     uint8_t *bytes;
     int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
     hot = &kv->tables.layout[layouts[0]];
-    tkvi_take_slot(&kv->pool, hot->size_class, id, &page, &s);
-    tkvi_forget_offloaded(&kv->pool, id);
+    tkvi_take_slot(&kv->pool, hot->size_class, number, &page, &s);
+    tkvi_forget_offloaded(&kv->pool, number);
     b->page = page;
     b->slot = (uint16_t)s;
     b->layout = (uint16_t)layouts[0];
@@ -230,12 +230,12 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         }
     recoding.kv = kv;
     recoding.layer = layer;
-    recoding.start = b->start;
+    recoding.start = b->first_position;
     recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];
-        tkvi_recode_block(&kv->pool, id, layouts[s], tkvi_recode_heads, &recoding);
+        tkvi_recode_block(&kv->pool, number, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
     tkvi_search_again(list, i);
@@ -254,7 +254,7 @@ static tkvi_demand tkvi_demand_restore(const tkv_cache *kv, int seq, int layer, 
         for (i = first; i < last; i++) {
             tkvi_demand with_others = stored;
             int n_layouts;
-            if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
+            if (!tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) continue;
             n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts);
             if (!pass) { /* the block has its entry already */
                 stored.slots[kv->tables.layout[layouts[n_layouts - 1]].size_class]++;
@@ -272,6 +272,15 @@ static tkvi_demand tkvi_demand_restore(const tkv_cache *kv, int seq, int layer, 
 static int tkvi_tokens_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const int n = tkvi_block_tokens(kv, list, ids, i);
     return n ? tkvi_slot_position(kv, ids[i], n - 1) + 1 : tkvi_block_start(kv, ids, i);
+}
+
+/* 1 if rows of the positions start .. start + n - 1 must or can restore the discarded block i. A block without live
+ * tokens misses nothing. It can stay discarded, if rows of it are not given. */
+static int tkvi_takes_rows(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i, int start,
+                           int n) {
+    if (!tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) return 0;
+    return tkvi_needs_recompute(kv, list, ids, i) ||
+           (tkvi_block_start(kv, ids, i) >= start && tkvi_tokens_end(kv, list, ids, i) <= start + n);
 }
 
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
@@ -292,7 +301,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
     for (i = 0; i < list->n; i++) {
         const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_tokens_end(kv, list, ids, i);
-        if (!tkvi_is_discarded(&kv->pool.block[ids[i]])) continue;
+        if (!tkvi_takes_rows(kv, list, ids, i, start, n)) continue;
         if (first < 0 && end <= start)
             return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
                              block_start, " on");
@@ -329,7 +338,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         return st;
     }
     for (i = first; i < last; i++)
-        if (tkvi_is_discarded(&kv->pool.block[ids[i]]))
+        if (tkvi_takes_rows(kv, list, ids, i, start, n))
             tkvi_restore_block(kv, seq, layer, i, &from_k, &from_v, start);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);

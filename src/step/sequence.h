@@ -38,7 +38,7 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        most[tier] -= kv->pool.block[ids[i]].refs == 1; /* slots of shared blocks are not given back */
+        most[tier] -= tkvi_block_of(kv, ids[i])->refs == 1; /* slots of shared blocks are not given back */
         if (tier != TKV_TIER_HOT)
             all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
@@ -61,7 +61,7 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     memset(need, 0, sizeof need);
     blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
-    if (tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.block[ids[list->n - 1]].refs > 1)
+    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_block_of(kv, ids[list->n - 1])->refs > 1)
         need[TKV_TIER_HOT]++;
     /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
     end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
@@ -206,26 +206,23 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
-        if (kv->pool.block[id].refs > 1) {
-            uint32_t copy = tkvi_new_block(&kv->pool, kv->pool.block[id].layout, kv->pool.block[id].start);
-            memcpy(tkvi_block_bytes(&kv->pool, &kv->pool.block[copy]),
-                   tkvi_block_bytes(&kv->pool, &kv->pool.block[id]),
-                   kv->tables.layout[kv->pool.block[id].layout].bytes.total);
-            kv->pool.block[copy].evicted_mask = kv->pool.block[id].evicted_mask;
-            if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[copy] = kv->pool.token_meta[id];
-            kv->pool.block[id].refs--;
-            ids[list->n - 1] = id = copy;
+        if (tkvi_block_of(kv, id)->refs > 1) {
+            tkvi_block *shared = tkvi_block_of(kv, id);
+            kv->pool.entry[id].block = tkvi_new_block(&kv->pool, shared->layout, shared->first_position);
+            memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), tkvi_block_bytes(&kv->pool, shared),
+                   kv->tables.layout[shared->layout].bytes.total);
+            shared->refs--;
         }
         return id;
     }
     {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
-        id = tkvi_new_block(&kv->pool, layout, list->len);
+        id = tkvi_new_entry(&kv->pool, layout, list->len);
         /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
          * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
         if (sink || (TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write))
-            memset(tkvi_block_bytes(&kv->pool, &kv->pool.block[id]), 0,
+            memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
                    kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
         ids[list->n++] = id;
@@ -254,13 +251,13 @@ static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_sour
     if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
         const uint32_t id = tkvi_open_block(kv, seq, layer);
-        tkvi_block *b = &kv->pool.block[id];
+        tkvi_block *b = tkvi_block_of(kv, id);
         const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        const int slot = list->len - b->start;
+        const int slot = list->len - kv->pool.entry[id].start;
         if (TKVI_HAS_EVICT &&
             kv->pool.token_meta) { /* the slot may have had a token that truncation removed */
-            b->evicted_mask &= ~((uint64_t)1 << slot);
+            kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].scores[slot] =
@@ -616,26 +613,36 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Removes the positions from len on from a packed block. Last slots are removed. Other slots stay and are marked in
- * evicted_mask. One slot always stays, because n_packed 0 means a block that is not packed. */
-static void tkvi_truncate_packed(tkv_cache *kv, uint32_t id, int len) {
-    tkvi_block *b = &kv->pool.block[id];
+/* Removes the positions from len on from an entry that has positions before len. In a packed entry last slots are
+ * removed; other slots stay and are marked in evicted_mask. One slot always stays, because n_packed 0 means an entry
+ * that is not packed. The block keeps its bytes. */
+static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
+    tkvi_entry *e = &kv->pool.entry[id];
+    uint64_t kept;
     int t;
-    while (b->n_packed > 1 && tkvi_slot_position(kv, id, b->n_packed - 1) >= len) b->n_packed--;
-    for (t = 0; t < b->n_packed; t++) {
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
+    while (e->n_packed > 1 && tkvi_slot_position(kv, id, e->n_packed - 1) >= len) e->n_packed--;
+    for (t = 0; t < e->n_packed; t++) {
         if (tkvi_slot_position(kv, id, t) < len) continue;
-        tkvi_set_slot_position(kv, id, t, b->start);
-        b->evicted_mask |= (uint64_t)1 << t;
+        tkvi_set_slot_position(kv, id, t, e->start);
+        e->evicted_mask |= (uint64_t)1 << t;
+        kv->pool.token_meta[id].anchored_mask &= ~((uint64_t)1 << t);
     }
+    t = e->n_packed ? e->n_packed : tkvi_min(TKVI_BLOCK, len - e->start);
+    kept = ~(uint64_t)0 >> (TKVI_BLOCK - t);
+    e->evicted_mask &= kept;
+    kv->pool.token_meta[id].anchored_mask &= kept;
+    kv->pool.token_meta[id].pinned_mask &= kept;
+    kv->pool.token_meta[id].temporary_mask &= kept;
 }
 
 /* Overwrites the positions from len on in block i of a list, unless another list holds it (cfg.host.wipe_freed). */
 static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
     static const float zeros[TKV_MAX_HEAD_DIM] = {0};
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const tkvi_block *b = &kv->pool.block[id];
+    const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
-    const int n = b->n_packed ? b->n_packed : layout->tokens;
+    const int n = kv->pool.entry[id].n_packed ? kv->pool.entry[id].n_packed : layout->tokens;
     int t, h;
     if (b->refs > 1 || tkvi_is_offloaded(b) || tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
         return;
@@ -648,24 +655,25 @@ static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) 
         }
 }
 
-/* Truncates a list to its first `len` tokens. Position `len` must be in the hot tail or in the sinks. */
+/* Truncates a list to its first `len` tokens. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n_kept = list->n, i;
     while (n_kept > 0 && tkvi_block_start(kv, ids, n_kept - 1) >= len) n_kept--;
-    for (i = n_kept; i < list->n; i++) tkvi_release_block(&kv->pool, ids[i]);
+    for (i = n_kept; i < list->n; i++) tkvi_release_entry(&kv->pool, ids[i]);
+    tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
         if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
     }
     list->len = len;
+    list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
-    if (TKVI_HAS_EVICT && list->n > 0) tkvi_truncate_packed(kv, ids[list->n - 1], len);
-    if (TKVI_HAS_EVICT && list->n > 1 && list->sinks)
-        tkvi_truncate_packed(kv, ids[0], len); /* anchors of the removed blocks */
+    if (list->n > 0) tkvi_truncate_entry(kv, ids[list->n - 1], len);
+    if (list->n > 1 && list->sinks) tkvi_truncate_entry(kv, ids[0], len); /* anchors of the removed blocks */
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -738,27 +746,18 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
 
 /* >>truncation */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
-    int layer, i;
+    int layer;
     int64_t pages_before;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const tkvi_plan *p = &kv->tables.plan[layer];
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && n_tokens > 0; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int n_recoded = list->archive + list->warm, fewest = 0;
-        if (p->stored_layer != layer || list->len <= n_tokens) continue;
-        if (n_recoded) fewest = tkvi_block_end(kv, list, ids, list->sinks + n_recoded - 1);
-        if (list->expired && list->expired + p->kept_window > fewest) fewest = list->expired + p->kept_window;
-        for (i = list->n; TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded && i-- > 0 &&
-                          tkvi_block_end(kv, list, ids, i) > fewest;)
-            if (tkvi_is_offloaded(&kv->pool.block[ids[i]])) fewest = tkvi_block_end(kv, list, ids, i);
-        if (n_tokens < fewest)
-            return tkvi_fail(kv, TKV_ERR_INEXACT,
-                             "older tokens are compressed, offloaded, discarded or evicted; at least", fewest,
-                             " must stay");
+        const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
+        if (list->expired && list->len > n_tokens && n_tokens < fewest)
+            return tkvi_fail(kv, TKV_ERR_RANGE,
+                             "tokens of the window have expired; 0 tokens can stay, or at least", fewest, "");
     }
     pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -777,7 +776,7 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        while (list->n > 0) tkvi_release_block(&kv->pool, ids[--list->n]);
+        while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
     kv->seq[seq].in_step = 0;
@@ -809,14 +808,14 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
-        if (block >= 0 && tkvi_has_no_source(kv, &kv->pool.block[ids[block]])) return TKV_ERR_NO_SOURCE;
+        if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
         const tkvi_layout *layout;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        layout = &kv->tables.layout[kv->pool.block[ids[i]].layout];
+        layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
         for (h = 0; h < cfg->model.n_kv_heads; h++) {

@@ -76,40 +76,50 @@ static int64_t tkvi_n_kept_entries(const tkvi_pool *pool) {
     return n;
 }
 
-/* Shrinks the block table. Blocks beyond its new end get the first free numbers. */
+/* Shrinks the tables of blocks and entries. Those beyond the new end get the first free numbers. */
 static void tkvi_shrink_blocks(tkv_cache *kv) {
     tkvi_pool *pool = &kv->pool;
-    tkvi_block *old = pool->block;
-    const tkvi_token_meta *old_meta = pool->token_meta;
+    const tkvi_pool old = *pool;
     const size_t entry = tkvi_block_entry_bytes(&kv->tables.cfg);
-    const uint32_t old_cap = pool->block_cap, cap = tkvi_least_cap(tkvi_n_kept_entries(pool));
+    const uint32_t cap = tkvi_least_cap(tkvi_n_kept_entries(pool));
     const int n_layers = kv->tables.cfg.model.n_layers;
-    uint32_t id, first_free = 0;
+    uint32_t id, first_block = 0, first_entry = 0;
     void *smaller;
     int list, i;
-    if (!tkvi_get_smaller(pool->heap, cap, old_cap, entry, &smaller)) return;
+    if (!tkvi_get_smaller(pool->heap, cap, old.block_cap, entry, &smaller)) return;
     tkvi_use_block_table(pool, (uint8_t *)smaller, cap);
-    for (id = 0; id < cap; id++) pool->block[id].copy_mark = old[id].copy_mark; /* it belongs to the number */
-    for (id = 0; id < old_cap; id++) {
+    for (id = 0; id < cap; id++) pool->block[id].copy_mark = old.block[id].copy_mark; /* the number's own */
+    for (id = 0; id < old.block_cap; id++) {
+        tkvi_block *b = &old.block[id];
         uint32_t to = id;
-        if (id >= cap && old[id].copy_mark > pool->first_copy_mark) pool->first_copy_mark = old[id].copy_mark;
-        if (!old[id].refs) continue;
-        for (; id >= cap && old[first_free].refs; first_free++) {}
-        if (id >= cap) to = first_free++;
-        pool->block[to] = old[id];
-        pool->block[to].copy_mark = old[to].copy_mark;
-        if (TKVI_HAS_EVICT && old_meta) pool->token_meta[to] = old_meta[id];
-        if (!tkvi_is_offloaded(&old[id])) pool->page[old[id].page].owner[old[id].slot] = to;
-        old[id].page = to; /* for the lists below */
+        if (id >= cap && b->copy_mark > pool->first_copy_mark) pool->first_copy_mark = b->copy_mark;
+        if (!b->refs) continue;
+        for (; id >= cap && old.block[first_block].refs; first_block++) {}
+        if (id >= cap) to = first_block++;
+        pool->block[to] = *b;
+        pool->block[to].copy_mark = old.block[to].copy_mark;
+        if (!tkvi_is_offloaded(b)) pool->page[b->page].owner[b->slot] = to;
+        b->page = to; /* for the entries below */
+    }
+    for (id = 0; id < old.block_cap; id++) {
+        tkvi_entry *e = &old.entry[id];
+        uint32_t to = id;
+        if (!e->in_use) continue;
+        for (; id >= cap && old.entry[first_entry].in_use; first_entry++) {}
+        if (id >= cap) to = first_entry++;
+        pool->entry[to] = *e;
+        pool->entry[to].block = old.block[e->block].page;
+        if (TKVI_HAS_EVICT && old.token_meta) pool->token_meta[to] = old.token_meta[id];
+        e->block = to; /* for the lists below */
     }
     for (list = 0; list < kv->tables.cfg.limits.max_seqs * n_layers; list++)
         for (i = 0; i < kv->list[list].n; i++) {
             uint32_t *number = &tkvi_ids(kv, list / n_layers, list % n_layers)[i];
-            *number = old[*number].page;
+            *number = old.entry[*number].block;
         }
-    pool->free_block = TKVI_NIL;
+    pool->free_block = pool->free_entry = TKVI_NIL;
     tkvi_link_free_blocks(pool, 0);
-    tkvi_put(pool->heap, old, old_cap * entry);
+    tkvi_put(pool->heap, old.block, old.block_cap * entry);
 }
 
 static void tkvi_shrink_pages(tkvi_pool *pool) {
