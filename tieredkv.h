@@ -19,6 +19,7 @@
  *    3 First program
  *    4 Words
  *    5 Appending and attending                   R8 attention over two sets of keys
+ *                                                R11 characters with a common prompt
  *    6 Configuration                             R9 a config as text, and back
  *    7 Memory and budgets                        R5 a budget
  *                                                R2 a chat without end in a fixed arena
@@ -138,8 +139,8 @@
  * 4. WORDS
  *
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
- *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ... Each sequence has blocks of its
- *              own: no call shares blocks yet
+ *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ...
+ *   fork       a sequence that shares the blocks of another one and goes on for itself (tkv_seq_fork)
  *   head group the n_heads / n_kv_heads query heads that share a KV head
  *   block      64 consecutive tokens of one layer of one sequence, all KV heads: the unit of coding and of memory
  *   record     the bytes of a block for one KV head: K codes, K metadata, V codes, V metadata
@@ -201,6 +202,10 @@
  *   Outputs. `lse` is the log-sum-exp of the logits. `scores` is the attention that each key received, at the cost of
  *   a second pass over the keys. tkv_read decodes K and V of any tier.
  *
+ *   Forks. tkv_seq_fork makes a sequence that begins with the tokens of another one: a character after a common
+ *   prompt, a beam, a reply to try out. Both share the blocks, so it copies nothing and codes nothing. Each then
+ *   appends, truncates, pins and evicts for itself. tkv_seq_truncate takes back the newest tokens of one sequence.
+ *
  *   Parts. Attention over two sets of keys is joined by their log-sum-exps. The sets can be two sequences, two caches
  *   or two machines. Give the keys of each set the rotation of their place in the whole text.
  *
@@ -227,6 +232,33 @@
  *         if (error > worst || -error > worst) worst = error < 0.0f ? -error : error;
  *     }
  *     printf("merged and whole differ by %s 1e-5\n", worst < 1e-5f ? "less than" : "more than");
+ * End of recipe
+ *
+ * Recipe R11: characters with a common prompt
+ *     enum { CHARACTERS = 8 };
+ *     tkv_memory_info memory;
+ *     size_t prompt;
+ *     cfg.limits.max_seqs = CHARACTERS;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int i = 0; i < 16; i++) {                       // the prompt is read once: 1,024 tokens
+ *         run_model(64);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, 0, layer, k, v, 64)) return 1;
+ *     }
+ *     if (tkv_get_memory(kv, &memory)) return 1;
+ *     prompt = memory.total;
+ *     for (int seq = 1; seq < CHARACTERS; seq++)
+ *         if (tkv_seq_fork(kv, 0, seq, TKV_UNLIMITED)) return 1;
+ *     for (int seq = 0; seq < CHARACTERS; seq++) {         // each says something of its own
+ *         run_model(40);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, seq, layer, k, v, 40)) return 1;
+ *     }
+ *     if (tkv_get_memory(kv, &memory)) return 1;
+ *     printf("%d characters take %.1f times the bytes of their prompt\n", CHARACTERS,
+ *            (double)memory.total / (double)prompt);
+ *     if (tkv_seq_truncate(kv, 3, 1024 + 15)) return 1;    // the player interrupts character 3
+ *     printf("character 3 has %d tokens, character 4 %d\n", tkv_get_length(kv, 3, 0), tkv_get_length(kv, 4, 0));
  * End of recipe
  *
  *
@@ -963,6 +995,7 @@
 #define tkv_seq_discard TKV_NAME_(tkv_seq_discard)
 #define tkv_seq_find_discarded TKV_NAME_(tkv_seq_find_discarded)
 #define tkv_seq_flush TKV_NAME_(tkv_seq_flush)
+#define tkv_seq_fork TKV_NAME_(tkv_seq_fork)
 #define tkv_seq_free_bytes TKV_NAME_(tkv_seq_free_bytes)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
@@ -1694,6 +1727,23 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
  *   TKV_ERR_STATE     a step is open
  *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
+/* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
+ * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
+ * tokens. A last block that is exact and has fewer than 48 tokens is copied when one of them writes; in place, any
+ * that is not full. A fuller one stays shared, and the next token begins a new block. Scores, pins and evictions go
+ * along. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ *
+ * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
+ * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
+ * tokens are not chosen for eviction, since that would free nothing. A reservation of src ends.
+ * Errors, nothing changed (with a budget, blocks may be coded again):
+ *   TKV_ERR_RANGE      a window expired tokens that the last one of n_tokens sees, as in tkv_seq_truncate
+ *   TKV_ERR_STATE      a step of src or dst is open
+ *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 28 bytes a block and layer, with
+ *                      eviction, importance or anchors 440 bytes more
+ * Cost: O(blocks of n_tokens), in all layers. */
+TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
@@ -1825,7 +1875,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq);
 /* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_get_length + n
  * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
  * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions, or of compressed
- * tokens; without a budget also tkv_set_level and tkv_set_hot_tokens.
+ * or shared tokens; tkv_seq_fork of it; without a budget also tkv_set_level and tkv_set_hot_tokens.
  * Errors, nothing reserved:
  *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
  *   TKV_ERR_BUDGET     the budget is full
@@ -2076,8 +2126,7 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
  * Offloaded blocks keep their format and their position. Attention and tkv_read fetch the parts they need, one head
  * at a time. Results have the same bits as with all blocks in RAM. The sinks, the last two blocks of a layer, and
  * tokens younger than hot_tokens stay in RAM. With a ladder that never leaves level 0, exact blocks are offloaded.
- * tkv_seq_truncate cannot cut offloaded tokens. Tables of formats are learned from blocks in RAM. tkv_attend needs
- * 36 KiB more stack.
+ * Tables of formats are learned from blocks in RAM. tkv_attend needs 36 KiB more stack.
  *
  * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows
  * it and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
@@ -2146,8 +2195,7 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
  * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
  * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
- * still be evicted. tkv_seq_truncate cannot cut discarded tokens. tkv_seq_reset forgets them. tkv_promote restores
- * those with an exact copy (cfg.offload.keep_exact).
+ * still be evicted. tkv_seq_reset forgets them. tkv_promote restores those with an exact copy (cfg.offload.keep_exact).
  *
  * With cfg.budget.discard under a budget, discarding is the reclaim stage after cfg.offload and before cfg.evict.
  * It takes blocks of other sequences than the one that needs memory, and none with an open step. The sequence used
@@ -16723,7 +16771,8 @@ TKV_API tkv_tier tkv_compute_tier(const tkv_config *cfg, int age) {
  * before they are stored (tkvi_pages_for_demand).
  *
  * Blocks have a number, and their bytes may move. An entry says what one list sees of a block. Entries of several lists
- * may hold the same block (tkvi_block.refs).
+ * may hold the same block (tkv_seq_fork). They form a ring. Such a block is coded for the hottest tier among its
+ * holders, so it is coded again once for all of them.
  */
 #ifndef TKVI_CACHE_POOL_H
 #define TKVI_CACHE_POOL_H
@@ -16752,6 +16801,8 @@ typedef struct tkvi_block {
     uint16_t previous_layout; /* 0, or 1 + the layout before this one, if not hot (step/recompute.h) */
     uint16_t copy_layout;     /* 0, or 1 + the layout of an exact copy in the store */
     uint16_t copy_mark;       /* mark of the last copy made for this block number; it outlives the block */
+    uint8_t tier;             /* the tier that it was last coded for, of its list or of the hottest holder */
+    uint8_t n_shared_slots;   /* slots that some holder may see, while there are several holders */
 } tkvi_block;
 
 /* What one list sees of a block: which tokens, and where. */
@@ -16760,10 +16811,13 @@ typedef struct tkvi_entry {
     int start;      /* the entry covers positions from here to the start of the next entry */
     uint64_t
         evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    uint32_t next_holder; /* ring of the entries that hold the block */
     /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
      * (tkvi_slot_position). */
-    int16_t n_packed;
-    int16_t in_use; /* 0: this entry is free */
+    int8_t n_packed;
+    uint8_t tier;     /* tier of the block in this list (tkvi_tier_at) */
+    uint8_t is_first; /* 1 for one entry of each ring: what counts a block once counts it with this entry */
+    uint8_t in_use;   /* 0: this entry is free */
 } tkvi_entry;
 
 /* Data of an entry's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
@@ -16797,6 +16851,7 @@ typedef struct tkvi_pool {
     uint32_t free_entry, free_block;         /* first free numbers */
     uint32_t n_offloaded;                    /* live blocks without bytes in RAM, discarded ones included */
     uint32_t n_discarded;                    /* live blocks that must be recomputed */
+    uint32_t n_late;          /* blocks that wait to be coded for their holders (tkvi_is_late) */
     uint16_t first_copy_mark; /* copy_mark of new entries: the last one of the entries that were freed */
     uint64_t marks;           /* last mark given out, 47 bits (reclaim/offload.h) */
     uint32_t *partial_pages;  /* per class: first page of the partial-page list */
@@ -17079,20 +17134,12 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
 }
 
 /* >>blocks and entries */
-static uint32_t tkvi_take_entry(tkvi_pool *pool) {
-    const uint32_t id = pool->free_entry;
-    TKVI_ASSERT(id != TKVI_NIL);
-    pool->free_entry = pool->entry[id].block;
-    pool->entry[id].in_use = 1;
-    pool->n_entries++;
-    return id;
-}
-
-/* Takes a number and a slot for a new block. The caller's entry holds it. There is a free number: no block is without
- * entry, and the entry of the new one holds none or a shared block. */
-static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int first_position) {
+/* Takes a number and a slot for a new block, which entry `holder` holds alone. There is a free number: no block is
+ * without entry, and this entry holds none or shared one. */
+static void tkvi_new_block(tkvi_pool *pool, uint32_t holder, int layout, int first_position) {
     const uint32_t id = pool->free_block;
     tkvi_block *b = &pool->block[id];
+    tkvi_entry *e = &pool->entry[holder];
     uint32_t page;
     int slot;
     TKVI_ASSERT(id != TKVI_NIL);
@@ -17105,29 +17152,66 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int first_position) 
     b->first_position = first_position;
     b->previous_layout = 0;
     b->copy_layout = 0;
+    b->tier = e->tier;
+    b->n_shared_slots = 0;
     pool->n_blocks++;
+    e->block = id;
+    e->next_holder = holder;
+    e->is_first = 1;
+}
+
+static uint32_t tkvi_take_entry(tkvi_pool *pool) {
+    const uint32_t id = pool->free_entry;
+    TKVI_ASSERT(id != TKVI_NIL);
+    pool->free_entry = pool->entry[id].block;
+    pool->entry[id].in_use = 1;
+    pool->n_entries++;
     return id;
 }
 
-/* Makes an entry with a new block. */
+/* Makes an entry of the hot tier with a new block. */
 static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start) {
     const uint32_t id = tkvi_take_entry(pool);
     tkvi_entry *e = &pool->entry[id];
-    e->block = tkvi_new_block(pool, layout, start);
     e->start = start;
     e->evicted_mask = 0;
     e->n_packed = 0;
+    e->tier = TKV_TIER_HOT;
+    tkvi_new_block(pool, id, layout, start);
     if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     return id;
 }
 
-/* Makes an entry that holds the block of another one, and sees the same tokens. */
-static uint32_t tkvi_share_entry(tkvi_pool *pool, uint32_t from) {
+/* Makes an entry that holds the block of another one, and sees the same tokens. n_tokens: slots that `from` sees. */
+static uint32_t tkvi_share_entry(tkvi_pool *pool, uint32_t from, int n_tokens) {
     const uint32_t id = tkvi_take_entry(pool);
-    pool->entry[id] = pool->entry[from];
-    pool->block[pool->entry[id].block].refs++;
+    tkvi_entry *e = &pool->entry[from];
+    tkvi_block *b = &pool->block[e->block];
+    if (b->refs++ == 1) b->n_shared_slots = (uint8_t)n_tokens;
+    pool->entry[id] = *e;
+    pool->entry[id].is_first = 0;
+    e->next_holder = id;
     if (TKVI_HAS_EVICT && pool->token_meta) pool->token_meta[id] = pool->token_meta[from];
     return id;
+}
+
+/* The hottest tier among the holders of an entry's block. tier: that of the entry itself. */
+static tkv_tier tkvi_hottest_tier(const tkvi_pool *pool, uint32_t id, tkv_tier tier) {
+    uint32_t i = pool->entry[id].next_holder;
+    for (; i != id; i = pool->entry[i].next_holder)
+        if (pool->entry[i].tier < (int)tier) tier = (tkv_tier)pool->entry[i].tier;
+    return tier;
+}
+
+/* The tier that the block of an entry should be coded for. */
+static tkv_tier tkvi_tier_for_all(const tkvi_pool *pool, uint32_t id) {
+    return tkvi_hottest_tier(pool, id, (tkv_tier)pool->entry[id].tier);
+}
+
+/* 1 if the block of an entry was coded for a tier that no holder has it in any more: the last one that had it there
+ * left. The next append of any holder's layer codes it again (reclaim/age.h). */
+static int tkvi_is_late(const tkvi_pool *pool, uint32_t id) {
+    return pool->n_late && pool->block[pool->entry[id].block].tier < (int)tkvi_tier_for_all(pool, id);
 }
 
 /* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
@@ -17180,20 +17264,31 @@ static void tkvi_forget_offloaded(tkvi_pool *pool, uint32_t id) {
     pool->n_offloaded--;
 }
 
-static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
-    tkvi_block *b = &pool->block[id];
-    if (--b->refs) return;
-    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(pool, id);
+/* Ends the hold of an entry on its block. The last holder frees it. */
+static void tkvi_leave_block(tkvi_pool *pool, uint32_t id) {
+    tkvi_entry *e = &pool->entry[id];
+    const uint32_t number = e->block;
+    tkvi_block *b = &pool->block[number];
+    uint32_t before = id;
+    pool->n_late -= (uint32_t)tkvi_is_late(pool, id);
+    if (--b->refs) {
+        while (pool->entry[before].next_holder != id) before = pool->entry[before].next_holder;
+        pool->entry[before].next_holder = e->next_holder;
+        pool->entry[before].is_first |= e->is_first;
+        pool->n_late += b->tier < (int)tkvi_tier_for_all(pool, before);
+        return;
+    }
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(pool, number);
     else tkvi_give_slot(pool, b->page, b->slot);
-    tkvi_forget_copy(pool, id);
+    tkvi_forget_copy(pool, number);
     b->page = pool->free_block;
-    pool->free_block = id;
+    pool->free_block = number;
     pool->n_blocks--;
 }
 
 static void tkvi_release_entry(tkvi_pool *pool, uint32_t id) {
     tkvi_entry *e = &pool->entry[id];
-    tkvi_release_block(pool, e->block);
+    tkvi_leave_block(pool, id);
     e->in_use = 0;
     e->block = pool->free_entry;
     pool->free_entry = id;
@@ -17510,16 +17605,21 @@ static void tkvi_take_from_count(int *count, int from, int first, int end) {
     *count -= tkvi_max(0, tkvi_min(from + *count, end) - tkvi_max(from, first));
 }
 
-/* Removes the blocks first .. end - 1 from a list and from its counts. The caller releases them. */
-static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+/* Removes the blocks first .. end - 1 from the counts of a list. */
+static void tkvi_uncount_blocks(tkvi_list *list, int first, int end) {
     const int sinks = list->sinks, archive = list->archive;
     int s;
     tkvi_take_from_count(&list->sinks, 0, first, end);
     tkvi_take_from_count(&list->archive, sinks, first, end);
     tkvi_take_from_count(&list->warm, sinks + archive, first, end);
     for (s = 0; s < TKVI_SEARCH_COUNT; s++) tkvi_take_from_count(&list->passed[s], sinks, first, end);
-    memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
     list->n -= end - first;
+}
+
+/* Removes the blocks first .. end - 1 from a list. The caller releases them. */
+static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+    memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
+    tkvi_uncount_blocks(list, first, end);
 }
 
 typedef struct tkvi_seq {
@@ -20739,7 +20839,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = tkvi_block_of(kv, id);
     if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write ||
-        b->copy_layout || b->refs > 1)
+        b->copy_layout)
         return;
     if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
     b->copy_mark++;
@@ -21137,7 +21237,7 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
     for (t = 0; t < n && !e->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, e->start + t);
-    e->n_packed = (int16_t)n;
+    e->n_packed = (int8_t)n;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
@@ -21230,7 +21330,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
             if (mine[t] <= a[slot]) continue;
             tkvi_remove_anchor(kv, list, ids, slot);
         }
-        sinks->n_packed = (int16_t)tkvi_max(sinks->n_packed, slot + 1);
+        sinks->n_packed = (int8_t)tkvi_max(sinks->n_packed, slot + 1);
         tkvi_add_anchor(kv, ids, i, t, slot);
     }
 }
@@ -21335,8 +21435,17 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, uint32_t id) 
     const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *from = &kv->tables.layout[b->layout];
     int i;
-    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_layout(kv, layer, b->layout))
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq < 0 || !tkvi_is_hot_layout(kv, layer, b->layout))
         return;
+    if (kv->meter->seq != seq) { /* the sequence that it watches may hold the block as well */
+        const tkvi_list *list = tkvi_list_of(kv, kv->meter->seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, kv->meter->seq, layer), number = kv->pool.entry[id].block;
+        if (b->refs == 1) return;
+        for (i = 0; i < list->n && kv->pool.entry[ids[i]].block != number;) i++;
+        if (i == list->n) return;
+        seq = kv->meter->seq;
+        id = ids[i];
+    }
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *probe = &kv->meter->head_probe[i];
         if (probe->layer == layer)
@@ -21347,8 +21456,9 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, uint32_t id) 
     }
 }
 
-/* Recodes block i of a list to `layout`. If tokens were evicted, the other tokens move to the first slots, unless
- * the format fixes slots. Returns 0 without memory; the block then stays as it is. */
+/* Recodes block i of a list to `layout`, for all its holders. If tokens were evicted, the other tokens move to the
+ * first slots, unless the format fixes slots, or other lists hold the block. Returns 0 without memory; the block then
+ * stays as it is. */
 static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
@@ -21372,30 +21482,60 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     r.start = b->first_position;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.live_mask = tkvi_used_mask(kv, list, ids, i);
-    is_packed =
-        TKVI_HAS_EVICT && (e->evicted_mask & ~r.live_mask) && r.live_mask && !tkvi_has_fixed_slots(kv);
+    is_packed = TKVI_HAS_EVICT && (e->evicted_mask & ~r.live_mask) && r.live_mask &&
+                !tkvi_has_fixed_slots(kv) && b->refs == 1;
     if (is_packed) {
         tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
     } else {
         r.live_mask |= e->evicted_mask; /* no token changes its slot */
+        if (b->refs > 1) r.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - b->n_shared_slots);
         tkvi_store_exact_copy(kv, layer, id);
     }
-    if (b->refs > 1) { /* the other holders keep the old block */
-        const uint32_t old = e->block;
-        e->block = tkvi_new_block(&kv->pool, layout, b->first_position);
-        tkvi_recode_heads(&r, tkvi_block_bytes(&kv->pool, b),
-                          tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)));
-        tkvi_release_block(&kv->pool, old);
-    } else {
-        tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
-    }
+    tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
     tkvi_record_move(kv, id, list->len);
     tkvi_block_of(kv, id)->previous_layout = previous_layout;
     if (is_packed) {
-        e->n_packed = (int16_t)tkvi_move_token_meta(kv, id, 0, id, r.live_mask, e->start);
+        e->n_packed = (int8_t)tkvi_move_token_meta(kv, id, 0, id, r.live_mask, e->start);
         e->evicted_mask = kv->pool.token_meta[id].anchored_mask;
     }
     return 1;
+}
+
+/* Records that block i is in tier `due` of its list now, or in a colder one as before, and coded for its holders. All
+ * blocks before it are in this tier or a colder one, so only counts change. */
+static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due) {
+    kv->pool.n_late -= (uint32_t)tkvi_is_late(&kv->pool, ids[i]);
+    if (due != TKV_TIER_HOT && i >= list->sinks + list->archive + list->warm) list->warm++;
+    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
+        list->warm--;
+        list->archive++;
+    }
+    kv->pool.entry[ids[i]].tier = (uint8_t)tkvi_tier_at(list, i);
+    tkvi_block_of(kv, ids[i])->tier = (uint8_t)tkvi_tier_for_all(&kv->pool, ids[i]);
+}
+
+/* Puts block i into tier `due` of its list. The block is coded again only if all its holders have it in a colder tier
+ * than it is coded for. Returns 0 without memory; nothing has changed then. */
+static int tkvi_demote_to(tkv_cache *kv, int seq, int layer, int i, tkv_tier due) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkv_tier tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
+    if ((int)tier > tkvi_block_of(kv, ids[i])->tier &&
+        !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
+        return 0;
+    tkvi_enter_tier(kv, list, ids, i, due);
+    return 1;
+}
+
+/* Codes the late blocks of a layer again, as far as there is memory. */
+static void tkvi_recode_late(tkv_cache *kv, int layer) {
+    int seq, i;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (i = 0; kv->pool.n_late && i < tkvi_list_of(kv, seq, layer)->n; i++) {
+            const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+            if (tkvi_is_late(&kv->pool, id))
+                (void)tkvi_demote_to(kv, seq, layer, i, (tkv_tier)kv->pool.entry[id].tier);
+        }
 }
 
 /* >>lists */
@@ -21440,11 +21580,7 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
         if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return 0;
         if (i < first_hot && due == TKV_TIER_WARM) continue; /* the younger warm blocks stay as well */
-        if (!tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, due))) return -1;
-        if (i < first_hot) list->warm--;
-        if (due == TKV_TIER_ARCHIVE) list->archive++;
-        else list->warm++;
-        return 1;
+        return tkvi_demote_to(kv, seq, layer, i, due) ? 1 : -1;
     }
     return 0;
 }
@@ -21458,6 +21594,7 @@ static int tkvi_most_to_age(const tkvi_list *list, int n) {
 /* Ages due blocks of a list, `most` at most. Returns 0 without memory. */
 static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too, int most) {
     int aged = 1;
+    if (kv->pool.n_late) tkvi_recode_late(kv, layer);
     for (; aged > 0 && most > 0; most--)
         aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
     return aged >= 0;
@@ -21569,15 +21706,12 @@ static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_unlist_blocks(list, ids, i, i + 1);
 }
 
-/* Frees block i, which has no tokens left. The block before it must then list its positions. 0: block i stays,
- * because other lists hold the block before it, so that one cannot be changed. */
-static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
+/* Removes block i, which has no tokens left. The entry before it must then list its positions. */
+static void tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i > 0 && tkvi_block_of(kv, ids[i - 1])->refs > 1) return 0;
     if (i > 0) tkvi_list_positions(kv, list, ids, i - 1);
     tkvi_unlist_block(kv, seq, layer, i);
-    return 1;
 }
 
 /* Number of tokens of block i + 1 that may move to block i; 0: none. Both blocks need the same tier and format, and
@@ -21654,8 +21788,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
         tkvi_encode_record(kv, layer, head, record_a, a->first_position, n, bytes_a + record_a->at);
     }
     tkvi_align_steps(kv, ids[i], ids[i + 1]);
-    to->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
-    to->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
+    to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
+    to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
     to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     tkvi_forget_meter_copies(kv, seq, layer, to->start);
     tkvi_forget_copy(&kv->pool, to->block);
@@ -21677,13 +21811,14 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
     for (i = 0; i + 1 < list->n; i++)
-        if (tkvi_block_of(kv, ids[i])->refs == 1 && !tkvi_used_mask(kv, list, ids, i) &&
-            tkvi_free_block(kv, seq, layer, i))
-            i--;
+        if (!tkvi_used_mask(kv, list, ids, i)) tkvi_free_block(kv, seq, layer, i--);
     for (i = list->sinks; i + 1 < list->n; i++)
         while (i + 1 < list->n && (n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
+
+/* 1 if a list that drops a block frees no slot: the block is outside RAM, or other lists hold it too. */
+static int tkvi_frees_no_slot(const tkvi_block *b) { return tkvi_is_offloaded(b) || b->refs > 1; }
 
 /* >>the choice of victims */
 /* Arrays over the tokens of a list that a policy may choose, oldest first. They lie in kv->work.choice. */
@@ -21761,8 +21896,8 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
 }
 
 /* Builds the view of a list's tokens for a policy, with its arrays in *c. p, or NULL: the caller's pins, priorities
- * and scores, all by position. needs: bits TKVI_NEEDS_. spares_outside: 1 spares tokens outside RAM, because they
- * take bytes only in the index. */
+ * and scores, all by position. needs: bits TKVI_NEEDS_. spares_outside: 1 spares tokens of blocks whose eviction frees
+ * bytes in the index only. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
                                       int spares_outside, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -21775,7 +21910,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
-        const int first = c->n, is_spared = spares_outside && tkvi_is_offloaded(b);
+        const int first = c->n, is_spared = spares_outside && tkvi_frees_no_slot(b);
         float scores[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, scores);
@@ -21791,8 +21926,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
             if (!(needs & TKVI_NEEDS_NORMS))
                 c->value[c->n] = p && p->scores ? p->scores[position] : scores[t];
             c->priority[c->n] = (signed char)(p && p->priorities ? p->priorities[position] : 0);
-            if (b->refs > 1 || is_spared || pinned >> t & 1 ||
-                (p && p->pinned_mask && tkvi_has(p->pinned_mask, position)))
+            if (is_spared || pinned >> t & 1 || (p && p->pinned_mask && tkvi_has(p->pinned_mask, position)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
@@ -21933,7 +22067,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_ou
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_n_bits(spares_outside && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]))
+        n += tkvi_n_bits(spares_outside && tkvi_frees_no_slot(tkvi_block_of(kv, ids[i]))
                              ? tkvi_live_mask_in(kv, list, ids, i)
                              : tkvi_live_pinned_mask(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);
@@ -22007,6 +22141,10 @@ static size_t tkvi_growth_bytes(uint32_t cap, int64_t n_entries, size_t entry_by
 }
 
 /* >>new tokens */
+/* A last block with this many tokens that other lists hold too is not copied: the next token begins a new block. Below
+ * that it is copied, or a list forked at every token would have a block for each. */
+#define TKVI_FULL_ENOUGH (TKVI_BLOCK / 4 * 3)
+
 /* Number of tokens that the last block of a list can still take. */
 static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids) {
@@ -22018,6 +22156,9 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
         return 0; /* a packed block: truncation removed the blocks after it */
     if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
         return 0; /* truncation removed the blocks after it */
+    if (tkvi_block_of(kv, ids[last])->refs > 1 && !kv->pool.keep_all && last >= list->sinks &&
+        list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
+        return 0; /* in place, lists have no room for short blocks */
     capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
 }
@@ -22194,7 +22335,7 @@ static tkv_status tkvi_refuse_no_memory(tkv_cache *kv, const char *what, int64_t
 /* A stale block: the tier spec of the level demands a layout with fewer bytes for it. */
 typedef struct tkvi_stale {
     int seq, layer, i, layout; /* layout: the smaller one */
-    tkv_tier due;
+    tkv_tier due, tier;        /* tier in the list; tier that the block is coded for, with all its holders */
 } tkvi_stale;
 
 /* The present layout of a stale block. */
@@ -22233,16 +22374,23 @@ static tkv_tier tkvi_due_tier(const tkv_cache *kv, int seq, int layer, int i, co
                             i + 1 == list->n, spec, can_learn);
 }
 
-/* Counts block i as recoded for the tier `due`. All blocks before it are counted already. Each tier of a list is a
- * range of consecutive blocks, so only counts change. */
-static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
-    if (i >= list->sinks + list->archive + list->warm) list->warm++;
-    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
-        list->warm--;
-        list->archive++;
-    }
-    if (due == TKV_TIER_ARCHIVE) list->passed[TKVI_TIGHTEST]++;
+/* Counts block i as recoded for the tier `due` of its list. All blocks before it are counted already. A late block
+ * (tkvi_is_late) was counted before. */
+static void tkvi_count_recoded(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due) {
+    tkvi_enter_tier(kv, list, ids, i, due);
+    if (due == TKV_TIER_ARCHIVE && i == list->sinks + list->passed[TKVI_TIGHTEST])
+        list->passed[TKVI_TIGHTEST]++;
     list->passed[TKVI_RECODED] = tkvi_max(list->passed[TKVI_RECODED], i + 1 - list->sinks);
+}
+
+/* Index of a late block of a list; -1: none. */
+static int tkvi_find_late(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = list->sinks; kv->pool.n_late && i < list->n; i++)
+        if (tkvi_is_late(&kv->pool, ids[i])) return i;
+    return -1;
 }
 
 /* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Passed
@@ -22252,24 +22400,29 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     for (;;) {
-        int i = list->sinks + list->passed[TKVI_TIGHTEST];
+        const int late = tkvi_find_late(kv, seq, layer);
+        int i = late < 0 ? list->sinks + list->passed[TKVI_TIGHTEST] : late;
         tkv_tier due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         const tkvi_block *b;
-        if (due != TKV_TIER_ARCHIVE) {
+        if (late >= 0) {
+            due = tkvi_tier_at(list, i);
+        } else if (due != TKV_TIER_ARCHIVE) {
             i = list->sinks + list->passed[TKVI_RECODED];
             due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
         b = tkvi_block_of(kv, ids[i]);
-        stale->layout = tkvi_layout_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, stale->layout)) {
+        stale->tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
+        stale->layout = tkvi_layout_of(&kv->tables, layer, stale->tier);
+        if (stale->tier != TKV_TIER_HOT && !tkvi_is_offloaded(b) &&
+            tkvi_is_smaller(kv, b->layout, stale->layout)) {
             stale->seq = seq;
             stale->layer = layer;
             stale->i = i;
             stale->due = due;
             return 1;
         }
-        tkvi_count_recoded(list, i, due);
+        tkvi_count_recoded(kv, list, ids, i, due);
     }
 }
 
@@ -22319,16 +22472,17 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
             return 0;
     }
     old_bytes = tkvi_layout_at(kv, &stale)->bytes.total;
-    if (kv->tables.plan[stale.layer].now.needs_table[stale.due] &&
+    if (kv->tables.plan[stale.layer].now.needs_table[stale.tier] &&
         kv->tables.current_version[stale.layer] < 0) {
         /* learns a table from the present blocks, because this block cannot wait */
         if (!tkvi_make_due_table(kv, stale.layer, TKVI_ANY_TOKENS) ||
             kv->tables.current_version[stale.layer] < 0)
             return 0;
-        stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.due);
+        stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.tier);
     }
     if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;
-    tkvi_count_recoded(tkvi_list_of(kv, stale.seq, stale.layer), stale.i, stale.due);
+    tkvi_count_recoded(kv, tkvi_list_of(kv, stale.seq, stale.layer), tkvi_ids(kv, stale.seq, stale.layer),
+                       stale.i, stale.due);
     kv->counts.recoded[kv->tables.level]++;
     return old_bytes - kv->tables.layout[stale.layout].bytes.total;
 }
@@ -22465,7 +22619,7 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
 /* A layout that a block of a list could have; -1: no slot. */
 typedef int (*tkvi_choose_layout)(tkv_cache *kv, int seq, int layer, int i);
 
-/* Changes a demand as if each block behind the sinks that is in RAM, and that one list holds, had another layout. */
+/* Changes a demand as if each block behind the sinks that is in RAM had another layout. Its first holder chooses. */
 static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_demand *demand) {
     int seq, layer, i;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
@@ -22475,7 +22629,7 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
                 const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 const int own = b->layout;
                 int layout;
-                if (b->refs > 1 || tkvi_is_offloaded(b)) continue;
+                if (tkvi_is_offloaded(b) || !kv->pool.entry[tkvi_ids(kv, seq, layer)[i]].is_first) continue;
                 layout = choose(kv, seq, layer, i);
                 tkvi_demand_blocks(&kv->pool, own, -1, demand);
                 if (layout >= 0) tkvi_demand_blocks(&kv->pool, layout, 1, demand);
@@ -22556,27 +22710,28 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_stretch stretch;
-    int i, t, token = 0, n_offloaded = 0;
+    int i, t, token = 0, n_outside = 0;
     memset(&stretch, 0, sizeof stretch);
     for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to);
+        const int is_own = in_ram && b->refs == 1; /* its slot becomes free */
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
         if (stretch.n_blocks &&
-            (!in_ram || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
+            (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
             tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
         if (victims && !used) { /* empty blocks are freed first */
             demand->entries--;
-            if (in_ram) demand->slots[kv->tables.layout[b->layout].size_class]--;
+            if (is_own) demand->slots[kv->tables.layout[b->layout].size_class]--;
             continue;
         }
         if (i < list->sinks) continue;
-        n_offloaded += !in_ram;
-        if (!in_ram) continue;
+        n_outside += !is_own;
+        if (!is_own) continue;
         if (!stretch.n_blocks) stretch.first = tkvi_block_start(kv, ids, i);
         stretch.n_blocks++;
         stretch.n_used += tkvi_n_bits(used);
@@ -22585,25 +22740,23 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         stretch.is_anchored |= kv->pool.token_meta[ids[i]].anchored_mask != 0;
     }
     if (stretch.n_blocks) tkvi_end_stretch(kv, &stretch, list->len, victims ? -1 : n_staying, demand);
-    if (!victims) demand->entries -= tkvi_max(0, n_offloaded - n_staying);
+    if (!victims) demand->entries -= tkvi_max(0, n_outside - n_staying);
 }
 
 /* Subtracts what stages 5 and 6 surely free of a list. knows_victims: 1 asks the policy which tokens it evicts. */
 static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, n_staying, discarded_to = 0, is_shared = 0;
+    int i, n_staying, discarded_to = 0;
     tkvi_choice choice;
     if (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        is_shared |= b->refs > 1;
         if (i >= list->sinks && !tkvi_is_offloaded(b) && tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
-    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || is_shared || !list->n)
-        return;
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || !list->n) return;
     n_staying = tkvi_n_staying(kv, seq, layer, 0);
     if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, 0, &choice);
     tkvi_subtract_evicted(kv, seq, layer, discarded_to, n_staying, knows_victims ? &choice : NULL, demand);
@@ -22704,8 +22857,9 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
-/* Number of stale blocks at the present level that recoding can reach: in RAM, and held by one list. If memory is not
- * short, blocks at cfg.budget.pressure.min_level that wait for a table are not counted: they are not recoded now. */
+/* Number of stale blocks at the present level that recoding can reach in RAM. A shared block counts with its last
+ * holder to come. If memory is not short, blocks at cfg.budget.pressure.min_level that wait for a table are not
+ * counted: they are not recoded now. */
 static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
     uint64_t n = 0;
     const int waits_for_tables =
@@ -22720,7 +22874,8 @@ static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
                 tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &kv->tables.plan[layer].now, can_learn);
                 const tkvi_block *b = tkvi_block_of(kv, ids[i]);
                 if (due == TKV_TIER_HOT) break;
-                n += b->refs == 1 && !tkvi_is_offloaded(b) &&
+                due = tkvi_hottest_tier(&kv->pool, ids[i], due);
+                n += due != TKV_TIER_HOT && !tkvi_is_offloaded(b) &&
                      tkvi_is_smaller(kv, b->layout, tkvi_layout_of(&kv->tables, layer, due));
             }
         }
@@ -24892,8 +25047,11 @@ static void tkvi_shrink_blocks(tkv_cache *kv) {
         pool->entry[to] = *e;
         pool->entry[to].block = old.block[e->block].page;
         if (TKVI_HAS_EVICT && old.token_meta) pool->token_meta[to] = old.token_meta[id];
-        e->block = to; /* for the lists below */
+        e->block = to; /* for the rings and lists below */
     }
+    for (id = 0; id < cap; id++)
+        if (pool->entry[id].in_use)
+            pool->entry[id].next_holder = old.entry[pool->entry[id].next_holder].block;
     for (list = 0; list < kv->tables.cfg.limits.max_seqs * n_layers; list++)
         for (i = 0; i < kv->list[list].n; i++) {
             uint32_t *number = &tkvi_ids(kv, list / n_layers, list % n_layers)[i];
@@ -24950,7 +25108,7 @@ static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
 
 /* >>reservations */
 /* most[tier]: the most blocks of a tier that a list can still gain. TKVI_FOREVER: no bound, under a budget or if a
- * flush recoded a block that was not full. */
+ * block that takes no more tokens is not full. */
 static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer, int64_t *most) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -24964,7 +25122,7 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         most[tier] -= tkvi_block_of(kv, ids[i])->refs == 1; /* slots of shared blocks are not given back */
-        if (tier != TKV_TIER_HOT)
+        if (i + 1 < list->n || !tkvi_tail_free_slots(kv, p, list, ids))
             all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
     for (i = 0; i < TKV_TIER_COUNT && (!all_full || tkvi_has_budget(kv)); i++) most[i] = TKVI_FOREVER;
@@ -25123,6 +25281,15 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops,
     side->format->side[side->which].put(side, simd_ops, row, slot, dst);
 }
 
+/* Gives an entry a copy of a block that it shares. There must be a slot. */
+static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
+    const tkvi_block *shared = tkvi_block_of(kv, id);
+    tkvi_leave_block(&kv->pool, id);
+    tkvi_new_block(&kv->pool, id, shared->layout, shared->first_position);
+    memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), tkvi_block_bytes(&kv->pool, shared),
+           kv->tables.layout[shared->layout].bytes.total);
+}
+
 /* Returns the block that takes the next token: the last one if it has a free slot, else a new one. If other lists
  * hold the last block, this list gets a copy of it first. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
@@ -25131,13 +25298,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
-        if (tkvi_block_of(kv, id)->refs > 1) {
-            tkvi_block *shared = tkvi_block_of(kv, id);
-            kv->pool.entry[id].block = tkvi_new_block(&kv->pool, shared->layout, shared->first_position);
-            memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), tkvi_block_bytes(&kv->pool, shared),
-                   kv->tables.layout[shared->layout].bytes.total);
-            shared->refs--;
-        }
+        if (tkvi_block_of(kv, id)->refs > 1) tkvi_copy_shared(kv, id);
         return id;
     }
     {
@@ -25670,13 +25831,12 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
 }
 
 /* >>truncation */
-TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
+/* Checks that the first n_tokens of a sequence can stand alone. */
+static tkv_status tkvi_check_cut(tkv_cache *kv, int seq, int n_tokens) {
     int layer;
-    int64_t pages_before;
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && n_tokens > 0; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
@@ -25684,6 +25844,16 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
             return tkvi_fail(kv, TKV_ERR_RANGE,
                              "tokens of the window have expired; 0 tokens can stay, or at least", fewest, "");
     }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
+    int layer;
+    int64_t pages_before;
+    tkv_status st;
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    st = tkvi_check_cut(kv, seq, n_tokens);
+    if (st) return st;
     pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
@@ -25695,9 +25865,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
+/* Releases all blocks of a sequence, and ends its step and its reservation. */
+static void tkvi_clear_seq(tkv_cache *kv, int seq) {
     int layer;
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -25708,6 +25878,11 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
     tkvi_wipe_work_space(kv);
+}
+
+TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    tkvi_clear_seq(kv, seq);
     tkvi_shrink_index(kv, seq);
     return tkvi_ok(kv);
 }
@@ -25887,6 +26062,110 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
 }
 
 #endif /* TKVI_STEP_PINS_H */
+/* ======== step/fork.h ======== */
+/*
+ * step/fork.h - tkv_seq_fork: gives a sequence the first tokens of another one. No byte of a block is copied.
+ *
+ *     before    src   [A][B][C][D    ]
+ *     fork      src   [A][B][C][D    ]      dst has an entry of its own for each block; the blocks have two holders
+ *               dst   [A][B][C][D    ]
+ *     append    dst   [A][B][C][D' x ]      D is not full and has two holders: dst gets a copy before it writes
+ *
+ * A block with several holders is coded again once, for all of them, when the last one has it in a colder tier
+ * (reclaim/age.h). Masks, pins, scores and packed positions belong to the entry, so each holder has its own.
+ */
+#ifndef TKVI_STEP_FORK_H
+#define TKVI_STEP_FORK_H
+
+
+/* Number of blocks of a layer that hold any of the first n_tokens. */
+static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int n_tokens) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int n = list->n;
+    while (n > 0 && tkvi_block_start(kv, ids, n - 1) >= n_tokens) n--;
+    return n;
+}
+
+/* 1 if the sinks' block of a layer is copied at once: anchors will be written to it (reclaim/anchors.h). */
+static int tkvi_copies_sinks(const tkv_cache *kv, int seq, int layer) {
+    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 && tkvi_list_of(kv, seq, layer)->sinks > 0;
+}
+
+/* What a fork needs: entries beyond those that dst gives back, copies of sinks' blocks, longer lists. Returns the
+ * number of blocks that the longest list will have. */
+static int tkvi_demand_fork(const tkv_cache *kv, int src, int dst, int n_tokens, tkv_rows *row,
+                            tkvi_request *request) {
+    int layer, longest = 0, entries = 0;
+    *request = tkvi_no_request();
+    request->layer = -1;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
+        const tkvi_plan *p = &kv->tables.plan[layer];
+        longest = tkvi_max(longest, n);
+        entries += n - tkvi_list_of(kv, dst, layer)->n;
+        if (n && tkvi_copies_sinks(kv, src, layer))
+            request->fixed.slots[kv->tables.layout[p->sink_layout].size_class]++;
+    }
+    request->fixed.entries = tkvi_max(0, entries);
+    row->seq = dst;
+    row->n = tkvi_min(TKVI_BLOCK * longest, TKVI_FOREVER); /* tokens that need lists of this length */
+    request->rows = row;
+    request->n_rows = (uint32_t)longest + 1 > kv->seq[dst].cap;
+    return longest;
+}
+
+/* Makes a layer of dst, which is empty, see the first n_tokens of src. Cannot fail: its entries are provided. */
+static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_tokens) {
+    const tkvi_list *from = tkvi_list_of(kv, src, layer);
+    const uint32_t *ids = tkvi_ids(kv, src, layer);
+    tkvi_list *to = tkvi_list_of(kv, dst, layer);
+    uint32_t *new_ids = tkvi_ids(kv, dst, layer);
+    const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
+    int i;
+    for (i = 0; i < n; i++)
+        new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
+    *to = *from;
+    tkvi_uncount_blocks(to, n, from->n);
+    if (n && tkvi_copies_sinks(kv, dst, layer)) tkvi_copy_shared(kv, new_ids[0]);
+    if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
+}
+
+TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
+    tkvi_request request;
+    tkv_rows row;
+    tkv_status st;
+    int layer, longest;
+    if (!tkvi_has_seq(kv, src)) return tkvi_refuse_seq(kv, src);
+    if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
+    if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");
+    if (n_tokens == TKV_UNLIMITED) n_tokens = TKVI_FOREVER;
+    st = tkvi_check_cut(kv, dst, 0);
+    if (!st) st = tkvi_check_cut(kv, src, n_tokens);
+    if (st) return st;
+    kv->seq[src].used = kv->seq[dst].used = ++kv->call.clock;
+    longest = tkvi_demand_fork(kv, src, dst, n_tokens, &row, &request);
+    if (tkvi_has_budget(kv)) {
+        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st)
+            longest = tkvi_demand_fork(kv, src, dst, n_tokens, &row, &request); /* lists may be shorter */
+    }
+    if (!st && !(tkvi_provide_request(kv, &request) && tkvi_grow_lists(kv, dst, longest + 1)))
+        st = tkvi_refuse_no_memory(kv, "no memory for a fork of sequence", src, "");
+    if (st) {
+        tkvi_trim(&kv->pool);
+        return st;
+    }
+    tkvi_clear_seq(kv, dst);
+    tkvi_reserve_slots(kv, src, 0); /* it was counted for blocks that src holds alone */
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        tkvi_share_list(kv, src, dst, layer, n_tokens);
+    tkvi_shrink_index(kv, dst);
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_STEP_FORK_H */
 /* ======== step/promote.h ======== */
 /*
  * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).
@@ -26222,7 +26501,7 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i], number = kv->pool.entry[id].block;
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     const tkvi_layout *hot;
@@ -26232,11 +26511,17 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     uint8_t *bytes;
     int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
     hot = &kv->tables.layout[layouts[0]];
-    tkvi_take_slot(&kv->pool, hot->size_class, number, &page, &s);
-    tkvi_forget_offloaded(&kv->pool, number);
-    b->page = page;
-    b->slot = (uint16_t)s;
-    b->layout = (uint16_t)layouts[0];
+    if (b->refs > 1) { /* the others may see more tokens of it than there are rows */
+        tkvi_leave_block(&kv->pool, id);
+        tkvi_new_block(&kv->pool, id, layouts[0], b->first_position);
+        b = tkvi_block_of(kv, id);
+    } else {
+        tkvi_take_slot(&kv->pool, hot->size_class, kv->pool.entry[id].block, &page, &s);
+        tkvi_forget_offloaded(&kv->pool, kv->pool.entry[id].block);
+        b->page = page;
+        b->slot = (uint16_t)s;
+        b->layout = (uint16_t)layouts[0];
+    }
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, hot->bytes.total);
     for (t = 0; t < n; t++)
@@ -26254,7 +26539,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];
-        tkvi_recode_block(&kv->pool, number, layouts[s], tkvi_recode_heads, &recoding);
+        tkvi_recode_block(&kv->pool, kv->pool.entry[id].block, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
     tkvi_search_again(list, i);
@@ -26832,20 +27117,6 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
     m->ratio_f32 = 2.0 * m->ratio;
 }
 
-/* Is this list the first that holds the block? A shared block counts once, with its first holder. Searching is
- * cheap because holders are few; marking blocks instead would be a write by a reader. */
-static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t block) {
-    int s, i;
-    if (kv->pool.block[block].refs == 1) return 1;
-    for (s = 0; s < seq; s++) {
-        const tkvi_list *list = tkvi_list_of(kv, s, layer);
-        const uint32_t *ids = tkvi_ids(kv, s, layer);
-        for (i = 0; i < list->n; i++)
-            if (kv->pool.entry[ids[i]].block == block) return 0;
-    }
-    return 1;
-}
-
 /* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -26853,9 +27124,8 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (!tkvi_is_discarded(b) &&
-            (!once || tkvi_first_holder(kv, seq, layer, kv->pool.entry[ids[i]].block)))
-            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
+        if (!tkvi_is_discarded(b) && (!once || kv->pool.entry[ids[i]].is_first))
+            tkvi_add_block(out, (tkv_tier)b->tier, &kv->tables.layout[b->layout].bytes,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -27354,8 +27624,12 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
+        if (e->tier != (uint8_t)tier || b->tier > e->tier)
+            return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
+        if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
+            return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
         if (i < list->sinks ? kv->tables.layout[b->layout].key != p->sink_layout
-                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), tier,
+                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
                                                       kv->tables.layout[b->layout].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
@@ -27465,6 +27739,28 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     return TKV_OK;
 }
 
+/* Checks the rings of holders. Runs after the lists, so that each entry in use names a block in use. */
+static tkv_status tkvi_check_holders(const tkvi_checker *k) {
+    const tkvi_pool *pool = &k->kv->pool;
+    uint32_t id, i, n, n_late = 0;
+    for (id = 0; id < pool->block_cap; id++) {
+        const tkvi_entry *e = &pool->entry[id];
+        int n_first = e->is_first;
+        if (!e->in_use) continue;
+        for (i = e->next_holder, n = 1; i != id; i = pool->entry[i].next_holder, n++) {
+            if (i >= pool->block_cap || n >= pool->block[e->block].refs || !pool->entry[i].in_use ||
+                pool->entry[i].block != e->block)
+                return tkvi_report_broken(k, "the holders of a block are no ring, block", e->block);
+            n_first += pool->entry[i].is_first;
+        }
+        if (n != pool->block[e->block].refs || n_first != 1)
+            return tkvi_report_broken(k, "the holders of a block are miscounted, block", e->block);
+        n_late += e->is_first && pool->block[e->block].tier < (int)tkvi_tier_for_all(pool, id);
+    }
+    if (n_late != pool->n_late) return tkvi_report_broken(k, "late blocks are miscounted", n_late);
+    return TKV_OK;
+}
+
 /* Hashes a block number (splitmix64). Sums of hashes over two sets agree only if the sets do, up to chance. */
 static uint64_t tkvi_scatter(uint32_t id) {
     uint64_t x = ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u;
@@ -27531,6 +27827,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
             for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
                 listed += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
         }
+    if (!st) st = tkvi_check_holders(&k);
     if (!st) st = tkvi_check_meter(&k);
     if (st) return st;
     for (id = 0; id < kv->pool.block_cap; id++) {
@@ -28994,8 +29291,7 @@ static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
-                if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])) &&
-                    tkvi_first_holder(kv, seq, layer, kv->pool.entry[ids[i]].block))
+                if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])) && kv->pool.entry[ids[i]].is_first)
                     n += (uint64_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         }
     return n;

@@ -4983,6 +4983,8 @@ static tkv_status tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host
                                                       tkvcu_find_block(v, region, seq, block),
                                                       v->block[region], cudaMemcpyDeviceToHost, stream));
     }
+    for (i = 0; i < list.n; i++)
+        kv->pool.entry[ids[i]].tier = tkvi_block_of(kv, ids[i])->tier = (uint8_t)tkvi_tier_at(&list, i);
     *tkvi_list_of(kv, host_seq, layer) = list;
     return st;
 }

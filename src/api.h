@@ -702,6 +702,23 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
  *   TKV_ERR_STATE     a step is open
  *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
+/* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
+ * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
+ * tokens. A last block that is exact and has fewer than 48 tokens is copied when one of them writes; in place, any
+ * that is not full. A fuller one stays shared, and the next token begins a new block. Scores, pins and evictions go
+ * along. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ *
+ * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
+ * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
+ * tokens are not chosen for eviction, since that would free nothing. A reservation of src ends.
+ * Errors, nothing changed (with a budget, blocks may be coded again):
+ *   TKV_ERR_RANGE      a window expired tokens that the last one of n_tokens sees, as in tkv_seq_truncate
+ *   TKV_ERR_STATE      a step of src or dst is open
+ *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 28 bytes a block and layer, with
+ *                      eviction, importance or anchors 440 bytes more
+ * Cost: O(blocks of n_tokens), in all layers. */
+TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
@@ -833,7 +850,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq);
 /* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_get_length + n
  * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
  * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions, or of compressed
- * tokens; without a budget also tkv_set_level and tkv_set_hot_tokens.
+ * or shared tokens; tkv_seq_fork of it; without a budget also tkv_set_level and tkv_set_hot_tokens.
  * Errors, nothing reserved:
  *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
  *   TKV_ERR_BUDGET     the budget is full
@@ -1084,8 +1101,7 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
  * Offloaded blocks keep their format and their position. Attention and tkv_read fetch the parts they need, one head
  * at a time. Results have the same bits as with all blocks in RAM. The sinks, the last two blocks of a layer, and
  * tokens younger than hot_tokens stay in RAM. With a ladder that never leaves level 0, exact blocks are offloaded.
- * tkv_seq_truncate cannot cut offloaded tokens. Tables of formats are learned from blocks in RAM. tkv_attend needs
- * 36 KiB more stack.
+ * Tables of formats are learned from blocks in RAM. tkv_attend needs 36 KiB more stack.
  *
  * If the store fails, the block stays in RAM. The append that needed its bytes evicts tokens, if cfg.evict allows
  * it and that is enough. Otherwise the append returns TKV_ERR_BUDGET, and no token is evicted. One rare exception
@@ -1154,8 +1170,7 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
  * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
  * Tokens behind the window do not matter, except in a layer's last two blocks. Appends continue, and tokens can
- * still be evicted. tkv_seq_truncate cannot cut discarded tokens. tkv_seq_reset forgets them. tkv_promote restores
- * those with an exact copy (cfg.offload.keep_exact).
+ * still be evicted. tkv_seq_reset forgets them. tkv_promote restores those with an exact copy (cfg.offload.keep_exact).
  *
  * With cfg.budget.discard under a budget, discarding is the reclaim stage after cfg.offload and before cfg.evict.
  * It takes blocks of other sequences than the one that needs memory, and none with an open step. The sequence used

@@ -17,6 +17,7 @@
  *    3 First program
  *    4 Words
  *    5 Appending and attending                   R8 attention over two sets of keys
+ *                                                R11 characters with a common prompt
  *    6 Configuration                             R9 a config as text, and back
  *    7 Memory and budgets                        R5 a budget
  *                                                R2 a chat without end in a fixed arena
@@ -136,8 +137,8 @@
  * 4. WORDS
  *
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
- *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ... Each sequence has blocks of its
- *              own: no call shares blocks yet
+ *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ...
+ *   fork       a sequence that shares the blocks of another one and goes on for itself (tkv_seq_fork)
  *   head group the n_heads / n_kv_heads query heads that share a KV head
  *   block      64 consecutive tokens of one layer of one sequence, all KV heads: the unit of coding and of memory
  *   record     the bytes of a block for one KV head: K codes, K metadata, V codes, V metadata
@@ -199,6 +200,10 @@
  *   Outputs. `lse` is the log-sum-exp of the logits. `scores` is the attention that each key received, at the cost of
  *   a second pass over the keys. tkv_read decodes K and V of any tier.
  *
+ *   Forks. tkv_seq_fork makes a sequence that begins with the tokens of another one: a character after a common
+ *   prompt, a beam, a reply to try out. Both share the blocks, so it copies nothing and codes nothing. Each then
+ *   appends, truncates, pins and evicts for itself. tkv_seq_truncate takes back the newest tokens of one sequence.
+ *
  *   Parts. Attention over two sets of keys is joined by their log-sum-exps. The sets can be two sequences, two caches
  *   or two machines. Give the keys of each set the rotation of their place in the whole text.
  *
@@ -225,6 +230,33 @@
  *         if (error > worst || -error > worst) worst = error < 0.0f ? -error : error;
  *     }
  *     printf("merged and whole differ by %s 1e-5\n", worst < 1e-5f ? "less than" : "more than");
+ * End of recipe
+ *
+ * Recipe R11: characters with a common prompt
+ *     enum { CHARACTERS = 8 };
+ *     tkv_memory_info memory;
+ *     size_t prompt;
+ *     cfg.limits.max_seqs = CHARACTERS;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int i = 0; i < 16; i++) {                       // the prompt is read once: 1,024 tokens
+ *         run_model(64);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, 0, layer, k, v, 64)) return 1;
+ *     }
+ *     if (tkv_get_memory(kv, &memory)) return 1;
+ *     prompt = memory.total;
+ *     for (int seq = 1; seq < CHARACTERS; seq++)
+ *         if (tkv_seq_fork(kv, 0, seq, TKV_UNLIMITED)) return 1;
+ *     for (int seq = 0; seq < CHARACTERS; seq++) {         // each says something of its own
+ *         run_model(40);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, seq, layer, k, v, 40)) return 1;
+ *     }
+ *     if (tkv_get_memory(kv, &memory)) return 1;
+ *     printf("%d characters take %.1f times the bytes of their prompt\n", CHARACTERS,
+ *            (double)memory.total / (double)prompt);
+ *     if (tkv_seq_truncate(kv, 3, 1024 + 15)) return 1;    // the player interrupts character 3
+ *     printf("character 3 has %d tokens, character 4 %d\n", tkv_get_length(kv, 3, 0), tkv_get_length(kv, 4, 0));
  * End of recipe
  *
  *

@@ -162,6 +162,7 @@
 #define tkv_seq_discard TKV_NAME_(tkv_seq_discard)
 #define tkv_seq_find_discarded TKV_NAME_(tkv_seq_find_discarded)
 #define tkv_seq_flush TKV_NAME_(tkv_seq_flush)
+#define tkv_seq_fork TKV_NAME_(tkv_seq_fork)
 #define tkv_seq_free_bytes TKV_NAME_(tkv_seq_free_bytes)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)

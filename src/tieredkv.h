@@ -124,6 +124,7 @@ extern "C" {
 #include "step/shrink.h"
 #include "step/sequence.h"
 #include "step/pins.h"
+#include "step/fork.h"
 #include "step/promote.h"
 #include "step/recompute.h"
 #include "step/ranking.h"

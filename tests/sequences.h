@@ -109,6 +109,14 @@ static inline void check_read(tkv_cache *kv, int seq, int layer, int id, int sta
     CHECK_MEM(v_out, v_want, (size_t)(n * V_ROW) * sizeof(float));
 }
 
+/* Mean squared difference of two arrays, in double. */
+static inline double mean_squared_difference(const float *a, const float *b, int n) {
+    double sum = 0.0;
+    int i;
+    for (i = 0; i < n; i++) sum += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+    return sum / n;
+}
+
 /* >>snapshots: everything that a caller can read of sequences, as bytes */
 typedef struct snapshot {
     unsigned char *bytes;

@@ -425,6 +425,9 @@ static void try_appends(rig *r) {
     EACH("tkv_seq_reset", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_reset(r->kv, x));
     EACH("tkv_seq_truncate", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_truncate(r->kv, x, 0));
     EACH("tkv_seq_truncate", "n_tokens", EVERY, LENGTH, "AAAOOO", tkv_seq_truncate(r->kv, 0, x));
+    EACH("tkv_seq_fork", "src", EVERY, SEQS, "AAAAAA", tkv_seq_fork(r->kv, x, 1, 0));
+    EACH("tkv_seq_fork", "dst", EVERY, SEQS, "AAAAAA", tkv_seq_fork(r->kv, 0, x, 0));
+    EACH("tkv_seq_fork", "n_tokens", EVERY, LENGTH, "AOAOOO", tkv_seq_fork(r->kv, 0, 1, x));
     EACH("tkv_get_length", "seq, all layers", EVERY, SEQS, "OOOOOO",
          tkv_get_length(r->kv, x, TKV_ALL_LAYERS));
     EACH("tkv_get_length", "seq", EVERY, SEQS, "OOOOOO", tkv_get_length(r->kv, x, 0));

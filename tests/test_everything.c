@@ -49,6 +49,7 @@ typedef struct model_sequence {
 
 static model_sequence model[SEQS][LAYERS];
 static int in_step[SEQS], reserved[SEQS];
+static int may_share[SEQS];    /* 1: the sequence was forked, or is a fork */
 static int has_discards[SEQS]; /* 1: blocks were discarded. A former anchor may be discarded, too. */
 
 /* >>the cache under test */
@@ -122,7 +123,7 @@ static void truncate_model(int seq, int layer, int len) {
 static void reset_model(int seq) {
     int l;
     for (l = 0; l < LAYERS; l++) { truncate_model(seq, l, 0); }
-    in_step[seq] = reserved[seq] = has_discards[seq] = 0;
+    in_step[seq] = reserved[seq] = has_discards[seq] = may_share[seq] = 0;
 }
 
 static int window_of(int layer) { return cfg.model.window ? cfg.model.window : cfg.layers[layer].window; }
@@ -456,11 +457,10 @@ static tkv_status call_reserve(int seq, int layer) {
 static tkv_status call_truncate(int seq, int layer) {
     const int to = max_of(0, min_len(seq) - rand_below(rand_below(4) ? 90 : LONGEST));
     tkv_status st;
-    int l, cuts_coded = 0;
+    int l, cuts_coded = may_share[seq];
     (void)layer;
     sprintf(call.text, "truncate sequence %d to %d", seq, to);
-    for (l = 0; l < LAYERS;
-         l++) { /* without its compressed tokens, a sequence needs more slots than before */
+    for (l = 0; l < LAYERS; l++) { /* without compressed or shared tokens, it needs more slots than before */
         uint8_t tier[LONGEST];
         int i, n = model[seq][l].len - to;
         if (n > 0) CHECK_EQ(tkv_get_tiers(kv, seq, l, to, n, tier), TKV_OK);
@@ -469,6 +469,29 @@ static tkv_status call_truncate(int seq, int layer) {
     st = tkv_seq_truncate(kv, seq, to);
     for (l = 0; l < LAYERS && !st; l++) truncate_model(seq, l, to);
     if (!st && (cfg.evict.policy || cuts_coded)) reserved[seq] = 0;
+    return st;
+}
+
+static tkv_status call_fork(int seq, int layer) {
+    const int src = (seq + 1 + rand_below(SEQS - 1)) % SEQS, len = max_len(src);
+    const int n = rand_below(2) ? TKV_UNLIMITED : max_of(0, len - rand_below(rand_below(2) ? 90 : len + 1));
+    tkv_status st;
+    int l;
+    (void)layer;
+    if (len < 70 && rand_below(2)) return TKV_OK;
+    allow_reclaim(src);
+    sprintf(call.text, "fork %d tokens of sequence %d as %d", n, src, seq);
+    st = tkv_seq_fork(kv, src, seq, n);
+    CHECK_EQ(st == TKV_ERR_STATE, in_step[src] || in_step[seq]);
+    if (st == TKV_ERR_RANGE) CHECK(window_of(0) || window_of(1));
+    if (st) return st;
+    for (l = 0; l < LAYERS; l++) {
+        model[seq][l] = model[src][l];
+        truncate_model(seq, l, n == TKV_UNLIMITED ? LONGEST : n);
+    }
+    has_discards[seq] = has_discards[src];
+    reserved[seq] = reserved[src] = 0;
+    may_share[seq] = may_share[src] = 1;
     return st;
 }
 
@@ -940,6 +963,7 @@ static const struct {
     {"end", 90, 0, call_end, ERR(STATE)},
     {"reserve", 25, 0, call_reserve, MEMORY_ERRORS},
     {"truncate", 40, 0, call_truncate, ERR(STATE) | ERR(RANGE)},
+    {"fork", 40, 0, call_fork, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE)},
     {"reset", 12, 0, call_reset, 0},
     {"flush", 15, 0, call_flush, MEMORY_ERRORS | ERR(STATE)},
     {"budget", 25, 0, call_set_budget, MEMORY_ERRORS | ERR(ARG)},

@@ -200,6 +200,11 @@ class Recipes(unittest.TestCase):
             self.assertIn(line, said)
         self.assertRegex(said, r"line 1: tiers.hot_tokenz is no key; the nearest one is tiers.hot_tokens\n$")
 
+    def test_r11_characters_with_a_common_prompt(self):
+        said = re.match(r"^8 characters take ([\d.]+) times .*\ncharacter 3 has 1039 tokens, character 4 1064\n$",
+                        self.run_recipe("R11"))
+        self.assertLess(float(said.group(1)), 4)
+
     def test_r10_rows_from_the_model(self):
         said = re.match(r"^4096 tokens, (\d+) of them discarded; attention asked (\d+) times\n$", self.run_recipe("R10"))
         self.assertTrue(said)

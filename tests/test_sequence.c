@@ -1624,14 +1624,6 @@ TEST(truncate_the_tail) {
         }
 }
 
-/* Mean squared difference of two arrays, in double. */
-static double mean_squared_difference(const float *a, const float *b, int n) {
-    double sum = 0.0;
-    int i;
-    for (i = 0; i < n; i++) sum += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
-    return sum / n;
-}
-
 /* Rolls back 300 tokens into coded ones and writes others. The error of all tokens is that of a cache that never had
  * the tokens cut, within a tenth. */
 TEST(roll_back_into_coded_tokens) {

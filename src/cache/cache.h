@@ -49,16 +49,21 @@ static void tkvi_take_from_count(int *count, int from, int first, int end) {
     *count -= tkvi_max(0, tkvi_min(from + *count, end) - tkvi_max(from, first));
 }
 
-/* Removes the blocks first .. end - 1 from a list and from its counts. The caller releases them. */
-static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+/* Removes the blocks first .. end - 1 from the counts of a list. */
+static void tkvi_uncount_blocks(tkvi_list *list, int first, int end) {
     const int sinks = list->sinks, archive = list->archive;
     int s;
     tkvi_take_from_count(&list->sinks, 0, first, end);
     tkvi_take_from_count(&list->archive, sinks, first, end);
     tkvi_take_from_count(&list->warm, sinks + archive, first, end);
     for (s = 0; s < TKVI_SEARCH_COUNT; s++) tkvi_take_from_count(&list->passed[s], sinks, first, end);
-    memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
     list->n -= end - first;
+}
+
+/* Removes the blocks first .. end - 1 from a list. The caller releases them. */
+static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+    memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
+    tkvi_uncount_blocks(list, first, end);
 }
 
 typedef struct tkvi_seq {

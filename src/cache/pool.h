@@ -13,7 +13,8 @@
  * before they are stored (tkvi_pages_for_demand).
  *
  * Blocks have a number, and their bytes may move. An entry says what one list sees of a block. Entries of several lists
- * may hold the same block (tkvi_block.refs).
+ * may hold the same block (tkv_seq_fork). They form a ring. Such a block is coded for the hottest tier among its
+ * holders, so it is coded again once for all of them.
  */
 #ifndef TKVI_CACHE_POOL_H
 #define TKVI_CACHE_POOL_H
@@ -43,6 +44,8 @@ typedef struct tkvi_block {
     uint16_t previous_layout; /* 0, or 1 + the layout before this one, if not hot (step/recompute.h) */
     uint16_t copy_layout;     /* 0, or 1 + the layout of an exact copy in the store */
     uint16_t copy_mark;       /* mark of the last copy made for this block number; it outlives the block */
+    uint8_t tier;             /* the tier that it was last coded for, of its list or of the hottest holder */
+    uint8_t n_shared_slots;   /* slots that some holder may see, while there are several holders */
 } tkvi_block;
 
 /* What one list sees of a block: which tokens, and where. */
@@ -51,10 +54,13 @@ typedef struct tkvi_entry {
     int start;      /* the entry covers positions from here to the start of the next entry */
     uint64_t
         evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    uint32_t next_holder; /* ring of the entries that hold the block */
     /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
      * (tkvi_slot_position). */
-    int16_t n_packed;
-    int16_t in_use; /* 0: this entry is free */
+    int8_t n_packed;
+    uint8_t tier;     /* tier of the block in this list (tkvi_tier_at) */
+    uint8_t is_first; /* 1 for one entry of each ring: what counts a block once counts it with this entry */
+    uint8_t in_use;   /* 0: this entry is free */
 } tkvi_entry;
 
 /* Data of an entry's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
@@ -88,6 +94,7 @@ typedef struct tkvi_pool {
     uint32_t free_entry, free_block;         /* first free numbers */
     uint32_t n_offloaded;                    /* live blocks without bytes in RAM, discarded ones included */
     uint32_t n_discarded;                    /* live blocks that must be recomputed */
+    uint32_t n_late;          /* blocks that wait to be coded for their holders (tkvi_is_late) */
     uint16_t first_copy_mark; /* copy_mark of new entries: the last one of the entries that were freed */
     uint64_t marks;           /* last mark given out, 47 bits (reclaim/offload.h) */
     uint32_t *partial_pages;  /* per class: first page of the partial-page list */
@@ -370,20 +377,12 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
 }
 
 /* >>blocks and entries */
-static uint32_t tkvi_take_entry(tkvi_pool *pool) {
-    const uint32_t id = pool->free_entry;
-    TKVI_ASSERT(id != TKVI_NIL);
-    pool->free_entry = pool->entry[id].block;
-    pool->entry[id].in_use = 1;
-    pool->n_entries++;
-    return id;
-}
-
-/* Takes a number and a slot for a new block. The caller's entry holds it. There is a free number: no block is without
- * entry, and the entry of the new one holds none or a shared block. */
-static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int first_position) {
+/* Takes a number and a slot for a new block, which entry `holder` holds alone. There is a free number: no block is
+ * without entry, and this entry holds none or shared one. */
+static void tkvi_new_block(tkvi_pool *pool, uint32_t holder, int layout, int first_position) {
     const uint32_t id = pool->free_block;
     tkvi_block *b = &pool->block[id];
+    tkvi_entry *e = &pool->entry[holder];
     uint32_t page;
     int slot;
     TKVI_ASSERT(id != TKVI_NIL);
@@ -396,29 +395,66 @@ static uint32_t tkvi_new_block(tkvi_pool *pool, int layout, int first_position) 
     b->first_position = first_position;
     b->previous_layout = 0;
     b->copy_layout = 0;
+    b->tier = e->tier;
+    b->n_shared_slots = 0;
     pool->n_blocks++;
+    e->block = id;
+    e->next_holder = holder;
+    e->is_first = 1;
+}
+
+static uint32_t tkvi_take_entry(tkvi_pool *pool) {
+    const uint32_t id = pool->free_entry;
+    TKVI_ASSERT(id != TKVI_NIL);
+    pool->free_entry = pool->entry[id].block;
+    pool->entry[id].in_use = 1;
+    pool->n_entries++;
     return id;
 }
 
-/* Makes an entry with a new block. */
+/* Makes an entry of the hot tier with a new block. */
 static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start) {
     const uint32_t id = tkvi_take_entry(pool);
     tkvi_entry *e = &pool->entry[id];
-    e->block = tkvi_new_block(pool, layout, start);
     e->start = start;
     e->evicted_mask = 0;
     e->n_packed = 0;
+    e->tier = TKV_TIER_HOT;
+    tkvi_new_block(pool, id, layout, start);
     if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     return id;
 }
 
-/* Makes an entry that holds the block of another one, and sees the same tokens. */
-static uint32_t tkvi_share_entry(tkvi_pool *pool, uint32_t from) {
+/* Makes an entry that holds the block of another one, and sees the same tokens. n_tokens: slots that `from` sees. */
+static uint32_t tkvi_share_entry(tkvi_pool *pool, uint32_t from, int n_tokens) {
     const uint32_t id = tkvi_take_entry(pool);
-    pool->entry[id] = pool->entry[from];
-    pool->block[pool->entry[id].block].refs++;
+    tkvi_entry *e = &pool->entry[from];
+    tkvi_block *b = &pool->block[e->block];
+    if (b->refs++ == 1) b->n_shared_slots = (uint8_t)n_tokens;
+    pool->entry[id] = *e;
+    pool->entry[id].is_first = 0;
+    e->next_holder = id;
     if (TKVI_HAS_EVICT && pool->token_meta) pool->token_meta[id] = pool->token_meta[from];
     return id;
+}
+
+/* The hottest tier among the holders of an entry's block. tier: that of the entry itself. */
+static tkv_tier tkvi_hottest_tier(const tkvi_pool *pool, uint32_t id, tkv_tier tier) {
+    uint32_t i = pool->entry[id].next_holder;
+    for (; i != id; i = pool->entry[i].next_holder)
+        if (pool->entry[i].tier < (int)tier) tier = (tkv_tier)pool->entry[i].tier;
+    return tier;
+}
+
+/* The tier that the block of an entry should be coded for. */
+static tkv_tier tkvi_tier_for_all(const tkvi_pool *pool, uint32_t id) {
+    return tkvi_hottest_tier(pool, id, (tkv_tier)pool->entry[id].tier);
+}
+
+/* 1 if the block of an entry was coded for a tier that no holder has it in any more: the last one that had it there
+ * left. The next append of any holder's layer codes it again (reclaim/age.h). */
+static int tkvi_is_late(const tkvi_pool *pool, uint32_t id) {
+    return pool->n_late && pool->block[pool->entry[id].block].tier < (int)tkvi_tier_for_all(pool, id);
 }
 
 /* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
@@ -471,20 +507,31 @@ static void tkvi_forget_offloaded(tkvi_pool *pool, uint32_t id) {
     pool->n_offloaded--;
 }
 
-static void tkvi_release_block(tkvi_pool *pool, uint32_t id) {
-    tkvi_block *b = &pool->block[id];
-    if (--b->refs) return;
-    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(pool, id);
+/* Ends the hold of an entry on its block. The last holder frees it. */
+static void tkvi_leave_block(tkvi_pool *pool, uint32_t id) {
+    tkvi_entry *e = &pool->entry[id];
+    const uint32_t number = e->block;
+    tkvi_block *b = &pool->block[number];
+    uint32_t before = id;
+    pool->n_late -= (uint32_t)tkvi_is_late(pool, id);
+    if (--b->refs) {
+        while (pool->entry[before].next_holder != id) before = pool->entry[before].next_holder;
+        pool->entry[before].next_holder = e->next_holder;
+        pool->entry[before].is_first |= e->is_first;
+        pool->n_late += b->tier < (int)tkvi_tier_for_all(pool, before);
+        return;
+    }
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(pool, number);
     else tkvi_give_slot(pool, b->page, b->slot);
-    tkvi_forget_copy(pool, id);
+    tkvi_forget_copy(pool, number);
     b->page = pool->free_block;
-    pool->free_block = id;
+    pool->free_block = number;
     pool->n_blocks--;
 }
 
 static void tkvi_release_entry(tkvi_pool *pool, uint32_t id) {
     tkvi_entry *e = &pool->entry[id];
-    tkvi_release_block(pool, e->block);
+    tkvi_leave_block(pool, id);
     e->in_use = 0;
     e->block = pool->free_entry;
     pool->free_entry = id;

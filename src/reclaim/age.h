@@ -98,8 +98,17 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, uint32_t id) 
     const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *from = &kv->tables.layout[b->layout];
     int i;
-    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq != seq || !tkvi_is_hot_layout(kv, layer, b->layout))
+    if (!TKVI_HAS_METER || !kv->meter || kv->meter->seq < 0 || !tkvi_is_hot_layout(kv, layer, b->layout))
         return;
+    if (kv->meter->seq != seq) { /* the sequence that it watches may hold the block as well */
+        const tkvi_list *list = tkvi_list_of(kv, kv->meter->seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, kv->meter->seq, layer), number = kv->pool.entry[id].block;
+        if (b->refs == 1) return;
+        for (i = 0; i < list->n && kv->pool.entry[ids[i]].block != number;) i++;
+        if (i == list->n) return;
+        seq = kv->meter->seq;
+        id = ids[i];
+    }
     for (i = 0; i < kv->meter->n; i++) {
         tkvi_head_probe *probe = &kv->meter->head_probe[i];
         if (probe->layer == layer)
@@ -110,8 +119,9 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, uint32_t id) 
     }
 }
 
-/* Recodes block i of a list to `layout`. If tokens were evicted, the other tokens move to the first slots, unless
- * the format fixes slots. Returns 0 without memory; the block then stays as it is. */
+/* Recodes block i of a list to `layout`, for all its holders. If tokens were evicted, the other tokens move to the
+ * first slots, unless the format fixes slots, or other lists hold the block. Returns 0 without memory; the block then
+ * stays as it is. */
 static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
@@ -135,30 +145,60 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     r.start = b->first_position;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.live_mask = tkvi_used_mask(kv, list, ids, i);
-    is_packed =
-        TKVI_HAS_EVICT && (e->evicted_mask & ~r.live_mask) && r.live_mask && !tkvi_has_fixed_slots(kv);
+    is_packed = TKVI_HAS_EVICT && (e->evicted_mask & ~r.live_mask) && r.live_mask &&
+                !tkvi_has_fixed_slots(kv) && b->refs == 1;
     if (is_packed) {
         tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
     } else {
         r.live_mask |= e->evicted_mask; /* no token changes its slot */
+        if (b->refs > 1) r.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - b->n_shared_slots);
         tkvi_store_exact_copy(kv, layer, id);
     }
-    if (b->refs > 1) { /* the other holders keep the old block */
-        const uint32_t old = e->block;
-        e->block = tkvi_new_block(&kv->pool, layout, b->first_position);
-        tkvi_recode_heads(&r, tkvi_block_bytes(&kv->pool, b),
-                          tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)));
-        tkvi_release_block(&kv->pool, old);
-    } else {
-        tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
-    }
+    tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
     tkvi_record_move(kv, id, list->len);
     tkvi_block_of(kv, id)->previous_layout = previous_layout;
     if (is_packed) {
-        e->n_packed = (int16_t)tkvi_move_token_meta(kv, id, 0, id, r.live_mask, e->start);
+        e->n_packed = (int8_t)tkvi_move_token_meta(kv, id, 0, id, r.live_mask, e->start);
         e->evicted_mask = kv->pool.token_meta[id].anchored_mask;
     }
     return 1;
+}
+
+/* Records that block i is in tier `due` of its list now, or in a colder one as before, and coded for its holders. All
+ * blocks before it are in this tier or a colder one, so only counts change. */
+static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due) {
+    kv->pool.n_late -= (uint32_t)tkvi_is_late(&kv->pool, ids[i]);
+    if (due != TKV_TIER_HOT && i >= list->sinks + list->archive + list->warm) list->warm++;
+    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
+        list->warm--;
+        list->archive++;
+    }
+    kv->pool.entry[ids[i]].tier = (uint8_t)tkvi_tier_at(list, i);
+    tkvi_block_of(kv, ids[i])->tier = (uint8_t)tkvi_tier_for_all(&kv->pool, ids[i]);
+}
+
+/* Puts block i into tier `due` of its list. The block is coded again only if all its holders have it in a colder tier
+ * than it is coded for. Returns 0 without memory; nothing has changed then. */
+static int tkvi_demote_to(tkv_cache *kv, int seq, int layer, int i, tkv_tier due) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkv_tier tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
+    if ((int)tier > tkvi_block_of(kv, ids[i])->tier &&
+        !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
+        return 0;
+    tkvi_enter_tier(kv, list, ids, i, due);
+    return 1;
+}
+
+/* Codes the late blocks of a layer again, as far as there is memory. */
+static void tkvi_recode_late(tkv_cache *kv, int layer) {
+    int seq, i;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (i = 0; kv->pool.n_late && i < tkvi_list_of(kv, seq, layer)->n; i++) {
+            const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+            if (tkvi_is_late(&kv->pool, id))
+                (void)tkvi_demote_to(kv, seq, layer, i, (tkv_tier)kv->pool.entry[id].tier);
+        }
 }
 
 /* >>lists */
@@ -203,11 +243,7 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
         if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return 0;
         if (i < first_hot && due == TKV_TIER_WARM) continue; /* the younger warm blocks stay as well */
-        if (!tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, due))) return -1;
-        if (i < first_hot) list->warm--;
-        if (due == TKV_TIER_ARCHIVE) list->archive++;
-        else list->warm++;
-        return 1;
+        return tkvi_demote_to(kv, seq, layer, i, due) ? 1 : -1;
     }
     return 0;
 }
@@ -221,6 +257,7 @@ static int tkvi_most_to_age(const tkvi_list *list, int n) {
 /* Ages due blocks of a list, `most` at most. Returns 0 without memory. */
 static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too, int most) {
     int aged = 1;
+    if (kv->pool.n_late) tkvi_recode_late(kv, layer);
     for (; aged > 0 && most > 0; most--)
         aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
     return aged >= 0;

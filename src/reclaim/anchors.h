@@ -56,7 +56,7 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
     for (t = 0; t < n && !e->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, e->start + t);
-    e->n_packed = (int16_t)n;
+    e->n_packed = (int8_t)n;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
@@ -149,7 +149,7 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
             if (mine[t] <= a[slot]) continue;
             tkvi_remove_anchor(kv, list, ids, slot);
         }
-        sinks->n_packed = (int16_t)tkvi_max(sinks->n_packed, slot + 1);
+        sinks->n_packed = (int8_t)tkvi_max(sinks->n_packed, slot + 1);
         tkvi_add_anchor(kv, ids, i, t, slot);
     }
 }

@@ -131,7 +131,7 @@ static int tkvi_offload_oldest(tkv_cache *kv) {
 /* A layout that a block of a list could have; -1: no slot. */
 typedef int (*tkvi_choose_layout)(tkv_cache *kv, int seq, int layer, int i);
 
-/* Changes a demand as if each block behind the sinks that is in RAM, and that one list holds, had another layout. */
+/* Changes a demand as if each block behind the sinks that is in RAM had another layout. Its first holder chooses. */
 static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_demand *demand) {
     int seq, layer, i;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
@@ -141,7 +141,7 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
                 const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 const int own = b->layout;
                 int layout;
-                if (b->refs > 1 || tkvi_is_offloaded(b)) continue;
+                if (tkvi_is_offloaded(b) || !kv->pool.entry[tkvi_ids(kv, seq, layer)[i]].is_first) continue;
                 layout = choose(kv, seq, layer, i);
                 tkvi_demand_blocks(&kv->pool, own, -1, demand);
                 if (layout >= 0) tkvi_demand_blocks(&kv->pool, layout, 1, demand);
@@ -222,27 +222,28 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_stretch stretch;
-    int i, t, token = 0, n_offloaded = 0;
+    int i, t, token = 0, n_outside = 0;
     memset(&stretch, 0, sizeof stretch);
     for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to);
+        const int is_own = in_ram && b->refs == 1; /* its slot becomes free */
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
         if (stretch.n_blocks &&
-            (!in_ram || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
+            (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
             tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
         if (victims && !used) { /* empty blocks are freed first */
             demand->entries--;
-            if (in_ram) demand->slots[kv->tables.layout[b->layout].size_class]--;
+            if (is_own) demand->slots[kv->tables.layout[b->layout].size_class]--;
             continue;
         }
         if (i < list->sinks) continue;
-        n_offloaded += !in_ram;
-        if (!in_ram) continue;
+        n_outside += !is_own;
+        if (!is_own) continue;
         if (!stretch.n_blocks) stretch.first = tkvi_block_start(kv, ids, i);
         stretch.n_blocks++;
         stretch.n_used += tkvi_n_bits(used);
@@ -251,25 +252,23 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         stretch.is_anchored |= kv->pool.token_meta[ids[i]].anchored_mask != 0;
     }
     if (stretch.n_blocks) tkvi_end_stretch(kv, &stretch, list->len, victims ? -1 : n_staying, demand);
-    if (!victims) demand->entries -= tkvi_max(0, n_offloaded - n_staying);
+    if (!victims) demand->entries -= tkvi_max(0, n_outside - n_staying);
 }
 
 /* Subtracts what stages 5 and 6 surely free of a list. knows_victims: 1 asks the policy which tokens it evicts. */
 static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, n_staying, discarded_to = 0, is_shared = 0;
+    int i, n_staying, discarded_to = 0;
     tkvi_choice choice;
     if (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        is_shared |= b->refs > 1;
         if (i >= list->sinks && !tkvi_is_offloaded(b) && tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
-    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || is_shared || !list->n)
-        return;
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || !list->n) return;
     n_staying = tkvi_n_staying(kv, seq, layer, 0);
     if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, 0, &choice);
     tkvi_subtract_evicted(kv, seq, layer, discarded_to, n_staying, knows_victims ? &choice : NULL, demand);
@@ -370,8 +369,9 @@ static size_t tkvi_recode_if_due(tkv_cache *kv, int pressed) {
     return tkvi_recode_oldest(kv, kv->tables.cfg.budget.bytes, pressed);
 }
 
-/* Number of stale blocks at the present level that recoding can reach: in RAM, and held by one list. If memory is not
- * short, blocks at cfg.budget.pressure.min_level that wait for a table are not counted: they are not recoded now. */
+/* Number of stale blocks at the present level that recoding can reach in RAM. A shared block counts with its last
+ * holder to come. If memory is not short, blocks at cfg.budget.pressure.min_level that wait for a table are not
+ * counted: they are not recoded now. */
 static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
     uint64_t n = 0;
     const int waits_for_tables =
@@ -386,7 +386,8 @@ static uint64_t tkvi_n_stale_blocks(const tkv_cache *kv) {
                 tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &kv->tables.plan[layer].now, can_learn);
                 const tkvi_block *b = tkvi_block_of(kv, ids[i]);
                 if (due == TKV_TIER_HOT) break;
-                n += b->refs == 1 && !tkvi_is_offloaded(b) &&
+                due = tkvi_hottest_tier(&kv->pool, ids[i], due);
+                n += due != TKV_TIER_HOT && !tkvi_is_offloaded(b) &&
                      tkvi_is_smaller(kv, b->layout, tkvi_layout_of(&kv->tables, layer, due));
             }
         }

@@ -44,6 +44,10 @@ static size_t tkvi_growth_bytes(uint32_t cap, int64_t n_entries, size_t entry_by
 }
 
 /* >>new tokens */
+/* A last block with this many tokens that other lists hold too is not copied: the next token begins a new block. Below
+ * that it is copied, or a list forked at every token would have a block for each. */
+#define TKVI_FULL_ENOUGH (TKVI_BLOCK / 4 * 3)
+
 /* Number of tokens that the last block of a list can still take. */
 static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids) {
@@ -55,6 +59,9 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
         return 0; /* a packed block: truncation removed the blocks after it */
     if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
         return 0; /* truncation removed the blocks after it */
+    if (tkvi_block_of(kv, ids[last])->refs > 1 && !kv->pool.keep_all && last >= list->sinks &&
+        list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
+        return 0; /* in place, lists have no room for short blocks */
     capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
     return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
 }

@@ -90,15 +90,12 @@ static void tkvi_unlist_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_unlist_blocks(list, ids, i, i + 1);
 }
 
-/* Frees block i, which has no tokens left. The block before it must then list its positions. 0: block i stays,
- * because other lists hold the block before it, so that one cannot be changed. */
-static int tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
+/* Removes block i, which has no tokens left. The entry before it must then list its positions. */
+static void tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i > 0 && tkvi_block_of(kv, ids[i - 1])->refs > 1) return 0;
     if (i > 0) tkvi_list_positions(kv, list, ids, i - 1);
     tkvi_unlist_block(kv, seq, layer, i);
-    return 1;
 }
 
 /* Number of tokens of block i + 1 that may move to block i; 0: none. Both blocks need the same tier and format, and
@@ -175,8 +172,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
         tkvi_encode_record(kv, layer, head, record_a, a->first_position, n, bytes_a + record_a->at);
     }
     tkvi_align_steps(kv, ids[i], ids[i + 1]);
-    to->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
-    to->n_packed = (int16_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
+    to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
+    to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
     to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
     tkvi_forget_meter_copies(kv, seq, layer, to->start);
     tkvi_forget_copy(&kv->pool, to->block);
@@ -198,13 +195,14 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
     for (i = 0; i + 1 < list->n; i++)
-        if (tkvi_block_of(kv, ids[i])->refs == 1 && !tkvi_used_mask(kv, list, ids, i) &&
-            tkvi_free_block(kv, seq, layer, i))
-            i--;
+        if (!tkvi_used_mask(kv, list, ids, i)) tkvi_free_block(kv, seq, layer, i--);
     for (i = list->sinks; i + 1 < list->n; i++)
         while (i + 1 < list->n && (n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
+
+/* 1 if a list that drops a block frees no slot: the block is outside RAM, or other lists hold it too. */
+static int tkvi_frees_no_slot(const tkvi_block *b) { return tkvi_is_offloaded(b) || b->refs > 1; }
 
 /* >>the choice of victims */
 /* Arrays over the tokens of a list that a policy may choose, oldest first. They lie in kv->work.choice. */
@@ -282,8 +280,8 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
 }
 
 /* Builds the view of a list's tokens for a policy, with its arrays in *c. p, or NULL: the caller's pins, priorities
- * and scores, all by position. needs: bits TKVI_NEEDS_. spares_outside: 1 spares tokens outside RAM, because they
- * take bytes only in the index. */
+ * and scores, all by position. needs: bits TKVI_NEEDS_. spares_outside: 1 spares tokens of blocks whose eviction frees
+ * bytes in the index only. */
 static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const tkv_evict_params *p, int needs,
                                       int spares_outside, tkvi_choice *c) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -296,7 +294,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
-        const int first = c->n, is_spared = spares_outside && tkvi_is_offloaded(b);
+        const int first = c->n, is_spared = spares_outside && tkvi_frees_no_slot(b);
         float scores[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, scores);
@@ -312,8 +310,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
             if (!(needs & TKVI_NEEDS_NORMS))
                 c->value[c->n] = p && p->scores ? p->scores[position] : scores[t];
             c->priority[c->n] = (signed char)(p && p->priorities ? p->priorities[position] : 0);
-            if (b->refs > 1 || is_spared || pinned >> t & 1 ||
-                (p && p->pinned_mask && tkvi_has(p->pinned_mask, position)))
+            if (is_spared || pinned >> t & 1 || (p && p->pinned_mask && tkvi_has(p->pinned_mask, position)))
                 tkvi_mark(c->pinned, c->n);
             c->n++;
         }
@@ -454,7 +451,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_ou
         TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
     n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
-        n += tkvi_n_bits(spares_outside && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]))
+        n += tkvi_n_bits(spares_outside && tkvi_frees_no_slot(tkvi_block_of(kv, ids[i]))
                              ? tkvi_live_mask_in(kv, list, ids, i)
                              : tkvi_live_pinned_mask(kv, list, ids, i));
     return (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER);

@@ -101,7 +101,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
 static void tkvi_store_exact_copy(tkv_cache *kv, int layer, uint32_t id) {
     tkvi_block *b = tkvi_block_of(kv, id);
     if (!TKVI_HAS_OFFLOAD || !kv->tables.cfg.offload.keep_exact || !kv->tables.cfg.offload.write ||
-        b->copy_layout || b->refs > 1)
+        b->copy_layout)
         return;
     if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
     b->copy_mark++;

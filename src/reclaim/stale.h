@@ -14,7 +14,7 @@
 /* A stale block: the tier spec of the level demands a layout with fewer bytes for it. */
 typedef struct tkvi_stale {
     int seq, layer, i, layout; /* layout: the smaller one */
-    tkv_tier due;
+    tkv_tier due, tier;        /* tier in the list; tier that the block is coded for, with all its holders */
 } tkvi_stale;
 
 /* The present layout of a stale block. */
@@ -53,16 +53,23 @@ static tkv_tier tkvi_due_tier(const tkv_cache *kv, int seq, int layer, int i, co
                             i + 1 == list->n, spec, can_learn);
 }
 
-/* Counts block i as recoded for the tier `due`. All blocks before it are counted already. Each tier of a list is a
- * range of consecutive blocks, so only counts change. */
-static void tkvi_count_recoded(tkvi_list *list, int i, tkv_tier due) {
-    if (i >= list->sinks + list->archive + list->warm) list->warm++;
-    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
-        list->warm--;
-        list->archive++;
-    }
-    if (due == TKV_TIER_ARCHIVE) list->passed[TKVI_TIGHTEST]++;
+/* Counts block i as recoded for the tier `due` of its list. All blocks before it are counted already. A late block
+ * (tkvi_is_late) was counted before. */
+static void tkvi_count_recoded(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due) {
+    tkvi_enter_tier(kv, list, ids, i, due);
+    if (due == TKV_TIER_ARCHIVE && i == list->sinks + list->passed[TKVI_TIGHTEST])
+        list->passed[TKVI_TIGHTEST]++;
     list->passed[TKVI_RECODED] = tkvi_max(list->passed[TKVI_RECODED], i + 1 - list->sinks);
+}
+
+/* Index of a late block of a list; -1: none. */
+static int tkvi_find_late(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = list->sinks; kv->pool.n_late && i < list->n; i++)
+        if (tkvi_is_late(&kv->pool, ids[i])) return i;
+    return -1;
 }
 
 /* Finds the oldest stale block of a list, first for the archive, then for warm. 0: there is none. Passed
@@ -72,24 +79,29 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     for (;;) {
-        int i = list->sinks + list->passed[TKVI_TIGHTEST];
+        const int late = tkvi_find_late(kv, seq, layer);
+        int i = late < 0 ? list->sinks + list->passed[TKVI_TIGHTEST] : late;
         tkv_tier due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         const tkvi_block *b;
-        if (due != TKV_TIER_ARCHIVE) {
+        if (late >= 0) {
+            due = tkvi_tier_at(list, i);
+        } else if (due != TKV_TIER_ARCHIVE) {
             i = list->sinks + list->passed[TKVI_RECODED];
             due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         }
         if (due == TKV_TIER_HOT) return 0;
         b = tkvi_block_of(kv, ids[i]);
-        stale->layout = tkvi_layout_of(&kv->tables, layer, due);
-        if (b->refs == 1 && !tkvi_is_offloaded(b) && tkvi_is_smaller(kv, b->layout, stale->layout)) {
+        stale->tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
+        stale->layout = tkvi_layout_of(&kv->tables, layer, stale->tier);
+        if (stale->tier != TKV_TIER_HOT && !tkvi_is_offloaded(b) &&
+            tkvi_is_smaller(kv, b->layout, stale->layout)) {
             stale->seq = seq;
             stale->layer = layer;
             stale->i = i;
             stale->due = due;
             return 1;
         }
-        tkvi_count_recoded(list, i, due);
+        tkvi_count_recoded(kv, list, ids, i, due);
     }
 }
 
@@ -139,16 +151,17 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
             return 0;
     }
     old_bytes = tkvi_layout_at(kv, &stale)->bytes.total;
-    if (kv->tables.plan[stale.layer].now.needs_table[stale.due] &&
+    if (kv->tables.plan[stale.layer].now.needs_table[stale.tier] &&
         kv->tables.current_version[stale.layer] < 0) {
         /* learns a table from the present blocks, because this block cannot wait */
         if (!tkvi_make_due_table(kv, stale.layer, TKVI_ANY_TOKENS) ||
             kv->tables.current_version[stale.layer] < 0)
             return 0;
-        stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.due);
+        stale.layout = tkvi_layout_of(&kv->tables, stale.layer, stale.tier);
     }
     if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;
-    tkvi_count_recoded(tkvi_list_of(kv, stale.seq, stale.layer), stale.i, stale.due);
+    tkvi_count_recoded(kv, tkvi_list_of(kv, stale.seq, stale.layer), tkvi_ids(kv, stale.seq, stale.layer),
+                       stale.i, stale.due);
     kv->counts.recoded[kv->tables.level]++;
     return old_bytes - kv->tables.layout[stale.layout].bytes.total;
 }

@@ -163,20 +163,6 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
     m->ratio_f32 = 2.0 * m->ratio;
 }
 
-/* Is this list the first that holds the block? A shared block counts once, with its first holder. Searching is
- * cheap because holders are few; marking blocks instead would be a write by a reader. */
-static int tkvi_first_holder(const tkv_cache *kv, int seq, int layer, uint32_t block) {
-    int s, i;
-    if (kv->pool.block[block].refs == 1) return 1;
-    for (s = 0; s < seq; s++) {
-        const tkvi_list *list = tkvi_list_of(kv, s, layer);
-        const uint32_t *ids = tkvi_ids(kv, s, layer);
-        for (i = 0; i < list->n; i++)
-            if (kv->pool.entry[ids[i]].block == block) return 0;
-    }
-    return 1;
-}
-
 /* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -184,9 +170,8 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (!tkvi_is_discarded(b) &&
-            (!once || tkvi_first_holder(kv, seq, layer, kv->pool.entry[ids[i]].block)))
-            tkvi_add_block(out, tkvi_tier_at(list, i), &kv->tables.layout[b->layout].bytes,
+        if (!tkvi_is_discarded(b) && (!once || kv->pool.entry[ids[i]].is_first))
+            tkvi_add_block(out, (tkv_tier)b->tier, &kv->tables.layout[b->layout].bytes,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -685,8 +670,12 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
+        if (e->tier != (uint8_t)tier || b->tier > e->tier)
+            return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
+        if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
+            return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
         if (i < list->sinks ? kv->tables.layout[b->layout].key != p->sink_layout
-                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), tier,
+                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
                                                       kv->tables.layout[b->layout].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
@@ -796,6 +785,28 @@ static tkv_status tkvi_check_pool(const tkvi_checker *k) {
     return TKV_OK;
 }
 
+/* Checks the rings of holders. Runs after the lists, so that each entry in use names a block in use. */
+static tkv_status tkvi_check_holders(const tkvi_checker *k) {
+    const tkvi_pool *pool = &k->kv->pool;
+    uint32_t id, i, n, n_late = 0;
+    for (id = 0; id < pool->block_cap; id++) {
+        const tkvi_entry *e = &pool->entry[id];
+        int n_first = e->is_first;
+        if (!e->in_use) continue;
+        for (i = e->next_holder, n = 1; i != id; i = pool->entry[i].next_holder, n++) {
+            if (i >= pool->block_cap || n >= pool->block[e->block].refs || !pool->entry[i].in_use ||
+                pool->entry[i].block != e->block)
+                return tkvi_report_broken(k, "the holders of a block are no ring, block", e->block);
+            n_first += pool->entry[i].is_first;
+        }
+        if (n != pool->block[e->block].refs || n_first != 1)
+            return tkvi_report_broken(k, "the holders of a block are miscounted, block", e->block);
+        n_late += e->is_first && pool->block[e->block].tier < (int)tkvi_tier_for_all(pool, id);
+    }
+    if (n_late != pool->n_late) return tkvi_report_broken(k, "late blocks are miscounted", n_late);
+    return TKV_OK;
+}
+
 /* Hashes a block number (splitmix64). Sums of hashes over two sets agree only if the sets do, up to chance. */
 static uint64_t tkvi_scatter(uint32_t id) {
     uint64_t x = ((uint64_t)id + 1) * 0x9e3779b97f4a7c15u;
@@ -862,6 +873,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
             for (i = 0; i < tkvi_list_of(kv, seq, layer)->n && !st; i++)
                 listed += tkvi_scatter(tkvi_ids(kv, seq, layer)[i]);
         }
+    if (!st) st = tkvi_check_holders(&k);
     if (!st) st = tkvi_check_meter(&k);
     if (st) return st;
     for (id = 0; id < kv->pool.block_cap; id++) {

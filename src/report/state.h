@@ -186,8 +186,7 @@ static uint64_t tkvi_n_discarded_tokens(const tkv_cache *kv) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = 0; i < list->n; i++)
-                if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])) &&
-                    tkvi_first_holder(kv, seq, layer, kv->pool.entry[ids[i]].block))
+                if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])) && kv->pool.entry[ids[i]].is_first)
                     n += (uint64_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
         }
     return n;

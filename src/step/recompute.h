@@ -203,7 +203,7 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
 static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const tkvi_source *k,
                                const tkvi_source *v, int start) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i], number = kv->pool.entry[id].block;
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     const tkvi_layout *hot;
@@ -213,11 +213,17 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     uint8_t *bytes;
     int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
     hot = &kv->tables.layout[layouts[0]];
-    tkvi_take_slot(&kv->pool, hot->size_class, number, &page, &s);
-    tkvi_forget_offloaded(&kv->pool, number);
-    b->page = page;
-    b->slot = (uint16_t)s;
-    b->layout = (uint16_t)layouts[0];
+    if (b->refs > 1) { /* the others may see more tokens of it than there are rows */
+        tkvi_leave_block(&kv->pool, id);
+        tkvi_new_block(&kv->pool, id, layouts[0], b->first_position);
+        b = tkvi_block_of(kv, id);
+    } else {
+        tkvi_take_slot(&kv->pool, hot->size_class, kv->pool.entry[id].block, &page, &s);
+        tkvi_forget_offloaded(&kv->pool, kv->pool.entry[id].block);
+        b->page = page;
+        b->slot = (uint16_t)s;
+        b->layout = (uint16_t)layouts[0];
+    }
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, hot->bytes.total);
     for (t = 0; t < n; t++)
@@ -235,7 +241,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];
-        tkvi_recode_block(&kv->pool, number, layouts[s], tkvi_recode_heads, &recoding);
+        tkvi_recode_block(&kv->pool, kv->pool.entry[id].block, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
     tkvi_search_again(list, i);

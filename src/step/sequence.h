@@ -25,7 +25,7 @@ static int64_t *tkvi_reserved_slots_of(tkv_cache *kv, int seq, int size_class) {
 
 /* >>reservations */
 /* most[tier]: the most blocks of a tier that a list can still gain. TKVI_FOREVER: no bound, under a budget or if a
- * flush recoded a block that was not full. */
+ * block that takes no more tokens is not full. */
 static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer, int64_t *most) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -39,7 +39,7 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
         most[tier] -= tkvi_block_of(kv, ids[i])->refs == 1; /* slots of shared blocks are not given back */
-        if (tier != TKV_TIER_HOT)
+        if (i + 1 < list->n || !tkvi_tail_free_slots(kv, p, list, ids))
             all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
     for (i = 0; i < TKV_TIER_COUNT && (!all_full || tkvi_has_budget(kv)); i++) most[i] = TKVI_FOREVER;
@@ -198,6 +198,15 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops,
     side->format->side[side->which].put(side, simd_ops, row, slot, dst);
 }
 
+/* Gives an entry a copy of a block that it shares. There must be a slot. */
+static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
+    const tkvi_block *shared = tkvi_block_of(kv, id);
+    tkvi_leave_block(&kv->pool, id);
+    tkvi_new_block(&kv->pool, id, shared->layout, shared->first_position);
+    memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), tkvi_block_bytes(&kv->pool, shared),
+           kv->tables.layout[shared->layout].bytes.total);
+}
+
 /* Returns the block that takes the next token: the last one if it has a free slot, else a new one. If other lists
  * hold the last block, this list gets a copy of it first. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
@@ -206,13 +215,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
-        if (tkvi_block_of(kv, id)->refs > 1) {
-            tkvi_block *shared = tkvi_block_of(kv, id);
-            kv->pool.entry[id].block = tkvi_new_block(&kv->pool, shared->layout, shared->first_position);
-            memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), tkvi_block_bytes(&kv->pool, shared),
-                   kv->tables.layout[shared->layout].bytes.total);
-            shared->refs--;
-        }
+        if (tkvi_block_of(kv, id)->refs > 1) tkvi_copy_shared(kv, id);
         return id;
     }
     {
@@ -745,13 +748,12 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
 }
 
 /* >>truncation */
-TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
+/* Checks that the first n_tokens of a sequence can stand alone. */
+static tkv_status tkvi_check_cut(tkv_cache *kv, int seq, int n_tokens) {
     int layer;
-    int64_t pages_before;
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
     if (kv->seq[seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && n_tokens > 0; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
@@ -759,6 +761,16 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
             return tkvi_fail(kv, TKV_ERR_RANGE,
                              "tokens of the window have expired; 0 tokens can stay, or at least", fewest, "");
     }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
+    int layer;
+    int64_t pages_before;
+    tkv_status st;
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    st = tkvi_check_cut(kv, seq, n_tokens);
+    if (st) return st;
     pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
@@ -770,9 +782,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     return tkvi_ok(kv);
 }
 
-TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
+/* Releases all blocks of a sequence, and ends its step and its reservation. */
+static void tkvi_clear_seq(tkv_cache *kv, int seq) {
     int layer;
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -783,6 +795,11 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
     tkvi_wipe_work_space(kv);
+}
+
+TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    tkvi_clear_seq(kv, seq);
     tkvi_shrink_index(kv, seq);
     return tkvi_ok(kv);
 }

@@ -110,8 +110,11 @@ static void tkvi_shrink_blocks(tkv_cache *kv) {
         pool->entry[to] = *e;
         pool->entry[to].block = old.block[e->block].page;
         if (TKVI_HAS_EVICT && old.token_meta) pool->token_meta[to] = old.token_meta[id];
-        e->block = to; /* for the lists below */
+        e->block = to; /* for the rings and lists below */
     }
+    for (id = 0; id < cap; id++)
+        if (pool->entry[id].in_use)
+            pool->entry[id].next_holder = old.entry[pool->entry[id].next_holder].block;
     for (list = 0; list < kv->tables.cfg.limits.max_seqs * n_layers; list++)
         for (i = 0; i < kv->list[list].n; i++) {
             uint32_t *number = &tkvi_ids(kv, list / n_layers, list % n_layers)[i];

@@ -1,0 +1,292 @@
+/*
+ * test_fork.c - tkv_seq_fork: shared tokens, beam search, shared bytes, refusals, failed allocations.
+ *
+ * Forks under random calls: test_everything.c. Shared blocks seen from inside: white_cache.c.
+ */
+#include "sequences.h"
+
+/* >>tokens */
+/* Two sequences of two caches attend alike. Their blocks may begin at different tokens, so sums are rounded
+ * differently. */
+static void check_same_attention(tkv_cache *a, int seq_a, tkv_cache *b, int seq_b) {
+    float q[4 * KV_HEADS * DIM], out_a[4 * KV_HEADS * V_DIM], out_b[4 * KV_HEADS * V_DIM];
+    tkv_rng rng = tkv_rng_seed(5);
+    int layer;
+    tkv_rng_fill(&rng, q, 4 * KV_HEADS * DIM, 1.0);
+    for (layer = 0; layer < last_config.model.n_layers; layer++) {
+        const int n = tkv_get_length(a, seq_a, layer) < 2 ? 1 : 2;
+        CHECK_EQ(tkv_get_length(b, seq_b, layer), tkv_get_length(a, seq_a, layer));
+        CHECK_EQ(tkv_attend(a, seq_a, layer, q, n, out_a), TKV_OK);
+        CHECK_EQ(tkv_attend(b, seq_b, layer, q, n, out_b), TKV_OK);
+        CHECK_LE(mean_squared_difference(out_a, out_b, n * 2 * KV_HEADS * V_DIM), 1e-12);
+    }
+}
+
+/* A fork sees the tokens of its source, and only its own new ones. All tiers are F32, so reads are exact. */
+TEST(forks_see_their_own_tokens) {
+    static const int lengths[] = {1, 4, 40, 64, 68, 200, 700}, cuts[] = {0, 1, 30, 64};
+    int i, c, layer;
+    for (i = 0; i < COUNT(lengths); i++)
+        for (c = 0; c < COUNT(cuts); c++) {
+            const int n = lengths[i], kept = n > cuts[c] ? n - cuts[c] : 0;
+            tkv_config cfg = make_f32_config(2, 3);
+            tkv_cache *kv = create_cache(&cfg), *own[2];
+            own[0] = create_cache(&cfg);
+            own[1] = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 1, n, 64), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 2, 7, 100, 64), TKV_OK); /* the fork replaces this */
+            CHECK_EQ(tkv_seq_fork(kv, 0, 2, cuts[c] ? kept : TKV_UNLIMITED), TKV_OK);
+            check_cache_at(kv, "forked at", kept);
+            CHECK_EQ(tkv_get_length(kv, 2, TKV_ALL_LAYERS), kept);
+            CHECK_EQ(append_to_all_layers(own[0], 0, 1, n, 64), TKV_OK);
+            CHECK_EQ(append_to_all_layers(own[1], 0, 1, kept, 64), TKV_OK);
+            if (kept) check_same_attention(kv, 2, own[1], 0);
+            CHECK_EQ(append_to_all_layers(kv, 2, 3, 90, 7), TKV_OK);
+            CHECK_EQ(append_to_all_layers(own[1], 0, 3, 90, 7), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 2, 90, 7), TKV_OK);
+            CHECK_EQ(append_to_all_layers(own[0], 0, 2, 90, 7), TKV_OK);
+            check_cache_at(kv, "each wrote its own, after", kept);
+            check_same_attention(kv, 0, own[0], 0);
+            check_same_attention(kv, 2, own[1], 0);
+            for (layer = 0; layer < 2; layer++) {
+                if (kept) check_read(kv, 2, layer, 1, 0, kept, TKV_F32);
+                check_read(kv, 2, layer, 3, kept, 90, TKV_F32);
+                check_read(kv, 0, layer, 1, 0, n, TKV_F32);
+                check_read(kv, 0, layer, 2, n, 90, TKV_F32);
+            }
+            CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+            check_cache_at(kv, "the source is gone, after", kept);
+            check_same_attention(kv, 2, own[1], 0);
+            CHECK_EQ(tkv_seq_truncate(kv, 2, kept / 2), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(own[1], 0, kept / 2), TKV_OK);
+            if (kept / 2) check_same_attention(kv, 2, own[1], 0);
+            tkv_destroy(kv);
+            tkv_destroy(own[0]);
+            tkv_destroy(own[1]);
+        }
+}
+
+/* Beam search: after each step every beam continues one of the old beams, chosen at random. */
+TEST(beam_search_by_forks) {
+    enum { BEAMS = 4, PROMPT = 150, STEPS = 50 };
+    static int text[2 * BEAMS][PROMPT + STEPS]; /* the text that each token of a sequence comes from */
+    static const tkv_format hot[] = {TKV_F32, TKV_F16};
+    int f, step, b, t, layer;
+    for (f = 0; f < 2; f++) {
+        tkv_config cfg = f ? make_config(2, 2 * BEAMS) : make_f32_config(2, 2 * BEAMS);
+        tkv_rng rng = tkv_rng_seed(8);
+        tkv_cache *kv;
+        double worst = 0.0;
+        cfg.tiers.hot_tokens = 32;
+        cfg.tiers.warm_tokens = 64;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, PROMPT, PROMPT), TKV_OK);
+        memset(text, 0, sizeof text);
+        for (b = 1; b < BEAMS; b++) CHECK_EQ(tkv_seq_fork(kv, 0, b, TKV_UNLIMITED), TKV_OK);
+        for (step = 0; step < STEPS; step++) {
+            const int from = step % 2 ? BEAMS : 0, to = BEAMS - from;
+            for (b = 0; b < BEAMS; b++) { /* sequences from .. from + 3 become to .. to + 3 */
+                const int source = from + tkv_rng_below(&rng, BEAMS), id = 1 + step * BEAMS + b;
+                CHECK_EQ(tkv_seq_fork(kv, source, to + b, TKV_UNLIMITED), TKV_OK);
+                memcpy(text[to + b], text[source], sizeof text[0]);
+                text[to + b][PROMPT + step] = id;
+                for (layer = 0; layer < 2; layer++) {
+                    fill_rows(id, layer, PROMPT + step, 1, k_in, v_in);
+                    CHECK_EQ(tkv_append(kv, to + b, layer, k_in, v_in, 1), TKV_OK);
+                }
+            }
+            for (b = 0; b < BEAMS; b++) CHECK_EQ(tkv_seq_reset(kv, from + b), TKV_OK);
+            check_cache_at(kv, "step", step);
+            for (b = to; b < to + BEAMS; b++)
+                for (layer = 0; layer < 2; layer++) {
+                    const int n = PROMPT + step + 1;
+                    double error;
+                    for (t = 0; t < n; t++)
+                        fill_rows(text[b][t], layer, t, 1, k_want + t * K_ROW, v_want + t * V_ROW);
+                    CHECK_EQ(tkv_get_length(kv, b, layer), n);
+                    CHECK_EQ(tkv_read(kv, b, layer, 0, n, k_out, v_out), TKV_OK);
+                    error = mean_squared_difference(k_out, k_want, n * K_ROW);
+                    if (error > worst) worst = error;
+                    t = n - 1; /* the newest token is exact */
+                    CHECK_LE(mean_squared_difference(k_out + t * K_ROW, k_want + t * K_ROW, K_ROW), 1e-6);
+                }
+        }
+        CHECK_MSG(worst <= (f ? 0.1 : 0.0), "%s: keys are off by %g",
+                  tkv_get_name(TKV_NAME_FORMAT, (int)hot[f]), worst);
+        for (b = 0; b < 2 * BEAMS; b++) CHECK_EQ(tkv_seq_reset(kv, b), TKV_OK);
+        check_cache_at(kv, "all beams are gone", 0);
+        tkv_destroy(kv);
+    }
+}
+
+/* >>bytes */
+enum { WIDE_LAYERS = 4, WIDE_ROW = 2 * 64 };
+
+/* Appends n random tokens to all layers of a wide model. */
+static void append_wide(tkv_cache *kv, int seq, int id, int n, int chunk) {
+    static float k[64 * WIDE_ROW], v[64 * WIDE_ROW];
+    tkv_rng rng = tkv_rng_seed((uint64_t)id);
+    int layer;
+    for (; n > 0; n -= chunk)
+        for (layer = 0; layer < WIDE_LAYERS; layer++) {
+            tkv_rng_fill(&rng, k, 64 * WIDE_ROW, 1.0);
+            tkv_rng_fill(&rng, v, 64 * WIDE_ROW, 1.0);
+            CHECK_EQ(tkv_append(kv, seq, layer, k, v, n < chunk ? n : chunk), TKV_OK);
+        }
+}
+
+/* Tables of a wide model, to load. */
+typedef struct saved_tables {
+    uint8_t bytes[1 << 16];
+    size_t n;
+} saved_tables;
+
+/* Bytes beyond those of an empty cache. n 0: of one sequence with `own` tokens. Else of n sequences with a common prompt
+ * of 512 tokens, and `own` tokens each. flush 1: after tkv_seq_flush of all, as for characters that are silent. */
+static size_t bytes_of_characters(const tkv_config *cfg, const saved_tables *tables, int n, int own,
+                                  int flush) {
+    counting_allocator p;
+    tkv_config counted = *cfg;
+    tkv_cache *kv;
+    size_t bytes;
+    int i;
+    counted.host.allocator = counting_allocator_of(&p);
+    kv = create_cache(&counted);
+    CHECK_EQ(tkv_load_calibration(kv, tables->bytes, tables->n), TKV_OK);
+    bytes = p.held;
+    append_wide(kv, 0, 1, n ? 512 : own, 64);
+    for (i = 1; i < n; i++) CHECK_EQ(tkv_seq_fork(kv, 0, i, TKV_UNLIMITED), TKV_OK);
+    for (i = 0; i < n; i++) append_wide(kv, i, 2 + i, own, 1);
+    for (i = 0; i < n && flush; i++) CHECK_EQ(tkv_seq_flush(kv, i, TKV_FLUSH_FULL), TKV_OK);
+    check_cache_at(kv, "characters", n);
+    bytes = p.held - bytes;
+    tkv_destroy(kv);
+    CHECK_EQ(p.held, 0);
+    return bytes;
+}
+
+/* Eight characters with a common prompt. They take little more than the prompt and what each said. With tiers that
+ * holds for silent ones: whoever talks has exact newest tokens, which bytes(640) - bytes(512) does not count. */
+TEST(characters_share_their_prompt) {
+    enum { N = 8 };
+    static saved_tables tables;
+    int tiered;
+    for (tiered = 0; tiered < 2; tiered++) {
+        tkv_config cfg = make_sized_config(WIDE_LAYERS, 8, 2, 64, N, 64);
+        size_t prompt, own, both, all;
+        tkv_cache *kv;
+        if (!tiered) cfg.tiers.hot_tokens = TKV_UNLIMITED;
+        kv = create_cache(&cfg);
+        append_wide(kv, 0, 9, 640, 64);
+        CHECK_EQ(tkv_save_calibration(kv, tables.bytes, sizeof tables.bytes, &tables.n), TKV_OK);
+        tkv_destroy(kv);
+        prompt = bytes_of_characters(&cfg, &tables, 0, 512, 0);
+        own = bytes_of_characters(&cfg, &tables, 0, 128, 0);
+        both = bytes_of_characters(&cfg, &tables, 0, 640, 0);
+        all = bytes_of_characters(&cfg, &tables, N, 128, 0);
+        CHECK_LE(all, prompt + N * own);
+        if (tiered) all = bytes_of_characters(&cfg, &tables, N, 128, 1);
+        CHECK_LE(all, 1.1 * (double)(prompt + N * (both - prompt)));
+    }
+}
+
+/* >>failures */
+/* Whether a fork gets its memory or not, no other sequence changes; without it, none does. */
+TEST(forks_without_memory_change_nothing) {
+    int budgeted, fail_at;
+    for (budgeted = 0; budgeted < 2; budgeted++) {
+        tkv_status st = TKV_ERR_NOMEM;
+        for (fail_at = 1; st; fail_at++) {
+            counting_allocator p;
+            tkv_config cfg = make_config(2, 3);
+            snapshot before, after;
+            tkv_cache *kv;
+            cfg.host.allocator = counting_allocator_of(&p);
+            if (budgeted) cfg.budget.bytes = 1 << 20;
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, 500, 100), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 1, 1, 70, 100), TKV_OK);
+            before = snapshot_of_tokens(kv);
+            p.fail_at = fail_at;
+            st = tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED);
+            p.fail_at = 0;
+            check_cache_at(kv, "allocation", fail_at);
+            if (st) {
+                CHECK_EQ(st, TKV_ERR_NOMEM);
+                after = snapshot_of_tokens(kv);
+                CHECK(is_same_snapshot(&before, &after));
+                free_snapshot(&after);
+            }
+            CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+            CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 500);
+            free_snapshot(&before);
+            tkv_destroy(kv);
+            CHECK_EQ(p.held, 0);
+        }
+        CHECK(fail_at > 2); /* some allocations did fail */
+    }
+}
+
+/* A refused fork names its reason and changes nothing. */
+TEST(forks_are_refused_with_a_reason) {
+    tkv_config cfg = make_config(2, 3);
+    snapshot before, after;
+    tkv_cache *kv;
+    cfg.model.window = 100;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 700, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 70, 70), TKV_OK);
+    before = snapshot_of_tokens(kv);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 0, 5), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(kv), "src and dst are both sequence 0");
+    CHECK_EQ(tkv_seq_fork(kv, 0, 3, 5), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_fork(kv, -1, 1, 5), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, -5), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, 300), TKV_ERR_RANGE); /* the window dropped tokens that token 299 sees */
+    after = snapshot_of_tokens(kv);
+    CHECK(is_same_snapshot(&before, &after));
+    free_snapshot(&before);
+    free_snapshot(&after);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, 5), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_fork(kv, 1, 0, 5), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, 690), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 690);
+    CHECK_EQ(tkv_seq_fork(kv, 2, 1, TKV_UNLIMITED), TKV_OK); /* a fork of an empty sequence is empty */
+    CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 0);
+    tkv_destroy(kv);
+}
+
+/* Under a budget, a shared prompt counts once: many forks of it fit where few copies would. */
+TEST(a_budget_counts_shared_tokens_once) {
+    tkv_config cfg = make_sized_config(WIDE_LAYERS, 8, 2, 64, 16, 64);
+    tkv_memory_info memory;
+    size_t one;
+    tkv_cache *kv = create_cache(&cfg);
+    int i;
+    append_wide(kv, 0, 1, 2048, 64);
+    CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+    one = memory.total;
+    tkv_destroy(kv);
+    cfg.budget.bytes = 4 * (uint64_t)one; /* 16 copies would not fit */
+    kv = create_cache(&cfg);
+    append_wide(kv, 0, 1, 2048, 64);
+    for (i = 1; i < 16; i++) CHECK_EQ(tkv_seq_fork(kv, 0, i, TKV_UNLIMITED), TKV_OK);
+    for (i = 1; i < 16; i++) append_wide(kv, i, i, 16, 16);
+    CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+    CHECK_LE(memory.total, cfg.budget.bytes);
+    check_cache_at(kv, "forks under a budget", 16);
+    tkv_destroy(kv);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(forks_see_their_own_tokens);
+    RUN(beam_search_by_forks);
+    RUN(characters_share_their_prompt);
+    RUN(forks_without_memory_change_nothing);
+    RUN(forks_are_refused_with_a_reason);
+    RUN(a_budget_counts_shared_tokens_once);
+    return tkv_test_end();
+}
