@@ -48,8 +48,7 @@
  *   formats undo the rotation inside.) It starts no threads, opens no files and uses no network.
  *
  *   These things are not possible today:
- *     - Positions of stored tokens cannot be shifted.
- *     - A sequence cannot be forked, saved or loaded. No two sequences share blocks.
+ *     - A sequence cannot be saved or loaded.
  *     - A head has at most 256 channels. The cache stores them padded to a multiple of 16.
  *
  *
@@ -919,6 +918,7 @@
 #define tkv_get_length TKV_NAME_(tkv_get_length)
 #define tkv_get_memory TKV_NAME_(tkv_get_memory)
 #define tkv_get_name TKV_NAME_(tkv_get_name)
+#define tkv_get_positions TKV_NAME_(tkv_get_positions)
 #define tkv_get_pressure TKV_NAME_(tkv_get_pressure)
 #define tkv_get_quality TKV_NAME_(tkv_get_quality)
 #define tkv_get_required_bytes TKV_NAME_(tkv_get_required_bytes)
@@ -1000,8 +1000,10 @@
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
 #define tkv_seq_recompute TKV_NAME_(tkv_seq_recompute)
+#define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
 #define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
+#define tkv_seq_shift TKV_NAME_(tkv_seq_shift)
 #define tkv_seq_truncate TKV_NAME_(tkv_seq_truncate)
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
@@ -1744,6 +1746,36 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *                      eviction, importance or anchors 440 bytes more
  * Cost: O(blocks of n_tokens), in all layers. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
+/* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
+ * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
+ * less, and the next token follows the last one that stays. Other removed tokens answer TKV_TOKEN_GONE and count as
+ * evicted in tkv_get_layer. It needs no cfg.evict. A fork keeps its tokens. Bytes go back when a block has no token
+ * left. A reservation ends.
+ * Errors, nothing changed:
+ *   TKV_ERR_RANGE     it truncates, and a window has expired tokens that the last one sees
+ *   TKV_ERR_STATE     a step is open
+ *   TKV_ERR_ARG       no such sequence, first is negative, or end is less than first
+ * Cost: O(tokens of the range), in all layers. */
+TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
+/* Moves the tokens with positions first .. end - 1 by delta positions, in all layers; end TKV_UNLIMITED: all from
+ * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
+ * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
+ * one: its key has RoPE for that position. It begins a new block if the last token has moved. cfg.model.rope must be
+ * the model's. A reservation ends.
+ * Errors, nothing changed (with a budget, blocks may be coded again):
+ *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
+ *   TKV_ERR_NO_SOURCE     a token is discarded
+ *   TKV_ERR_STATE         a step is open
+ *   TKV_ERR_ARG           no such sequence, first is negative, or end is less than first
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for new entries: two a layer if positions ascend
+ * Cost: O(blocks), in all layers. Attention turns its queries once for each run of blocks that moved alike. */
+TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta);
+/* positions[i]: the position of the token with index start + i. A token that is gone has the position that follows from
+ * its neighbours.
+ * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
+TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
+                                     int *positions);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
@@ -3910,24 +3942,42 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     *sine = (float)s * 9.3132257461547852e-10f;
 }
 
-/* Rotates the key of this position as the model does (back 0), or inverts that rotation (back 1). */
-static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
-    float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2], c[TKV_MAX_HEAD_DIM / 2], s[TKV_MAX_HEAD_DIM / 2];
+/* The rotation by one number of positions. */
+typedef struct tkvi_turn {
+    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2]; /* by pair */
+} tkvi_turn;
+
+/* back 1: the inverse rotation. */
+static void tkvi_turn_make(const tkvi_rope *rope, int64_t positions, int back, tkvi_turn *turn) {
+    int j;
+    for (j = 0; j < rope->pairs; j++) {
+        tkvi_cos_sin((uint64_t)positions * rope->frequency[j], &turn->cosine[j], &turn->sine[j]);
+        if (back) turn->sine[j] = -turn->sine[j];
+    }
+}
+
+static void tkvi_turn_apply(const tkvi_rope *rope, const tkvi_turn *turn, float *x) {
+    float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2];
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
     int j, n = rope->pairs;
     if (n < 1) return;
     for (j = 0; j < n; j++) {
-        tkvi_cos_sin((uint64_t)position * rope->frequency[j], &c[j], &s[j]);
-        if (back) s[j] = -s[j];
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
     }
-    tkvi_multiply(ac, a, c, n);
-    tkvi_multiply(bs, b, s, n);
+    tkvi_multiply(ac, a, turn->cosine, n);
+    tkvi_multiply(bs, b, turn->sine, n);
     for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
-    tkvi_multiply(bs, b, c, n);
-    tkvi_multiply(ac, a, s, n);
+    tkvi_multiply(bs, b, turn->cosine, n);
+    tkvi_multiply(ac, a, turn->sine, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
+}
+
+/* Rotates the key of this position as the model does (back 0), or inverts that rotation (back 1). */
+static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
+    tkvi_turn turn;
+    tkvi_turn_make(rope, position, back, &turn);
+    tkvi_turn_apply(rope, &turn, x);
 }
 
 /* Copies a token, saturated to fp16. rope: undoes its rotation; NULL: none. */
@@ -15715,13 +15765,21 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;         /* NULL: no family can undo it */
+    tkvi_rope *rope;         /* of cfg.model.rope; NULL: it is not set */
+    int has_fixed_slots;     /* 1: tokens cannot move to other slots, because a format undoes RoPE */
     int any_rotated;         /* 1: some V format is rotated */
 } tkvi_tables;
 
+/* The tier whose format blocks of `tier` get. A level can have fewer tiers than the one that put them there. */
+static tkv_tier tkvi_tier_of_level(const tkvi_tier_spec *spec, tkv_tier tier) {
+    if (spec->hot == TKVI_FOREVER) return TKV_TIER_HOT;
+    return tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER ? TKV_TIER_WARM : tier;
+}
+
 /* Number of the layout that new blocks of a layer's tier get. */
-static int tkvi_layout_of(const tkvi_tables *t, int layer, tkv_tier tier) {
+static int tkvi_layout_of(const tkvi_tables *t, int layer, tkv_tier of) {
     const tkvi_tier_spec *r = &t->plan[layer].now;
+    const tkv_tier tier = tkvi_tier_of_level(r, of);
     return r->layout[tier] +
            (r->needs_table[tier] && t->current_version[layer] > 0 ? t->current_version[layer] : 0);
 }
@@ -16477,7 +16535,7 @@ static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
-    s->rope = h->any_fixed ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    s->rope = h->cfg.model.rope.dim ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
@@ -16640,7 +16698,8 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
     t->current_version = (int8_t *)(mem += s.split);
     memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
-    if (TKVI_HAS_ROPE && h->any_fixed) {
+    t->has_fixed_slots = h->any_fixed;
+    if (h->cfg.model.rope.dim) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
         tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }
@@ -16808,21 +16867,25 @@ typedef struct tkvi_block {
 /* What one list sees of a block: which tokens, and where. */
 typedef struct tkvi_entry {
     uint32_t block; /* block number; of a free entry, the next free one */
-    int start;      /* the entry covers positions from here to the start of the next entry */
-    uint64_t
-        evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    int start;      /* index of the first token; the entry covers indices up to the start of the next entry */
+    /* bit per slot, oldest first: evicted, removed, truncated, or now an anchor with the sinks */
+    uint64_t evicted_mask;
     uint32_t next_holder; /* ring of the entries that hold the block */
-    /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
-     * (tkvi_slot_position). */
+    int shift;            /* positions of the tokens less their indices (step/move.h) */
+    int turned;           /* positions by which the tokens moved since they were appended */
+    /* 0: slot first_slot + i has index start + i. Else the number of slots in use, whose indices are in token_meta
+     * (tkvi_slot_index). */
     int8_t n_packed;
-    uint8_t tier;     /* tier of the block in this list (tkvi_tier_at) */
-    uint8_t is_first; /* 1 for one entry of each ring: what counts a block once counts it with this entry */
-    uint8_t in_use;   /* 0: this entry is free */
+    uint8_t first_slot; /* slots before this one belong to another entry, or to none */
+    uint8_t end_slot;   /* not 0: slots from here on too, so indices up to the next entry have no token */
+    uint8_t tier;       /* tier of the block in this list (tkvi_tier_at) */
+    uint8_t is_first;   /* 1 for one entry of each ring: what counts a block once counts it with this entry */
+    uint8_t in_use;     /* 0: this entry is free */
 } tkvi_entry;
 
 /* Data of an entry's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_position) */
+    uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_index) */
     uint32_t scores[64];     /* attention scores, or norms of keys (reclaim/scores.h) */
     uint64_t pinned_mask;    /* bits: these tokens are never evicted */
     uint64_t temporary_mask; /* bits: these tokens stay while the list is shorter than temporary_until */
@@ -17170,14 +17233,17 @@ static uint32_t tkvi_take_entry(tkvi_pool *pool) {
 }
 
 /* Makes an entry of the hot tier with a new block. */
-static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start) {
+static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start, int shift) {
     const uint32_t id = tkvi_take_entry(pool);
     tkvi_entry *e = &pool->entry[id];
     e->start = start;
     e->evicted_mask = 0;
+    e->shift = shift;
+    e->turned = 0;
     e->n_packed = 0;
+    e->first_slot = e->end_slot = 0;
     e->tier = TKV_TIER_HOT;
-    tkvi_new_block(pool, id, layout, start);
+    tkvi_new_block(pool, id, layout, start + shift);
     if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     return id;
 }
@@ -17211,7 +17277,7 @@ static tkv_tier tkvi_tier_for_all(const tkvi_pool *pool, uint32_t id) {
 /* 1 if the block of an entry was coded for a tier that no holder has it in any more: the last one that had it there
  * left. The next append of any holder's layer codes it again (reclaim/age.h). */
 static int tkvi_is_late(const tkvi_pool *pool, uint32_t id) {
-    return pool->n_late && pool->block[pool->entry[id].block].tier < (int)tkvi_tier_for_all(pool, id);
+    return pool->block[pool->entry[id].block].tier < (int)tkvi_tier_for_all(pool, id);
 }
 
 /* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
@@ -17270,12 +17336,12 @@ static void tkvi_leave_block(tkvi_pool *pool, uint32_t id) {
     const uint32_t number = e->block;
     tkvi_block *b = &pool->block[number];
     uint32_t before = id;
-    pool->n_late -= (uint32_t)tkvi_is_late(pool, id);
+    pool->n_late -= (uint32_t)(pool->n_late && tkvi_is_late(pool, id));
     if (--b->refs) {
         while (pool->entry[before].next_holder != id) before = pool->entry[before].next_holder;
         pool->entry[before].next_holder = e->next_holder;
         pool->entry[before].is_first |= e->is_first;
-        pool->n_late += b->tier < (int)tkvi_tier_for_all(pool, before);
+        pool->n_late += (uint32_t)tkvi_is_late(pool, before);
         return;
     }
     if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(pool, number);
@@ -17590,6 +17656,7 @@ typedef struct tkvi_list {
     int expired;              /* tokens before this position have expired (they left the window) */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
     int step_len;             /* len when the open step began */
+    int is_moved;             /* 0: no entry has a shift */
     int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
 
@@ -17614,6 +17681,18 @@ static void tkvi_uncount_blocks(tkvi_list *list, int first, int end) {
     tkvi_take_from_count(&list->warm, sinks + archive, first, end);
     for (s = 0; s < TKVI_SEARCH_COUNT; s++) tkvi_take_from_count(&list->passed[s], sinks, first, end);
     list->n -= end - first;
+}
+
+/* Counts block i twice: it became two entries. */
+static void tkvi_count_split(tkvi_list *list, int i) {
+    const int behind_sinks = i - list->sinks;
+    int s;
+    for (s = 0; s < TKVI_SEARCH_COUNT; s++)
+        list->passed[s] += behind_sinks >= 0 && behind_sinks < list->passed[s];
+    if (behind_sinks < 0) list->sinks++;
+    else if (behind_sinks < list->archive) list->archive++;
+    else if (behind_sinks < list->archive + list->warm) list->warm++;
+    list->n++;
 }
 
 /* Removes the blocks first .. end - 1 from a list. The caller releases them. */
@@ -17801,15 +17880,36 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return low - 1;
 }
 
-/* Token slots in use in block i, evicted tokens included. */
+/* Position of the token with an index, also if it is gone. It is in the list. */
+static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
+    return list->is_moved && list->n
+               ? index + kv->pool.entry[ids[tkvi_max(0, tkvi_block_at(kv, list, ids, index))]].shift
+               : index;
+}
+
+/* Token slots in use in block i, evicted tokens included, and slots before first_slot. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_entry *e = &kv->pool.entry[ids[i]];
-    return TKVI_HAS_EVICT && e->n_packed ? e->n_packed : tkvi_block_end(kv, list, ids, i) - e->start;
+    if (TKVI_HAS_EVICT && e->n_packed) return e->n_packed;
+    return e->end_slot ? e->end_slot : e->first_slot + tkvi_block_end(kv, list, ids, i) - e->start;
 }
+
+/* Bits of the first `slots` slots, 1 .. 64. */
+static uint64_t tkvi_slots_before(int slots) { return ~(uint64_t)0 >> (TKVI_BLOCK - slots); }
 
 /* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
 static uint64_t tkvi_live_mask(const tkvi_entry *e, int slots) {
-    return (TKVI_HAS_EVICT ? ~e->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+    return ~e->evicted_mask & tkvi_slots_before(slots) & ~(uint64_t)0 << e->first_slot;
+}
+
+/* 1 if the tokens of two entries moved by the same distance, so that one entry can have both. */
+static int tkvi_moved_alike(const tkvi_entry *a, const tkvi_entry *b) {
+    return a->shift == b->shift && a->turned == b->turned;
+}
+
+/* 1 if each slot of the entry has a live token, up to the last one in use. */
+static int tkvi_has_all_slots(const tkvi_entry *e) {
+    return !e->evicted_mask && !e->first_slot && !e->n_packed;
 }
 
 /* 1 if each position of this entry takes two elements of `positions` (32 bits). That is so in a sinks' block with
@@ -17820,16 +17920,16 @@ static int tkvi_has_long_positions(const tkv_cache *kv, uint32_t id) {
 }
 
 /* Position of the token in a slot of entry `id`. */
-static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
+static int tkvi_slot_index(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_entry *e = &kv->pool.entry[id];
     int32_t at;
-    if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot;
+    if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot - e->first_slot;
     if (!tkvi_has_long_positions(kv, id)) return e->start + kv->pool.token_meta[id].positions[slot];
     memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, sizeof at);
     return at;
 }
 
-static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int position) {
+static void tkvi_set_slot_index(tkv_cache *kv, uint32_t id, int slot, int position) {
     const int32_t at = position;
     if (tkvi_has_long_positions(kv, id))
         memcpy((uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, &at, sizeof at);
@@ -17867,14 +17967,14 @@ static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int star
 }
 
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
-static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+static int tkvi_block_index_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return TKVI_HAS_EVICT && kv->pool.entry[ids[i]].n_packed && tkvi_has_long_positions(kv, ids[i])
                ? list->len
                : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
-static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_ROPE && kv->tables.rope != NULL; }
+static int tkvi_has_fixed_slots(const tkv_cache *kv) { return kv->tables.has_fixed_slots; }
 
 /* Copies token_meta of the slots in moved_mask from block `from` to consecutive slots of block `to`, from `slot` on.
  * start: first position of `to`. Both may be the same block. Returns the next free slot. */
@@ -17887,8 +17987,7 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int slot, uint32_t f
     if (slot == 0) dst->pinned_mask = dst->temporary_mask = dst->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(moved_mask >> t & 1)) continue;
-        dst->positions[slot] =
-            (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* slot <= t if from == to */
+        dst->positions[slot] = (uint16_t)(tkvi_slot_index(kv, from, t) - start); /* slot <= t if from == to */
         dst->scores[slot] = src->scores[t];
         dst->pinned_mask |= (pinned >> t & 1) << slot;
         dst->temporary_mask |= (temporary_pins >> t & 1) << slot;
@@ -17945,7 +18044,7 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             b = tkvi_block_of(kv, ids[i]);
             if (tkvi_is_offloaded(b)) continue;
             r = &kv->tables.layout[b->layout].record[head];
-            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, tkvi_block_start(kv, ids, i),
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
                   tkvi_block_tokens(kv, list, ids, i));
             found++;
         }
@@ -18648,6 +18747,25 @@ typedef struct tkvi_sums {
     float *o;             /* [2][TKVI_ROWS][v_pad] sum of p v: of plain formats, of rotated formats */
 } tkvi_sums;
 
+/* What decides which keys the queries of a call see. */
+typedef struct tkvi_sight {
+    int window;      /* newest positions that a query sees; 0: all */
+    int non_causal;  /* 1: a query sees keys after itself */
+    int first_query; /* index of the oldest query */
+} tkvi_sight;
+
+/* The indices of the keys in block i that a query sees by causality and window: low .. high-1. Causality goes by index
+ * in blocks with tokens of the queries, and by position in all older ones. index, position: of the query. */
+static void tkvi_visible_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                            const tkvi_sight *sight, int index, int position, int *low, int *high) {
+    const int shift = kv->pool.entry[ids[i]].shift;
+    *low = sight->window ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
+    *high = index + 1;
+    if (tkvi_block_end(kv, list, ids, i) <= sight->first_query)
+        *high = tkvi_max(0, tkvi_min(*high, position - shift + 1));
+    if (sight->non_causal) *high = list->len;
+}
+
 /* Up to 8 query rows of one KV head of one sequence. Rows of one query, its query heads, follow one another. */
 typedef struct tkvi_tile_view {
     tkv_cache *kv;
@@ -18657,9 +18775,9 @@ typedef struct tkvi_tile_view {
     int seq, head;           /* sequence; KV head */
     int layer, stored;       /* layer of the call; layer that has the blocks */
     int rows;                /* number of rows */
+    int index[TKVI_ROWS];    /* of each row's query */
     int position[TKVI_ROWS]; /* of each row's query */
-    int low[TKVI_ROWS];      /* keys that a row sees by causality and window: low .. high-1 */
-    int high[TKVI_ROWS];     /* see low */
+    tkvi_sight sight;        /* what they see by causality and window (tkvi_visible_keys) */
     const float *q;          /* [rows][q_stride] scaled queries; in `begin` only */
     int q_stride;            /* head_dim, rounded up to 16 */
     const tkvi_sums *sums;   /* results of the first pass without sink logits; in `begin` only; can be NULL */
@@ -18708,14 +18826,19 @@ typedef struct tkvi_consumer {
 /* Limit of state_bytes, all consumers together, each rounded up to 64 (tests/test_mass.c checks it). */
 #define TKVI_CONSUMER_BYTES 26624
 
+/* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
+static void tkvi_visible_keys(const tkvi_tile_view *v, int i, int r, int *low, int *high) {
+    tkvi_visible_in(v->kv, v->list, v->ids, i, &v->sight, v->index[r], v->position[r], low, high);
+}
+
 /* Bits of all rows. */
 static unsigned tkvi_all_rows(const tkvi_tile_view *v) { return (1u << v->rows) - 1u; }
 
-/* Bits of the rows whose query is at position p with (p + shift) % every == 0. */
+/* Bits of the rows whose query has an index p with (p + shift) % every == 0. */
 static unsigned tkvi_rows_every(const tkvi_tile_view *v, int64_t shift, int every) {
     unsigned rows = 0;
     int r;
-    for (r = 0; r < v->rows; r++) rows |= (unsigned)((v->position[r] + shift) % every == 0) << r;
+    for (r = 0; r < v->rows; r++) rows |= (unsigned)((v->index[r] + shift) % every == 0) << r;
     return rows;
 }
 
@@ -20000,7 +20123,8 @@ static tkv_status tkvi_no_table(tkv_cache *kv) {
 
 /* Returns whether blocks of the layer must wait for a table before they move to the tier. */
 static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tier) {
-    return kv->tables.plan[layer].now.needs_table[tier] && kv->tables.current_version[layer] < 0;
+    const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
+    return spec->needs_table[tkvi_tier_of_level(spec, tier)] && kv->tables.current_version[layer] < 0;
 }
 
 #endif /* TKVI_LEARN_STATISTICS_H */
@@ -20650,7 +20774,7 @@ static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
     int r;
     if (!m->mode->fresh)
         return tkvi_rows_every(v, (int64_t)v->layer * v->kv->tables.cfg.model.n_kv_heads + v->head, m->every);
-    for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->position[r] >= v->list->len - m->newest) << r;
+    for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->index[r] >= v->list->len - m->newest) << r;
     return rows;
 }
 
@@ -20660,13 +20784,15 @@ static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
     for (i = 0; i < v->list->n; i++) {
         const tkvi_entry *e = &v->kv->pool.entry[v->ids[i]];
         const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
-        if (e->evicted_mask == 0 && !e->n_packed) {
-            n += tkvi_max(0, tkvi_min(v->high[r], e->start + slots) - tkvi_max(v->low[r], e->start));
+        int low, high;
+        tkvi_visible_keys(v, i, r, &low, &high);
+        if (tkvi_has_all_slots(e)) {
+            n += tkvi_max(0, tkvi_min(high, e->start + slots) - tkvi_max(low, e->start));
             continue;
         }
         for (t = 0; t < slots; t++) {
-            const int at = tkvi_slot_position(v->kv, v->ids[i], t);
-            n += at >= v->low[r] && at < v->high[r] && (tkvi_live_mask(e, slots) >> t & 1);
+            const int at = tkvi_slot_index(v->kv, v->ids[i], t);
+            n += at >= low && at < high && (tkvi_live_mask(e, slots) >> t & 1);
         }
     }
     return n;
@@ -20706,7 +20832,7 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
     memset(added, 0, sizeof added);
     for (r = first; r < last; r = end) {
         int any = tkvi_weights_of(v, scores, r, p);
-        for (end = r + 1; m->heads && end < last && v->position[end] == v->position[r]; end++) {
+        for (end = r + 1; m->heads && end < last && v->index[end] == v->index[r]; end++) {
             any |= tkvi_weights_of(v, scores, end, more);
             m->heads(NULL, more, 0.0f, p);
         }
@@ -20925,7 +21051,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
     for (first = 0; first < n; first += TKVI_ROWS_AT_ONCE) {
         const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
-        for (t = 0; t < count; t++) position[t] = tkvi_slot_position(kv, id, first + t);
+        for (t = 0; t < count; t++) position[t] = tkvi_slot_index(kv, id, first + t);
         if (cfg->recompute.compute(cfg->recompute.user, buffer->seq, buffer->layer, head, position, count,
                                    wanted[0] ? row[0] : NULL, wanted[1] ? row[1] : NULL))
             return 0;
@@ -21209,9 +21335,10 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     const int n = tkvi_block_tokens(kv, list, ids, i);
     const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
-    if (!TKVI_HAS_EVICT || !kv->pool.entry[ids[i]].n_packed) t = position - tkvi_block_start(kv, ids, i);
+    if (!TKVI_HAS_EVICT || !kv->pool.entry[ids[i]].n_packed)
+        t = position - tkvi_block_start(kv, ids, i) + kv->pool.entry[ids[i]].first_slot;
     else
-        while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
+        while (t < n && !(kept >> t & 1 && tkvi_slot_index(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
 }
 
@@ -21227,7 +21354,7 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
-    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.entry[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
+    return *slot >= 0 && !(kv->pool.entry[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
 }
 
 /* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
@@ -21236,14 +21363,16 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     tkvi_entry *e = &kv->pool.entry[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
-    for (t = 0; t < n && !e->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, e->start + t);
+    for (t = 0; t < n && !e->n_packed; t++)
+        tkvi_set_slot_index(kv, ids[i], t, e->start + tkvi_max(0, t - e->first_slot));
     e->n_packed = (int8_t)n;
+    e->end_slot = 0;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
  * token takes its attention score back with it. The caller reuses the slot. */
 static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
-    const int position = tkvi_slot_position(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
+    const int position = tkvi_slot_index(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
     tkvi_token_meta *token_meta;
     if (t < 0) return;
@@ -21273,7 +21402,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
         tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
         r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
-    tkvi_set_slot_position(kv, ids[0], slot, tkvi_slot_position(kv, ids[i], t));
+    tkvi_set_slot_index(kv, ids[0], slot, tkvi_slot_index(kv, ids[i], t));
     kv->pool.entry[ids[0]].evicted_mask &= ~((uint64_t)1 << slot);
     kv->pool.token_meta[ids[0]].scores[slot] = kv->pool.token_meta[ids[i]].scores[t];
     kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
@@ -21282,7 +21411,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
 
 /* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
 static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
-    const int i = tkvi_block_at(kv, list, ids, tkvi_slot_position(kv, ids[0], slot));
+    const int i = tkvi_block_at(kv, list, ids, tkvi_slot_index(kv, ids[0], slot));
     return i > 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[i]));
 }
 
@@ -21330,7 +21459,10 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
             if (mine[t] <= a[slot]) continue;
             tkvi_remove_anchor(kv, list, ids, slot);
         }
-        sinks->n_packed = (int8_t)tkvi_max(sinks->n_packed, slot + 1);
+        for (; sinks->n_packed <= slot; sinks->n_packed++) { /* slots between have no token */
+            tkvi_set_slot_index(kv, ids[0], sinks->n_packed, sinks->start);
+            sinks->evicted_mask |= (uint64_t)1 << sinks->n_packed;
+        }
         tkvi_add_anchor(kv, ids, i, t, slot);
     }
 }
@@ -21482,13 +21614,14 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     r.start = b->first_position;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.live_mask = tkvi_used_mask(kv, list, ids, i);
-    is_packed = TKVI_HAS_EVICT && (e->evicted_mask & ~r.live_mask) && r.live_mask &&
+    is_packed = TKVI_HAS_EVICT && kv->pool.token_meta && (e->evicted_mask & ~r.live_mask) && r.live_mask &&
                 !tkvi_has_fixed_slots(kv) && b->refs == 1;
     if (is_packed) {
         tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.live_mask |= e->evicted_mask; /* no token changes its slot */
-        if (b->refs > 1) r.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - b->n_shared_slots);
+        /* no token changes its slot */
+        r.live_mask =
+            tkvi_slots_before(b->refs > 1 ? b->n_shared_slots : tkvi_block_tokens(kv, list, ids, i));
         tkvi_store_exact_copy(kv, layer, id);
     }
     tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
@@ -21497,21 +21630,25 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     if (is_packed) {
         e->n_packed = (int8_t)tkvi_move_token_meta(kv, id, 0, id, r.live_mask, e->start);
         e->evicted_mask = kv->pool.token_meta[id].anchored_mask;
+        e->first_slot = e->end_slot = 0;
     }
     return 1;
 }
 
-/* Records that block i is in tier `due` of its list now, or in a colder one as before, and coded for its holders. All
- * blocks before it are in this tier or a colder one, so only counts change. */
-static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due) {
-    kv->pool.n_late -= (uint32_t)tkvi_is_late(&kv->pool, ids[i]);
+/* Records that block i is in tier `due` of its list now, and coded for tier `coded`, or both in a colder one as
+ * before. All blocks before it are in this tier or a colder one, so only counts change. */
+static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due,
+                            tkv_tier coded) {
+    tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    kv->pool.n_late -= (uint32_t)(kv->pool.n_late && tkvi_is_late(&kv->pool, ids[i]));
     if (due != TKV_TIER_HOT && i >= list->sinks + list->archive + list->warm) list->warm++;
     if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
         list->warm--;
         list->archive++;
     }
     kv->pool.entry[ids[i]].tier = (uint8_t)tkvi_tier_at(list, i);
-    tkvi_block_of(kv, ids[i])->tier = (uint8_t)tkvi_tier_for_all(&kv->pool, ids[i]);
+    if ((int)coded > b->tier) b->tier = (uint8_t)coded;
+    kv->pool.n_late += (uint32_t)tkvi_is_late(&kv->pool, ids[i]);
 }
 
 /* Puts block i into tier `due` of its list. The block is coded again only if all its holders have it in a colder tier
@@ -21519,11 +21656,12 @@ static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids,
 static int tkvi_demote_to(tkv_cache *kv, int seq, int layer, int i, tkv_tier due) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkv_tier tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
-    if ((int)tier > tkvi_block_of(kv, ids[i])->tier &&
-        !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
+    const int coded = tkvi_block_of(kv, ids[i])->tier;
+    tkv_tier tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
+    while ((int)tier > coded && tkvi_must_wait_for_table(kv, layer, tier)) tier = (tkv_tier)((int)tier - 1);
+    if ((int)tier > coded && !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
         return 0;
-    tkvi_enter_tier(kv, list, ids, i, due);
+    tkvi_enter_tier(kv, list, ids, i, due, tier);
     return 1;
 }
 
@@ -21544,9 +21682,12 @@ static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int64_t oldest_kept; /* position */
     int n = 0;
-    while (p->kept_window && n + 1 < list->n &&
-           (int64_t)tkvi_block_end(kv, list, ids, n) + p->kept_window + tkvi_expiry_margin(p) <= list->len)
+    if (!p->kept_window || !list->n) return 0;
+    oldest_kept =
+        (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift - p->kept_window - tkvi_expiry_margin(p);
+    while (n + 1 < list->n && tkvi_block_end(kv, list, ids, n) + kv->pool.entry[ids[n]].shift <= oldest_kept)
         n++;
     return n;
 }
@@ -21574,7 +21715,7 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
     int i = list->sinks + list->archive;
     for (; i < list->n; i = first_hot) {
         const int end = tkvi_block_end(kv, list, ids, i),
-                  is_full = i + 1 < list->n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+                  is_full = i + 1 < list->n || tkvi_block_tokens(kv, list, ids, i) == TKVI_BLOCK;
         tkv_tier due = tkvi_tier_by_age(&kv->tables.plan[layer].now, hot_age, end, list->len);
         while (tkvi_must_wait_for_table(kv, layer, due))
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
@@ -21650,9 +21791,8 @@ static int tkvi_n_live(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += TKVI_HAS_EVICT && kv->pool.entry[ids[i]].evicted_mask
-                 ? tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i))
-                 : tkvi_block_tokens(kv, list, ids, i);
+        n += tkvi_has_all_slots(&kv->pool.entry[ids[i]]) ? tkvi_block_tokens(kv, list, ids, i)
+                                                         : tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
     return n;
 }
 
@@ -21689,7 +21829,7 @@ static int tkvi_n_live_between(const tkv_cache *kv, const tkvi_list *list, const
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (live_mask >> t & 1) {
-                const int position = tkvi_slot_position(kv, ids[i], t);
+                const int position = tkvi_slot_index(kv, ids[i], t);
                 found += position >= start && position < start + n;
             }
     }
@@ -21730,6 +21870,7 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - tkvi_block_start(kv, ids, i) > 65536) return 0;
+    if (!tkvi_moved_alike(&kv->pool.entry[ids[i]], &kv->pool.entry[ids[i + 1]])) return 0;
     n_free = TKVI_BLOCK - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1));
     if (n <= n_free) return n;
@@ -21791,6 +21932,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
     to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
     to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
+    to->first_slot = to->end_slot = 0;
     tkvi_forget_meter_copies(kv, seq, layer, to->start);
     tkvi_forget_copy(&kv->pool, to->block);
     kv->counts.merged++;
@@ -21919,7 +22061,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         for (t = 0; t < TKVI_BLOCK; t++) {
             int position;
             if (!(choosable >> t & 1)) continue;
-            position = tkvi_slot_position(kv, ids[i], t);
+            position = tkvi_slot_index(kv, ids[i], t);
             c->position[c->n] = position;
             if (needs & TKVI_NEEDS_NORMS && tkvi_keeps_norms(kv))
                 c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].scores[t]);
@@ -21985,7 +22127,7 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
     for (i = 0; i < list->n; i++) {
         uint64_t *victim_mask = &kv->pool.token_meta[ids[i]].victim_mask;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (*victim_mask >> t & 1) positions[n_evicted++] = tkvi_slot_position(kv, ids[i], t);
+            if (*victim_mask >> t & 1) positions[n_evicted++] = tkvi_slot_index(kv, ids[i], t);
         kv->pool.entry[ids[i]].evicted_mask |= *victim_mask;
         *victim_mask = 0;
     }
@@ -22152,15 +22294,16 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
         return 0; /* a flush recoded it before it was full */
-    if (TKVI_HAS_EVICT && kv->pool.entry[ids[last]].n_packed)
-        return 0; /* a packed block: truncation removed the blocks after it */
+    if (kv->pool.entry[ids[last]].n_packed || kv->pool.entry[ids[last]].end_slot)
+        return 0;                                   /* truncation or removal took the blocks after it */
+    if (kv->pool.entry[ids[last]].turned) return 0; /* its tokens have moved, and new ones have not */
     if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
         return 0; /* truncation removed the blocks after it */
     if (tkvi_block_of(kv, ids[last])->refs > 1 && !kv->pool.keep_all && last >= list->sinks &&
         list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
         return 0; /* in place, lists have no room for short blocks */
     capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
-    return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
+    return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
 }
 
 /* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
@@ -22374,22 +22517,25 @@ static tkv_tier tkvi_due_tier(const tkv_cache *kv, int seq, int layer, int i, co
                             i + 1 == list->n, spec, can_learn);
 }
 
-/* Counts block i as recoded for the tier `due` of its list. All blocks before it are counted already. A late block
- * (tkvi_is_late) was counted before. */
-static void tkvi_count_recoded(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due) {
-    tkvi_enter_tier(kv, list, ids, i, due);
+/* Counts block i as recoded for the tier `due` of its list, and for the tier `coded` of its hottest holder. All blocks
+ * before it are counted already. A late block (tkvi_is_late) was counted before. */
+static void tkvi_count_recoded(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due,
+                               tkv_tier coded) {
+    tkvi_enter_tier(kv, list, ids, i, due, coded);
     if (due == TKV_TIER_ARCHIVE && i == list->sinks + list->passed[TKVI_TIGHTEST])
         list->passed[TKVI_TIGHTEST]++;
     list->passed[TKVI_RECODED] = tkvi_max(list->passed[TKVI_RECODED], i + 1 - list->sinks);
 }
 
-/* Index of a late block of a list; -1: none. */
-static int tkvi_find_late(const tkv_cache *kv, int seq, int layer) {
+/* Index of a late block of a list that need not wait for a table; -1: none. */
+static int tkvi_find_late(const tkv_cache *kv, int seq, int layer, int can_learn) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     for (i = list->sinks; kv->pool.n_late && i < list->n; i++)
-        if (tkvi_is_late(&kv->pool, ids[i])) return i;
+        if (tkvi_is_late(&kv->pool, ids[i]) &&
+            (can_learn || !tkvi_must_wait_for_table(kv, layer, tkvi_tier_for_all(&kv->pool, ids[i]))))
+            return i;
     return -1;
 }
 
@@ -22400,7 +22546,7 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     for (;;) {
-        const int late = tkvi_find_late(kv, seq, layer);
+        const int late = tkvi_find_late(kv, seq, layer, can_learn);
         int i = late < 0 ? list->sinks + list->passed[TKVI_TIGHTEST] : late;
         tkv_tier due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         const tkvi_block *b;
@@ -22413,6 +22559,8 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
         if (due == TKV_TIER_HOT) return 0;
         b = tkvi_block_of(kv, ids[i]);
         stale->tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
+        while (!can_learn && tkvi_must_wait_for_table(kv, layer, stale->tier))
+            stale->tier = (tkv_tier)((int)stale->tier - 1);
         stale->layout = tkvi_layout_of(&kv->tables, layer, stale->tier);
         if (stale->tier != TKV_TIER_HOT && !tkvi_is_offloaded(b) &&
             tkvi_is_smaller(kv, b->layout, stale->layout)) {
@@ -22422,7 +22570,7 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
             stale->due = due;
             return 1;
         }
-        tkvi_count_recoded(kv, list, ids, i, due);
+        tkvi_count_recoded(kv, list, ids, i, due, stale->tier);
     }
 }
 
@@ -22472,8 +22620,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
             return 0;
     }
     old_bytes = tkvi_layout_at(kv, &stale)->bytes.total;
-    if (kv->tables.plan[stale.layer].now.needs_table[stale.tier] &&
-        kv->tables.current_version[stale.layer] < 0) {
+    if (tkvi_must_wait_for_table(kv, stale.layer, stale.tier)) {
         /* learns a table from the present blocks, because this block cannot wait */
         if (!tkvi_make_due_table(kv, stale.layer, TKVI_ANY_TOKENS) ||
             kv->tables.current_version[stale.layer] < 0)
@@ -22482,7 +22629,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
     }
     if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;
     tkvi_count_recoded(kv, tkvi_list_of(kv, stale.seq, stale.layer), tkvi_ids(kv, stale.seq, stale.layer),
-                       stale.i, stale.due);
+                       stale.i, stale.due, stale.tier);
     kv->counts.recoded[kv->tables.level]++;
     return old_bytes - kv->tables.layout[stale.layout].bytes.total;
 }
@@ -22681,12 +22828,13 @@ static int tkvi_has_known_victims(const tkv_cache *kv) {
            (!(needs & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* A stretch: neighbours in RAM with one tier and one format. Only within a stretch blocks are merged. */
+/* A stretch: neighbours in RAM with one tier, one format and one shift. Only within a stretch blocks are merged. */
 typedef struct tkvi_stretch {
     int n_blocks, n_used; /* blocks; used slots after eviction */
     int first, layout;    /* first position */
     int is_anchored;      /* 1: neighbours merge only if all tokens fit */
     tkv_tier tier;
+    const tkvi_entry *entry; /* the first one */
 } tkvi_stretch;
 
 /* Ends a stretch at position `end`: subtracts the blocks that eviction and merging surely free. Merged blocks are
@@ -22722,7 +22870,8 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
         if (stretch.n_blocks &&
-            (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
+            (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier ||
+             !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
             tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
         if (victims && !used) { /* empty blocks are freed first */
             demand->entries--;
@@ -22732,7 +22881,10 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         if (i < list->sinks) continue;
         n_outside += !is_own;
         if (!is_own) continue;
-        if (!stretch.n_blocks) stretch.first = tkvi_block_start(kv, ids, i);
+        if (!stretch.n_blocks) {
+            stretch.first = tkvi_block_start(kv, ids, i);
+            stretch.entry = &kv->pool.entry[ids[i]];
+        }
         stretch.n_blocks++;
         stretch.n_used += tkvi_n_bits(used);
         stretch.layout = b->layout;
@@ -23310,6 +23462,26 @@ static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
 #endif
 }
 
+/* The least index that the last n tokens of a list see; below `expired` if they would see an expired token. Expired
+ * tokens have positions before those of the first block. */
+static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int window) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, lowest = TKVI_FOREVER, oldest = list->len;
+    if (!window) return 0;
+    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > list->len - n; i--)
+        lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), list->len - n) +
+                                      kv->pool.entry[ids[i - 1]].shift);
+    lowest -= window - 1;
+    if (list->n == 0 || !list->is_moved) return tkvi_max(0, list->len - n + 1 - window);
+    for (i = list->n; i-- > 0;) {
+        const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
+        if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
+            oldest = tkvi_min(oldest, tkvi_max(start, lowest - shift));
+    }
+    return list->expired + kv->pool.entry[ids[0]].shift > lowest ? list->expired - 1 : oldest;
+}
+
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
     int i, longest = 0;
@@ -23332,7 +23504,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
-        int64_t oldest;
+        int oldest; /* least index that a query sees */
         int len;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
             return TKV_ERR_ARG;
@@ -23340,7 +23512,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
-        oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
+        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, c->rows[i].n, c->window);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
@@ -23388,16 +23560,18 @@ typedef struct tkvi_work_tile {
     const tkvi_call *call;
     const tkvi_list *list;
     const uint32_t *ids;
-    int seq_row;           /* row of the sequence's first query in q and out */
-    int item;              /* entry of the batch */
-    int n_queries, head;   /* queries of the sequence; KV head */
-    int first, rows;       /* range of the n_queries * heads_per_kv rows (tkvi_query_of) */
-    int k_pad, v_pad;      /* head dimensions, rounded up to 16 */
-    int chunk, n_chunks;   /* blocks per split; number of splits */
-    int low, high;         /* positions that some row sees: low .. high-1 */
-    int all_low, all_high; /* positions that all rows see: all_low .. all_high-1 */
-    int changes;           /* 1: softcap, ALiBi or masks change the scores */
-    uint32_t far_rows;     /* bit r: row r adds to far_attention */
+    int seq_row;             /* row of the sequence's first query in q and out */
+    int item;                /* entry of the batch */
+    int n_queries, head;     /* queries of the sequence; KV head */
+    int first, rows;         /* range of the n_queries * heads_per_kv rows (tkvi_query_of) */
+    int k_pad, v_pad;        /* head dimensions, rounded up to 16 */
+    int chunk, n_chunks;     /* blocks per split; number of splits */
+    tkvi_sight sight;        /* what queries see by causality and window */
+    int oldest, newest;      /* indices of the oldest and newest query */
+    int lowest, highest;     /* least and greatest position of a query */
+    int shift[TKVI_PREFILL]; /* of each row's query: its position less its index */
+    int changes;             /* 1: softcap, ALiBi or masks change the scores */
+    uint32_t far_rows;       /* bit r: row r adds to far_attention */
 } tkvi_work_tile;
 
 /* Row r of a work tile: its query, and its query head. */
@@ -23407,14 +23581,42 @@ static int tkvi_head_of(const tkvi_work_tile *u, int r) {
     return u->head * u->call->heads_per_kv + (u->first + r) % u->call->heads_per_kv;
 }
 
-/* Position of a query. */
-static int tkvi_position(const tkvi_work_tile *u, int query) { return u->list->len - u->n_queries + query; }
+/* Index and position of the query of row r. */
+static int tkvi_index_of(const tkvi_work_tile *u, int r) {
+    return u->list->len - u->n_queries + tkvi_query_of(u, r);
+}
 
-/* Positions of the keys that a query sees by causality and window: low .. high-1. */
-static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high) {
-    int at = tkvi_position(u, query), window = u->call->window;
-    *high = u->call->p->non_causal ? u->list->len : at + 1;
-    *low = window && at + 1 > window ? at + 1 - window : 0;
+static int tkvi_row_position(const tkvi_work_tile *u, int r) { return tkvi_index_of(u, r) + u->shift[r]; }
+
+/* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
+static void tkvi_visible(const tkvi_work_tile *u, int i, int r, int *low, int *high) {
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, tkvi_index_of(u, r), tkvi_row_position(u, r),
+                    low, high);
+}
+
+/* As tkvi_visible, for keys that some row sees (all 0), or that all rows see (all 1). */
+static void tkvi_visible_rows(const tkvi_work_tile *u, int i, int all, int *low, int *high) {
+    int none;
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, all ? u->oldest : u->newest,
+                    all ? u->lowest : u->highest, &none, high);
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, u->newest, all ? u->highest : u->lowest, low,
+                    &none);
+}
+
+/* Sets the indices and positions of the tile's queries. */
+static void tkvi_place_rows(tkvi_work_tile *u) {
+    const tkv_cache *kv = u->call->kv;
+    int r;
+    u->oldest = tkvi_index_of(u, 0);
+    u->newest = tkvi_index_of(u, u->rows - 1);
+    u->lowest = TKVI_FOREVER;
+    u->highest = 0;
+    for (r = 0; r < u->rows; r++) {
+        const int index = tkvi_index_of(u, r), position = tkvi_index_position(kv, u->list, u->ids, index);
+        u->shift[r] = position - index;
+        u->lowest = tkvi_min(u->lowest, position);
+        u->highest = tkvi_max(u->highest, position);
+    }
 }
 
 /* The rows from `first` on as a work tile of at most call->view_rows rows. */
@@ -23422,6 +23624,7 @@ static tkvi_work_tile tkvi_eight_rows(const tkvi_work_tile *u, int first) {
     tkvi_work_tile eight = *u;
     eight.first += first;
     eight.rows = tkvi_min(u->call->view_rows, u->rows - first);
+    tkvi_place_rows(&eight);
     return eight;
 }
 
@@ -23438,10 +23641,10 @@ static void tkvi_view_init(const tkvi_work_tile *u, tkvi_tile_view *v) {
     v->stored = u->call->plan->stored_layer;
     v->rows = u->rows;
     v->tile = u;
+    v->sight = u->sight;
     for (r = 0; r < u->rows; r++) {
-        const int query = tkvi_query_of(u, r);
-        v->position[r] = tkvi_position(u, query);
-        tkvi_visible(u, query, &v->low[r], &v->high[r]);
+        v->index[r] = tkvi_index_of(u, r);
+        v->position[r] = tkvi_row_position(u, r);
     }
 }
 
@@ -23467,7 +23670,7 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
 static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item, int seq_row, int head,
                                 int tile) {
     const tkv_config *cfg = &c->kv->tables.cfg;
-    int seq = c->rows[item].seq, r;
+    const int seq = c->rows[item].seq;
     u->call = c;
     u->list = tkvi_list_of(c->kv, seq, c->plan->stored_layer);
     u->ids = tkvi_ids(c->kv, seq, c->plan->stored_layer);
@@ -23482,24 +23685,28 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->chunk =
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
-    u->low = u->all_high = u->list->len;
-    u->high = u->all_low = 0;
+    u->sight.window = c->window;
+    u->sight.non_causal = c->p->non_causal;
+    u->sight.first_query = u->list->len - u->n_queries;
+    tkvi_place_rows(u);
     u->changes = c->p->softcap > 0.0f || c->p->alibi_slopes || c->p->mask || c->p->mask_bits;
-    for (r = 0; r < u->rows; r++) {
-        int low, high;
-        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
-        u->low = tkvi_min(u->low, low);
-        u->high = tkvi_max(u->high, high);
-        u->all_low = tkvi_max(u->all_low, low);
-        u->all_high = tkvi_min(u->all_high, high);
-    }
     u->far_rows = c->want_far ? tkvi_far_rows(u) : 0;
 }
 
+/* The reference key. A block whose tokens have moved sees it turned back, as it sees the queries. */
+typedef struct tkvi_reference {
+    float newest[TKV_MAX_HEAD_DIM]; /* as the newest block sees it */
+    float moved[TKV_MAX_HEAD_DIM];  /* at its present place in the sequence */
+    int turned;                     /* of the newest block */
+} tkvi_reference;
+
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
-    float q[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    float q[TKVI_ROWS *
+            TKV_MAX_HEAD_DIM]; /* turned back by `turned`, as blocks that moved by so much see them */
     float ref[TKV_MAX_HEAD_DIM];
+    int turned;
+    tkvi_reference reference;
     float origin[TKVI_ROWS];
     const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
     float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
@@ -23535,8 +23742,11 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(tkvi_block_of(kv, u->ids[i + 1])) &&
-        !tkvi_is_discarded(tkvi_block_of(kv, u->ids[i + 1])) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
-        tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
+        !tkvi_is_discarded(tkvi_block_of(kv, u->ids[i + 1]))) {
+        int low, high;
+        tkvi_visible_rows(u, i + 1, 0, &low, &high);
+        if (tkvi_block_start(kv, u->ids, i + 1) < high) tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
+    }
     u->call->room->seq = u->call->rows[u->item].seq;
     st = tkvi_read_piece(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
@@ -23592,11 +23802,37 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
     }
 }
 
+/* Finds the reference key of a work tile. */
+static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
+    const tkv_cache *kv = u->call->kv;
+    ref->turned = u->list->n ? kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
+    tkvi_reference_key(u, ref->newest);
+    if (!u->list->is_moved) return;
+    memcpy(ref->moved, ref->newest, sizeof ref->moved);
+    if (ref->turned) tkvi_rope_rotate(kv->tables.rope, ref->turned, 0, ref->moved);
+}
+
+/* The rotation of queries for blocks that moved by `turned`; NULL: none. */
+static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi_turn *turn) {
+    if (!turned) return NULL;
+    tkvi_turn_make(u->call->kv->tables.rope, turned, 1, turn);
+    return turn;
+}
+
+/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back. */
+static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
+                                const tkvi_turn *turn, float *ref) {
+    memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
+    if (turn && turned != from->turned) tkvi_turn_apply(u->call->kv->tables.rope, turn, ref);
+}
+
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
-/* Loads row r of a work tile: [k_pad], scaled, padded with zeros. Returns its origin, scale q.ref. */
-static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, float *row) {
+/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
+ * scale q.ref. */
+static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *turn, const float *ref,
+                             float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
     int dim = c->kv->tables.cfg.model.head_dim, i, k;
@@ -23605,6 +23841,7 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, f
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
+    if (turn) tkvi_turn_apply(c->kv->tables.rope, turn, row);
     for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
     for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
         float x[16];
@@ -23622,29 +23859,46 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, f
     return (float)origin;
 }
 
-static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
+/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. The origins are those of the first call,
+ * since (R(-d)q).(R(-d)ref) = q.ref. */
+static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
+                                            int is_first) {
+    tkvi_turn room;
+    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
     int r;
     q->order = NULL;
-    tkvi_reference_key(u, q->ref);
-    for (r = 0; r < u->rows; r++) q->origin[r] = tkvi_load_query(u, r, q->ref, q->q + r * u->k_pad);
+    q->turned = turned;
+    tkvi_turn_reference(u, &q->reference, turned, turn, q->ref);
+    for (r = 0; r < u->rows; r++) {
+        const float origin = tkvi_load_query(u, r, turn, q->ref, q->q + r * u->k_pad);
+        if (is_first) q->origin[r] = origin;
+    }
+}
+
+static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
+    tkvi_reference_init(u, &q->reference);
+    tkvi_turn_queries(u, q, q->reference.turned, 1);
 }
 
 /* >>scores of one block, after softcap, ALiBi, masks and visibility */
-/* at[64]: positions of the tokens of block i. Slots without a live token get TKVI_FOREVER, which no query sees. */
-static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
+/* at[64]: indices of the tokens of block i. Slots without a live token get TKVI_FOREVER, which no query sees. */
+static void tkvi_slot_indices(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
     const uint64_t there = tkvi_live_mask(&kv->pool.entry[u->ids[i]], n);
     int t;
     for (t = 0; t < TKVI_BLOCK; t++)
-        at[t] = there >> t & 1 ? tkvi_slot_position(kv, u->ids[i], t) : TKVI_FOREVER;
+        at[t] = there >> t & 1 ? tkvi_slot_index(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
-    return start < u->all_low || end > u->all_high || kv->pool.entry[u->ids[i]].evicted_mask ||
-           tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
+    const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
+    int low, high;
+    if (e->evicted_mask || e->first_slot || tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK) return 1;
+    tkvi_visible_rows(u, i, 1, &low, &high);
+    return start < low || end > high;
 }
 
 /* The value that an additive mask adds to a score, or TKVI_HIDDEN. NaN is tested by its bits, as comparisons with
@@ -23654,12 +23908,14 @@ static float tkvi_mask_bias(float m) {
     return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
 }
 
-/* The score s of row r for the key at position j, after softcap, ALiBi and masks. The row must see the key. */
-static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, float s) {
+/* The score s of row r for the key with index j in a block with this shift, after softcap, ALiBi and masks. The row
+ * must see the key. */
+static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, int shift, float s) {
     const tkv_attend_params *p = u->call->p;
     const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->n_mask_bits;
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
-    if (p->alibi_slopes) s += p->alibi_slopes[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
+    if (p->alibi_slopes)
+        s += p->alibi_slopes[tkvi_head_of(u, r)] * (float)(j + shift - tkvi_row_position(u, r));
     if (p->mask) {
         const float bias = tkvi_mask_bias(p->mask[row * u->call->mask_stride + j]);
         if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
@@ -23670,13 +23926,14 @@ static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int
     return s;
 }
 
-/* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r. at: positions of the slots. */
-static void tkvi_adjust_scores(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
+/* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r for block i. at: indices of the slots. */
+static void tkvi_adjust_scores(const tkvi_work_tile *u, int r, float origin, int i, const int *at, float *s) {
+    const int shift = u->call->kv->pool.entry[u->ids[i]].shift;
     int low, high, t;
-    tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+    tkvi_visible(u, i, r, &low, &high);
     if (!tkvi_is_finite(origin)) high = low;
     for (t = 0; t < TKVI_BLOCK && u->changes; t++)
-        if (at[t] >= low && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], s[t]);
+        if (at[t] >= low && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], shift, s[t]);
     for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
@@ -23687,25 +23944,28 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
     return bytes;
 }
 
-/* End (exclusive) of the positions that rows may see in block i. It is 0 for a block without a source. tkvi_call_init
+/* End (exclusive) of the indices that rows may see in block i. It is 0 for a block without a source. tkvi_call_init
  * made sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
     return tkvi_has_no_source(kv, tkvi_block_of(kv, u->ids[i]))
                ? 0
-               : tkvi_block_position_end(kv, u->list, u->ids, i);
+               : tkvi_block_index_end(kv, u->list, u->ids, i);
 }
 
 /* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
 static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i), low, high, r;
     const uint8_t *bytes;
     const tkvi_record *rec;
-    if (end <= u->low || start >= u->high) return 0;
+    tkvi_visible_rows(u, i, 0, &low, &high);
+    if (end <= low || start >= high) return 0;
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
+    if (kv->pool.entry[u->ids[i]].turned != q->turned)
+        tkvi_turn_queries(u, q, kv->pool.entry[u->ids[i]].turned, 0);
     if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
@@ -23714,8 +23974,8 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
                                           tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
     if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
-        tkvi_slot_positions(u, i, at);
-        for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+        tkvi_slot_indices(u, i, at);
+        for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], i, at, scores + r * TKVI_BLOCK);
     }
     return 1;
 }
@@ -23734,7 +23994,7 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const flo
     if (i < u->list->sinks) return;
     for (r = 0; r < u->rows; r++) {
         float sum[16] = {0};
-        if (!(u->far_rows >> r & 1) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
+        if (!(u->far_rows >> r & 1) || end + TKVI_FAR > tkvi_index_of(u, r)) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
             for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
         for (k = 0; k < 16; k++) far_attention[r] += sum[k];
@@ -23942,10 +24202,14 @@ static void *tkvi_observer_state(tkvi_observers *o, int i) {
     return o->state + at;
 }
 
-/* Begins the selected consumers. sums: of the first pass, before tkvi_finish; NULL if they are not known. */
-static void tkvi_observers_begin(tkvi_observers *o, const tkvi_queries *q, const tkvi_sums *sums) {
+/* Begins the selected consumers. They see the queries as the oldest block behind the sinks does. sums: of the first
+ * pass, before tkvi_finish; NULL if they are not known. */
+static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_sums *sums) {
     const tkvi_work_tile *u = o->view.tile;
+    const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
+    if (u->list->is_moved && q->turned != u->call->kv->pool.entry[oldest].turned)
+        tkvi_turn_queries(u, q, u->call->kv->pool.entry[oldest].turned, 0);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -24021,8 +24285,8 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     scores += s->first * TKVI_BLOCK;
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
-    tkvi_slot_positions(u, i, at);
-    for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, s->q->origin[r], at, scores + r * TKVI_BLOCK);
+    tkvi_slot_indices(u, i, at);
+    for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, s->q->origin[r], i, at, scores + r * TKVI_BLOCK);
 }
 
 /* >>work: work tiles, serial or parallel, whole or in splits */
@@ -24163,31 +24427,43 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
 } tkvi_prefill_sums;
 
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
-static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *ref, int lanes, float *q,
-                                          float *origin) {
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_turn *turn, const float *ref,
+                                          int lanes, float *q, float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
     int first, r;
     for (first = 0; first < lanes; first += 16) {
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
         for (r = first; r < tkvi_min(first + 16, u->rows); r++)
-            origin[r] = tkvi_load_query(u, r, ref, rows + (r - first) * u->k_pad);
+            origin[r] = tkvi_load_query(u, r, turn, ref, rows + (r - first) * u->k_pad);
         u->call->many->transpose(rows, u->k_pad, u->k_pad, q + first, lanes);
     }
+}
+
+/* Loads the queries as blocks that moved by `turned` see them. */
+static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
+                              tkvi_prefill_queries *q, float *origin) {
+    tkvi_turn room;
+    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
+    tkvi_turn_reference(u, reference, turned, turn, q->ref);
+    tkvi_load_lanes(u, turn, q->ref, q->lanes, q->q, origin);
+    q->coded = 0;
 }
 
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
                               int32_t *high) {
-    const int packed = u->call->kv->pool.entry[u->ids[i]].n_packed;
+    const tkvi_entry *e = &u->call->kv->pool.entry[u->ids[i]];
+    const int packed = e->n_packed, slots = tkvi_block_tokens(u->call->kv, u->list, u->ids, i);
     int r;
     if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
     memset(high, 0, TKVI_PREFILL * sizeof *high);
     for (r = 0; r < u->rows; r++) {
         int from, to;
-        tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
-        low[r] = packed ? 0 : from - start; /* tkvi_adjust_score_lanes hid scores of packed blocks */
-        high[r] = packed ? packed : tkvi_min(to, end) - start;
+        tkvi_visible(u, i, r, &from, &to);
+        /* tkvi_adjust_score_lanes hid scores of packed blocks */
+        low[r] = packed ? 0 : tkvi_max(from - start, 0) + e->first_slot;
+        high[r] = packed ? packed : tkvi_min(tkvi_min(to, end) - start + e->first_slot, slots);
     }
     return 1;
 }
@@ -24196,11 +24472,11 @@ static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end
 static TKVI_NOINLINE void tkvi_adjust_score_lanes(const tkvi_work_tile *u, const float *origin, int i,
                                                   int lanes, float *scores) {
     int at[TKVI_BLOCK], r, t;
-    tkvi_slot_positions(u, i, at);
+    tkvi_slot_indices(u, i, at);
     for (r = 0; r < u->rows; r++) {
         float s[TKVI_BLOCK];
         for (t = 0; t < TKVI_BLOCK; t++) s[t] = scores[t * lanes + r];
-        tkvi_adjust_scores(u, r, origin[r], at, s);
+        tkvi_adjust_scores(u, r, origin[r], i, at, s);
         for (t = 0; t < TKVI_BLOCK; t++) scores[t * lanes + r] = s[t];
     }
 }
@@ -24212,7 +24488,7 @@ static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sam
     if (!u->far_rows || i < u->list->sinks) return 0;
     memset(sampled_lanes, 0, TKVI_PREFILL * sizeof *sampled_lanes);
     for (r = 0; r < u->rows; r++)
-        if (u->far_rows >> r & 1 && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
+        if (u->far_rows >> r & 1 && end + TKVI_FAR <= tkvi_index_of(u, r)) {
             sampled_lanes[r] = 1.0f;
             any = 1;
         }
@@ -24227,12 +24503,14 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
     tkvi_prefill_queries q;
+    tkvi_reference reference;
     tkvi_softmax_args w;
-    int i, r, rotated;
+    float origin[TKVI_PREFILL];
+    int i, r, rotated, turned;
     q.lanes = lanes;
-    q.coded = 0;
-    tkvi_reference_key(u, q.ref);
-    tkvi_load_lanes(u, q.ref, lanes, q.q, sums->origin);
+    tkvi_reference_init(u, &reference);
+    turned = reference.turned;
+    tkvi_prefill_turn(u, &reference, turned, &q, sums->origin);
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
     for (r = 0; r < TKVI_PREFILL; r++) {
         sums->m[r] = TKVI_HIDDEN;
@@ -24253,11 +24531,17 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
-            if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
+            int first, last;
+            tkvi_visible_rows(u, i, 0, &first, &last);
+            if (rec->v.format->rotated != rotated || end <= first || start >= last) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
+            if (e->turned != turned) {
+                turned = e->turned;
+                tkvi_prefill_turn(u, &reference, turned, &q, origin); /* origins are those of the first */
+            }
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-            if (u->changes || e->evicted_mask || e->n_packed)
+            if (u->changes || !tkvi_has_all_slots(e))
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
             w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
@@ -24555,7 +24839,9 @@ static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe
         if (tkvi_is_hot_layout(kv, v->stored, tkvi_block_of(kv, v->ids[i])->layout)) continue;
         copied = tkvi_head_probe_copy(kv->meter, g, e->start, &from) != NULL && !e->n_packed;
         for (r = 0; r < v->rows; r++) {
-            const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], e->start);
+            int low, high, n;
+            tkvi_visible_keys(v, i, r, &low, &high);
+            n = tkvi_min(high, end) - tkvi_max(low, e->start);
             if (!(c->rows >> r & 1) || n <= 0) continue;
             c->row[r].keys += (uint64_t)n;
             if (copied) c->row[r].kept += (uint64_t)n;
@@ -24743,7 +25029,7 @@ static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int
     float *score = p->scores + u->item * u->call->score_stride;
     int at[TKVI_BLOCK], r, t;
     (void)state;
-    tkvi_slot_positions(u, i, at);
+    tkvi_slot_indices(u, i, at);
     for (r = 0; r < v->rows; r++) {
         int row = u->seq_row + tkvi_query_of(u, r);
         float lse = p->lse[(ptrdiff_t)row * v->kv->tables.cfg.model.n_heads + tkvi_head_of(u, r)];
@@ -24770,16 +25056,21 @@ static const tkvi_consumer tkvi_score_output_consumer = {
 #define TKVI_ATTENTION_REFERENCE_H
 
 
-/* Logit of the key at position j for query `query` of batch entry `item`. len: length of the sequence. *seen: 0 if
- * the query does not see the key. */
+/* Logit of a key for query `query` of batch entry `item`. The key has index j and is in block i. *seen: 0 if the query
+ * does not see the key. */
 static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
-                             int j, int len, int *seen) {
+                             int i, int j, int *seen) {
     const tkv_attend_params *p = c->p;
-    int at = len - c->rows[item].n + query, i;
+    const tkv_cache *kv = c->kv;
+    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
+    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
+    const int len = list->len, first = len - c->rows[item].n, at = first + query;
+    const int of_key = j + kv->pool.entry[ids[i]].shift, of_query = tkvi_index_position(kv, list, ids, at);
+    const int by_index = tkvi_block_end(kv, list, ids, i) > first;
     double s = 0.0, add = 0.0;
     *seen = 0;
-    if (!p->non_causal && j > at) return 0.0;
-    if (c->window && at - j >= c->window) return 0.0;
+    if (!p->non_causal && (j > at || (!by_index && of_key > of_query))) return 0.0;
+    if (c->window && of_query - of_key >= c->window) return 0.0;
     if (p->mask) {
         const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
         if (TKVI_IS_HIDDEN(bias)) return 0.0;
@@ -24794,7 +25085,7 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
         s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
-    if (p->alibi_slopes) s += (double)p->alibi_slopes[head] * (double)(j - at);
+    if (p->alibi_slopes) s += (double)p->alibi_slopes[head] * (double)(of_key - of_query);
     return s + add;
 }
 
@@ -24842,13 +25133,15 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             if (st) return st;
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
+            for (t = 0; t < n && kv->pool.entry[ids[i]].turned; t++)
+                tkvi_rope_rotate(kv->tables.rope, kv->pool.entry[ids[i]].turned, 0,
+                                 x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {
                 int seen = 0;
                 sees[t] = 0;
                 if (!(there >> t & 1) || !finite) continue;
-                j = tkvi_slot_position(kv, ids[i], t);
-                s = tkvi_ref_logit(c, item, row, query, head, x + t * cfg->model.head_dim, j, list->len,
-                                   &seen);
+                j = tkvi_slot_index(kv, ids[i], t);
+                s = tkvi_ref_logit(c, item, row, query, head, x + t * cfg->model.head_dim, i, j, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
                     finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */
@@ -25304,7 +25597,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
-        id = tkvi_new_entry(&kv->pool, layout, list->len);
+        id = tkvi_new_entry(&kv->pool, layout, list->len,
+                            list->n ? kv->pool.entry[ids[list->n - 1]].shift : 0);
         /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
          * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
         if (sink || (TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write))
@@ -25340,10 +25634,10 @@ static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_sour
         tkvi_block *b = tkvi_block_of(kv, id);
         const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        const int slot = list->len - kv->pool.entry[id].start;
-        if (TKVI_HAS_EVICT &&
-            kv->pool.token_meta) { /* the slot may have had a token that truncation removed */
-            kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
+        const int slot = list->len - kv->pool.entry[id].start + kv->pool.entry[id].first_slot;
+        /* The slot may have had a token that truncation removed. */
+        kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) {
             kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].scores[slot] =
@@ -25699,46 +25993,57 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Removes the positions from len on from an entry that has positions before len. In a packed entry last slots are
- * removed; other slots stay and are marked in evicted_mask. One slot always stays, because n_packed 0 means an entry
- * that is not packed. The block keeps its bytes. */
+/* Removes the tokens from index len on, the length of the list, from an entry that has tokens before. In a packed
+ * entry last slots are removed; other slots stay and are marked in evicted_mask. One slot always stays, because
+ * n_packed 0 means an entry that is not packed. The block keeps its bytes. */
 static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
     tkvi_entry *e = &kv->pool.entry[id];
+    const int n = e->first_slot + len - e->start;
     uint64_t kept;
     int t;
-    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
-    while (e->n_packed > 1 && tkvi_slot_position(kv, id, e->n_packed - 1) >= len) e->n_packed--;
+    if (e->end_slot >= n) e->end_slot = 0;
+    while (e->n_packed > 1 && tkvi_slot_index(kv, id, e->n_packed - 1) >= len) e->n_packed--;
     for (t = 0; t < e->n_packed; t++) {
-        if (tkvi_slot_position(kv, id, t) < len) continue;
-        tkvi_set_slot_position(kv, id, t, e->start);
+        if (tkvi_slot_index(kv, id, t) < len) continue;
+        tkvi_set_slot_index(kv, id, t, e->start);
         e->evicted_mask |= (uint64_t)1 << t;
         kv->pool.token_meta[id].anchored_mask &= ~((uint64_t)1 << t);
     }
-    t = e->n_packed ? e->n_packed : tkvi_min(TKVI_BLOCK, len - e->start);
-    kept = ~(uint64_t)0 >> (TKVI_BLOCK - t);
+    kept = tkvi_slots_before(e->n_packed ? e->n_packed : e->end_slot ? e->end_slot : tkvi_min(TKVI_BLOCK, n));
     e->evicted_mask &= kept;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
     kv->pool.token_meta[id].anchored_mask &= kept;
     kv->pool.token_meta[id].pinned_mask &= kept;
     kv->pool.token_meta[id].temporary_mask &= kept;
 }
 
-/* Overwrites the positions from len on in block i of a list, unless another list holds it (cfg.host.wipe_freed). */
-static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
+/* Overwrites slots of an exact block, unless another list holds it (cfg.host.wipe_freed). */
+static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t slots) {
     static const float zeros[TKV_MAX_HEAD_DIM] = {0};
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const tkvi_block *b = tkvi_block_of(kv, id);
+    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
-    const int n = kv->pool.entry[id].n_packed ? kv->pool.entry[id].n_packed : layout->tokens;
     int t, h;
-    if (b->refs > 1 || tkvi_is_offloaded(b) || tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
+    if (!kv->tables.cfg.host.wipe_freed || b->refs > 1 || tkvi_is_offloaded(b) ||
+        tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
         return;
-    for (t = 0; t < n; t++)
-        for (h = 0; h < kv->tables.cfg.model.n_kv_heads && tkvi_slot_position(kv, id, t) >= len; h++) {
+    for (t = 0; t < layout->tokens; t++)
+        for (h = 0; h < kv->tables.cfg.model.n_kv_heads && slots >> t & 1; h++) {
             const tkvi_record *r = &layout->record[h];
             uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
             r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, zeros, t, bytes);
             r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, zeros, t, bytes + r->v_at);
         }
+}
+
+/* Overwrites the tokens from index len on in block i of a list. */
+static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const int n = kv->pool.entry[id].n_packed ? kv->pool.entry[id].n_packed : TKVI_BLOCK;
+    uint64_t slots = 0;
+    int t;
+    for (t = kv->pool.entry[id].first_slot; t < n; t++)
+        if (tkvi_slot_index(kv, id, t) >= len) slots |= (uint64_t)1 << t;
+    tkvi_wipe_slots(kv, seq, layer, i, slots);
 }
 
 /* Truncates a list to its first `len` tokens. */
@@ -25831,6 +26136,16 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
 }
 
 /* >>truncation */
+/* The least number of tokens of which the last one sees no expired token. n_tokens: number that is asked for. */
+static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int n_tokens) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
+    const int last = tkvi_min(n_tokens, list->len) - 1;
+    if (!list->is_moved || last < 0) return fewest;
+    return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
+}
+
 /* Checks that the first n_tokens of a sequence can stand alone. */
 static tkv_status tkvi_check_cut(tkv_cache *kv, int seq, int n_tokens) {
     int layer;
@@ -25839,7 +26154,7 @@ static tkv_status tkvi_check_cut(tkv_cache *kv, int seq, int n_tokens) {
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && n_tokens > 0; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
+        const int64_t fewest = tkvi_fewest_to_keep(kv, seq, layer, n_tokens);
         if (list->expired && list->len > n_tokens && n_tokens < fewest)
             return tkvi_fail(kv, TKV_ERR_RANGE,
                              "tokens of the window have expired; 0 tokens can stay, or at least", fewest, "");
@@ -25903,8 +26218,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     tkvi_empty_buffer(&buffer, seq, layer);
     if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_n_live_between(kv, list, ids, start, n) < n)
-        return TKV_ERR_RANGE;
+    if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
@@ -25913,8 +26227,10 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
         const tkvi_layout *layout;
+        int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
+        turned = kv->pool.entry[ids[i]].turned;
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
@@ -25926,6 +26242,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, &buffer, &bytes) : TKV_OK;
             if (k && !st)
                 tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            for (t = 0; t < to - from && k && !st && turned; t++)
+                tkvi_rope_rotate(kv->tables.rope, turned, 0, k + (row + (size_t)h + (size_t)t * heads) * dk);
             if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
@@ -26041,7 +26359,7 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
             tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
             uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
-                const int at = tkvi_slot_position(kv, ids[i], t);
+                const int at = tkvi_slot_index(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;
@@ -26092,26 +26410,60 @@ static int tkvi_copies_sinks(const tkv_cache *kv, int seq, int layer) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 && tkvi_list_of(kv, seq, layer)->sinks > 0;
 }
 
-/* What a fork needs: entries beyond those that dst gives back, copies of sinks' blocks, longer lists. Returns the
- * number of blocks that the longest list will have. */
-static int tkvi_demand_fork(const tkv_cache *kv, int src, int dst, int n_tokens, tkv_rows *row,
-                            tkvi_request *request) {
-    int layer, longest = 0, entries = 0;
-    *request = tkvi_no_request();
-    request->layer = -1;
+/* >>room */
+/* Adds the entries and slots that an operation takes to a demand. Returns the length of the longest list then. */
+typedef int (*tkvi_count_entries)(tkv_cache *kv, const void *what, tkvi_demand *demand);
+
+static tkvi_request tkvi_request_entries(tkv_cache *kv, int seq, tkvi_count_entries count, const void *what,
+                                         tkv_rows *row, int *longest) {
+    tkvi_request request = tkvi_no_request();
+    request.layer = -1;
+    *longest = count(kv, what, &request.fixed);
+    if (request.fixed.entries < 0) request.fixed.entries = 0;
+    row->seq = seq;
+    row->n = tkvi_min(TKVI_BLOCK * *longest, TKVI_FOREVER); /* tokens that need lists of this length */
+    request.rows = row;
+    request.n_rows = (uint32_t)*longest + 1 > kv->seq[seq].cap;
+    return request;
+}
+
+/* Provides entries, slots and longer lists for a sequence. On failure nothing has changed, but with a budget blocks may
+ * be coded again. */
+static tkv_status tkvi_provide_entries(tkv_cache *kv, int seq, tkvi_count_entries count, const void *what,
+                                       const char *refusal) {
+    tkv_rows row;
+    int longest;
+    tkvi_request request = tkvi_request_entries(kv, seq, count, what, &row, &longest);
+    tkv_status st = TKV_OK;
+    if (tkvi_has_budget(kv)) {
+        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st)
+            request = tkvi_request_entries(kv, seq, count, what, &row, &longest); /* lists may be shorter */
+    }
+    if (!st && !(tkvi_provide_request(kv, &request) && tkvi_grow_lists(kv, seq, longest + 1)))
+        st = tkvi_refuse_no_memory(kv, refusal, seq, "");
+    if (st) tkvi_trim(&kv->pool);
+    return st;
+}
+
+/* >>fork */
+typedef struct tkvi_fork {
+    int src, dst, n_tokens;
+} tkvi_fork;
+
+/* Entries beyond those that dst gives back, and copies of sinks' blocks. */
+static int tkvi_count_fork(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    const tkvi_fork *fork = (const tkvi_fork *)what;
+    int layer, longest = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
+        const int n = tkvi_n_blocks_before(kv, fork->src, layer, fork->n_tokens);
         const tkvi_plan *p = &kv->tables.plan[layer];
         longest = tkvi_max(longest, n);
-        entries += n - tkvi_list_of(kv, dst, layer)->n;
-        if (n && tkvi_copies_sinks(kv, src, layer))
-            request->fixed.slots[kv->tables.layout[p->sink_layout].size_class]++;
+        demand->entries += n - tkvi_list_of(kv, fork->dst, layer)->n;
+        if (n && tkvi_copies_sinks(kv, fork->src, layer))
+            demand->slots[kv->tables.layout[p->sink_layout].size_class]++;
     }
-    request->fixed.entries = tkvi_max(0, entries);
-    row->seq = dst;
-    row->n = tkvi_min(TKVI_BLOCK * longest, TKVI_FOREVER); /* tokens that need lists of this length */
-    request->rows = row;
-    request->n_rows = (uint32_t)longest + 1 > kv->seq[dst].cap;
     return longest;
 }
 
@@ -26132,10 +26484,9 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
 }
 
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
-    tkvi_request request;
-    tkv_rows row;
+    tkvi_fork fork;
     tkv_status st;
-    int layer, longest;
+    int layer;
     if (!tkvi_has_seq(kv, src)) return tkvi_refuse_seq(kv, src);
     if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
     if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");
@@ -26144,19 +26495,11 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
     if (!st) st = tkvi_check_cut(kv, src, n_tokens);
     if (st) return st;
     kv->seq[src].used = kv->seq[dst].used = ++kv->call.clock;
-    longest = tkvi_demand_fork(kv, src, dst, n_tokens, &row, &request);
-    if (tkvi_has_budget(kv)) {
-        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
-        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
-        if (!st)
-            longest = tkvi_demand_fork(kv, src, dst, n_tokens, &row, &request); /* lists may be shorter */
-    }
-    if (!st && !(tkvi_provide_request(kv, &request) && tkvi_grow_lists(kv, dst, longest + 1)))
-        st = tkvi_refuse_no_memory(kv, "no memory for a fork of sequence", src, "");
-    if (st) {
-        tkvi_trim(&kv->pool);
-        return st;
-    }
+    fork.src = src;
+    fork.dst = dst;
+    fork.n_tokens = n_tokens;
+    st = tkvi_provide_entries(kv, dst, tkvi_count_fork, &fork, "no memory for a fork in sequence");
+    if (st) return st;
     tkvi_clear_seq(kv, dst);
     tkvi_reserve_slots(kv, src, 0); /* it was counted for blocks that src holds alone */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -26166,6 +26509,347 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
 }
 
 #endif /* TKVI_STEP_FORK_H */
+/* ======== step/move.h ======== */
+/*
+ * step/move.h - tkv_seq_remove and tkv_seq_shift: tokens of a sequence leave it, or get other positions. No byte of a
+ * block changes.
+ *
+ *     list             [ A ][ B ][ C ]            index 0 .. 191, position = index + shift of the entry
+ *     remove 70 .. 99  [ A ][ B ][ C ]            30 bits in the mask of B's entry
+ *     shift 100 .. by -30
+ *                      [ A ][ B ][ B'][ C ]       B' is a second entry of block B with the slots from 36 on.
+ *                            +0   -30  -30        Position 100 was index 100, and is position 70 now.
+ *
+ * The keys of an entry are rotated for the positions at which they were appended. Attention turns the query back by
+ * the distance that the entry's tokens have moved since (attention/attend.h): q.R(d)k = (R(-d)q).k. So a token can move
+ * any number of times, in any format, and loses nothing. RoPE: arXiv 2104.09864, section 3.4.3.
+ */
+#ifndef TKVI_STEP_MOVE_H
+#define TKVI_STEP_MOVE_H
+
+
+#define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
+
+/* Positions first .. end - 1. */
+typedef struct tkvi_range {
+    int first, end;
+} tkvi_range;
+
+static int tkvi_clamp_index(int64_t index, int low, int high) {
+    return index < low ? low : index > high ? high : (int)index;
+}
+
+/* The indices of the tokens of block i that have positions in a range: *from .. *to - 1, none if these are equal. */
+static void tkvi_indices_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                            const tkvi_range *range, int *from, int *to) {
+    const tkvi_entry *e = &kv->pool.entry[ids[i]];
+    const int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+    *from = tkvi_clamp_index((int64_t)range->first - e->shift, start, end);
+    *to = tkvi_clamp_index((int64_t)range->end - e->shift, *from, end);
+}
+
+static tkv_status tkvi_check_range(tkv_cache *kv, int seq, int first, int end, tkvi_range *range) {
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
+    range->first = first;
+    range->end = end == TKV_UNLIMITED ? TKVI_POSITIONS : end;
+    if (first < 0) return tkvi_fail(kv, TKV_ERR_ARG, "first is", first, "; positions are not negative");
+    if (range->end < first)
+        return tkvi_fail(kv, TKV_ERR_ARG, "end is", end, "; it must not be less than first");
+    return TKV_OK;
+}
+
+/* >>removal */
+/* Bits of the slots of block i with tokens at indices from .. to - 1. Anchored tokens are among them. */
+static uint64_t tkvi_slots_between(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                   int from, int to) {
+    const uint64_t used = tkvi_used_mask(kv, list, ids, i);
+    uint64_t mask = 0;
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        const int at = used >> t & 1 ? tkvi_slot_index(kv, ids[i], t) : -1;
+        if (at >= from && at < to) mask |= (uint64_t)1 << t;
+    }
+    return mask;
+}
+
+/* The number of tokens that stay in front of those that a removal takes from the end of a list. */
+static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, t, from, to;
+    if (!list->n) return 0;
+    tkvi_indices_in(kv, list, ids, list->n - 1, range, &from, &to);
+    if (to < list->len) return list->len; /* the last token stays */
+    for (i = list->n; i-- > 0;) {
+        uint64_t used = tkvi_used_mask(kv, list, ids, i);
+        if (i < list->sinks)
+            used &= tkvi_slots_before(kv->tables.plan[layer].sink); /* behind them: anchors */
+        tkvi_indices_in(kv, list, ids, i, range, &from, &to);
+        if (from < to) used &= ~tkvi_slots_between(kv, list, ids, i, from, to);
+        for (t = TKVI_BLOCK; used && t-- > 0;)
+            if (used >> t & 1) return tkvi_slot_index(kv, ids[i], t) + 1;
+    }
+    return 0;
+}
+
+/* Removes the anchors of a list with positions in a range. */
+static void tkvi_remove_anchors(tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    uint64_t live;
+    int t;
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.tiers.n_anchors || !list->n || !list->sinks) return;
+    live = tkvi_live_mask_in(kv, list, ids, 0);
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        const int at = live >> t & 1 ? tkvi_slot_index(kv, ids[0], t) : -1;
+        const int position = at < 0 ? -1 : tkvi_index_position(kv, list, ids, at);
+        if (position >= range->first && position < range->end)
+            kv->pool.entry[ids[0]].evicted_mask |= (uint64_t)1 << t;
+    }
+}
+
+/* Makes the slots in use of block i a part of its entry, so that indices behind them have no token. */
+static void tkvi_end_slots(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
+    if (!e->n_packed && !e->end_slot) e->end_slot = (uint8_t)tkvi_block_tokens(kv, list, ids, i);
+}
+
+/* Removes the tokens of a layer with positions in a range. Blocks without tokens are freed, but not the last one. */
+static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, from, to;
+    tkvi_remove_anchors(kv, seq, layer, range);
+    for (i = 0; i < list->n; i++) {
+        uint64_t mask;
+        tkvi_indices_in(kv, list, ids, i, range, &from, &to);
+        mask = from < to ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
+        if (!mask) continue;
+        tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
+        tkvi_wipe_slots(kv, seq, layer, i, mask);
+        kv->pool.entry[ids[i]].evicted_mask |= mask;
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+            kv->pool.token_meta[ids[i]].anchored_mask &= ~mask;
+            kv->pool.token_meta[ids[i]].pinned_mask &= ~mask;
+            kv->pool.token_meta[ids[i]].temporary_mask &= ~mask;
+        }
+        if (i + 1 == list->n || tkvi_used_mask(kv, list, ids, i)) continue;
+        if (i > 0) tkvi_end_slots(kv, list, ids, i - 1);
+        tkvi_unlist_block(kv, seq, layer, i--);
+    }
+}
+
+TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
+    tkvi_range range;
+    tkv_status st = tkvi_check_range(kv, seq, first, end, &range);
+    int layer, len = 0;
+    if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer)
+            len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
+    if (len < tkv_get_length(kv, seq, TKV_ALL_LAYERS)) st = tkv_seq_truncate(kv, seq, len);
+    if (st) return st;
+    tkvi_reserve_slots(kv, seq, 0); /* it was counted for full blocks */
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        tkvi_remove_in_list(kv, seq, layer, &range);
+    tkvi_release_unused(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* >>moving */
+/* The slot at which block i must be split so that no entry has tokens before and behind index `at`; 0: none has. */
+static int tkvi_split_slot(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i, int at) {
+    const uint64_t used = tkvi_used_mask(kv, list, ids, i);
+    int t, any_before = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(used >> t & 1)) continue;
+        if (tkvi_slot_index(kv, ids[i], t) >= at) return any_before ? t : 0;
+        any_before = 1;
+    }
+    return 0;
+}
+
+/* Gives the slots of block i from `slot` on an entry of their own, behind it. There must be room for it. */
+static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const uint32_t id = ids[i], new_id = tkvi_share_entry(&kv->pool, id, tkvi_block_tokens(kv, list, ids, i));
+    const uint64_t before = tkvi_slots_before(slot);
+    const int start = tkvi_slot_index(kv, id, slot);
+    tkvi_entry *a = &kv->pool.entry[id], *b = &kv->pool.entry[new_id];
+    tkvi_forget_meter_copies(kv, seq, layer, a->start);
+    memmove(ids + i + 2, ids + i + 1, (size_t)(list->n - i - 1) * sizeof *ids);
+    ids[i + 1] = new_id;
+    tkvi_count_split(list, i);
+    b->first_slot = (uint8_t)slot;
+    b->evicted_mask &= ~before;
+    a->evicted_mask &= before;
+    a->end_slot = 0;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *of_a = &kv->pool.token_meta[id], *of_b = &kv->pool.token_meta[new_id];
+        int t;
+        for (t = slot; t < b->n_packed; t++)
+            of_b->positions[t] = (uint16_t)(of_b->positions[t] - (start - a->start));
+        of_a->pinned_mask &= before;
+        of_a->temporary_mask &= before;
+        of_b->pinned_mask &= ~before;
+        of_b->temporary_mask &= ~before;
+    }
+    if (a->n_packed) a->n_packed = (int8_t)slot;
+    b->start = start;
+}
+
+/* 1 if blocks i and i + 1 are entries of one block that can be one entry again. */
+static int tkvi_can_unite(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_entry *a = &kv->pool.entry[ids[i]], *b = &kv->pool.entry[ids[i + 1]];
+    return a->block == b->block && tkvi_moved_alike(a, b) && a->tier == b->tier &&
+           (i + 1 < list->sinks || i >= list->sinks) &&
+           tkvi_block_tokens(kv, list, ids, i) == b->first_slot && !a->end_slot &&
+           !a->n_packed == !b->n_packed && tkvi_block_end(kv, list, ids, i + 1) - a->start <= 65536;
+}
+
+/* Undoes tkvi_split_entry. */
+static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const uint32_t id = ids[i], old_id = ids[i + 1];
+    tkvi_entry *a = &kv->pool.entry[id];
+    const tkvi_entry *b = &kv->pool.entry[old_id];
+    a->evicted_mask |= b->evicted_mask;
+    a->end_slot = b->end_slot;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *to = &kv->pool.token_meta[id];
+        const tkvi_token_meta *from = &kv->pool.token_meta[old_id];
+        int t;
+        tkvi_align_steps(kv, id, old_id);
+        for (t = b->first_slot; t < TKVI_BLOCK; t++) {
+            to->positions[t] = (uint16_t)(from->positions[t] + (b->start - a->start));
+            to->scores[t] = from->scores[t];
+        }
+        to->pinned_mask |= from->pinned_mask;
+        to->temporary_mask |= from->temporary_mask;
+        to->temporary_until = tkvi_max(to->temporary_until, from->temporary_until);
+        a->n_packed = b->n_packed;
+    }
+    tkvi_unlist_block(kv, seq, layer, i + 1);
+}
+
+/* A move of tokens of a sequence. */
+typedef struct tkvi_move {
+    int seq, delta;
+    tkvi_range range;
+} tkvi_move;
+
+/* Entries that the borders of a move take, in all layers. Returns the length of the longest list then. */
+static int tkvi_count_splits(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    const tkvi_move *move = (const tkvi_move *)what;
+    int layer, i, from, to, longest = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
+        int n = 0;
+        for (i = 0; i < list->n; i++) {
+            tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
+            if (from == to || !tkvi_slots_between(kv, list, ids, i, from, to)) continue;
+            n += (tkvi_split_slot(kv, list, ids, i, from) > 0) + (tkvi_split_slot(kv, list, ids, i, to) > 0);
+        }
+        demand->entries += n;
+        longest = tkvi_max(longest, list->n + n);
+    }
+    return longest;
+}
+
+/* Moves the tokens of a layer. There must be room for the entries of tkvi_count_splits. */
+static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
+    tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
+    int i, from, to, slot;
+    for (i = 0; i < list->n; i++) {
+        tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
+        if (from == to || !tkvi_slots_between(kv, list, ids, i, from, to)) continue;
+        slot = tkvi_split_slot(kv, list, ids, i, to);
+        if (slot) tkvi_split_entry(kv, move->seq, layer, i, slot);
+        slot = tkvi_split_slot(kv, list, ids, i, from);
+        if (slot) tkvi_split_entry(kv, move->seq, layer, i++, slot);
+        kv->pool.entry[ids[i]].shift += move->delta;
+        kv->pool.entry[ids[i]].turned += move->delta;
+    }
+    list->is_moved = 0;
+    for (i = 0; i < list->n; i++) {
+        while (i + 1 < list->n && tkvi_can_unite(kv, list, ids, i))
+            tkvi_unite_entries(kv, move->seq, layer, i);
+        list->is_moved |= kv->pool.entry[ids[i]].shift != 0 || kv->pool.entry[ids[i]].turned != 0;
+    }
+}
+
+/* Checks that no token of a layer gets a position that there is not, or comes near expired ones. */
+static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *move) {
+    const tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
+    int i, from, to;
+    int64_t first, last;
+    for (i = 0; i < list->n; i++) {
+        const tkvi_entry *e = &kv->pool.entry[ids[i]];
+        tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
+        first = (int64_t)from + e->shift + move->delta;
+        last = (int64_t)to - 1 + e->shift + move->delta;
+        if (from < to && (first < 0 || last >= TKVI_POSITIONS))
+            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
+                             "; positions are 0 to 2^30 - 1");
+        if (from < to && tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
+                             "");
+    }
+    if (!list->n || !list->expired) return TKV_OK;
+    first = (int64_t)list->expired + kv->pool.entry[ids[0]].shift;
+    last = (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift;
+    if (first >= move->range.first && first < move->range.end) first += move->delta;
+    if (last > move->range.first && last <= move->range.end) last += move->delta;
+    if (last - first < kv->tables.plan[layer].kept_window)
+        return tkvi_fail(kv, TKV_ERR_RANGE,
+                         "tokens of the window have expired; the next token would see them: layer", layer,
+                         "");
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta) {
+    tkvi_move move;
+    tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
+    int layer;
+    if (st) return st;
+    if (!kv->tables.rope)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "set cfg.model.rope: keys cannot move without the model's RoPE", 0, NULL);
+    if (kv->tables.cfg.tiers.n_anchors)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "set tiers.n_anchors to 0: anchors cannot move, and there are",
+                         kv->tables.cfg.tiers.n_anchors, "");
+    move.seq = seq;
+    move.delta = delta;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
+        st = tkvi_check_move(kv, layer, &move);
+    if (!st && delta)
+        st = tkvi_provide_entries(kv, seq, tkvi_count_splits, &move, "no memory to move tokens of sequence");
+    if (st || !delta) return st ? st : tkvi_ok(kv);
+    tkvi_reserve_slots(kv, seq, 0); /* it was counted for a last block that takes more tokens */
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) tkvi_move_in_list(kv, layer, &move);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
+                                     int *positions) {
+    const tkvi_list *list;
+    int i;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !positions)) return TKV_ERR_ARG;
+    list = tkvi_list_of(kv, seq, layer);
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    for (i = 0; i < n; i++) positions[i] = tkvi_index_position(kv, list, tkvi_ids(kv, seq, layer), start + i);
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_MOVE_H */
 /* ======== step/promote.h ======== */
 /*
  * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).
@@ -26478,13 +27162,11 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *spec = &t->plan[layer].now;
     const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
-    tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
+    const tkv_tier tier = tkvi_tier_of_level(spec, tkvi_tier_at(tkvi_list_of(kv, seq, layer), i));
     int n = 0;
     layouts[n++] = spec->layout[TKV_TIER_HOT];
     if (b->previous_layout) layouts[n++] = b->previous_layout - 1;
     if (!tkvi_is_hot_layout(kv, layer, b->layout)) layouts[n++] = b->layout;
-    if (tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER)
-        tier = TKV_TIER_WARM; /* this level has no archive */
     /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
     if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == spec->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
@@ -26527,7 +27209,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     for (t = 0; t < n; t++)
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *record = &hot->record[h];
-            const int row = tkvi_slot_position(kv, id, t) - start;
+            const int row = tkvi_slot_index(kv, id, t) - start;
             tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
             tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + record->at + record->v_at);
@@ -26575,7 +27257,7 @@ static tkvi_demand tkvi_demand_restore(const tkv_cache *kv, int seq, int layer, 
 /* End position of the tokens of block i. Eviction can free the next block; then this one covers its positions too. */
 static int tkvi_tokens_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const int n = tkvi_block_tokens(kv, list, ids, i);
-    return n ? tkvi_slot_position(kv, ids[i], n - 1) + 1 : tkvi_block_start(kv, ids, i);
+    return n ? tkvi_slot_index(kv, ids[i], n - 1) + 1 : tkvi_block_start(kv, ids, i);
 }
 
 /* 1 if rows of the positions start .. start + n - 1 must or can restore the discarded block i. A block without live
@@ -26729,7 +27411,7 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
-        position[n] = tkvi_slot_position(r->kv, r->ids[i], t);
+        position[n] = tkvi_slot_index(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
     tkvi_importance_of_block(r->kv, position, out, n, r->list->len);
@@ -26754,7 +27436,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], found;
-        if (tkvi_block_position_end(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_index_end(kv, r.list, r.ids, i) <= start) continue;
         if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
         found = tkvi_ranking_block(&r, i, position, x);
         for (t = 0; t < found; t++) {
@@ -26798,7 +27480,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
         float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
         memset(said, 0, sizeof said);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = t < slots && (there >> t & 1) ? tkvi_slot_position(kv, r.ids[i], t) - start : -1;
+            const int at = t < slots && (there >> t & 1) ? tkvi_slot_index(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
@@ -27035,7 +27717,7 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
         const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
         const int discarded = tkvi_is_discarded(tkvi_block_of(kv, ids[i]));
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
-            const int at = live >> slot & 1 ? tkvi_slot_position(kv, ids[i], slot) - start : -1;
+            const int at = live >> slot & 1 ? tkvi_slot_index(kv, ids[i], slot) - start : -1;
             if (at >= 0 && at < n)
                 tiers[at] = (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_tier_at(list, i));
         }
@@ -27579,7 +28261,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
                    : TKV_OK;
-    if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
+    if (list->sinks < 0 || list->sinks > tkvi_max(1, p->sink) || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->passed[TKVI_TIGHTEST] < 0 || list->passed[TKVI_TIGHTEST] > list->passed[TKVI_RECODED] ||
@@ -27595,11 +28277,9 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (tkvi_keeps_token_meta(&kv->tables.cfg) ? list->n && list->len == list->expired
-                                               : (list->n == 0) != (list->len == list->expired))
-        return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
-    if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->expired
-                                                          : tkvi_block_start(kv, ids, 0) != list->expired))
+    if (list->n && list->len == list->expired)
+        return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
+    if (list->n && tkvi_block_start(kv, ids, 0) < list->expired)
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
@@ -27608,21 +28288,24 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= e->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if ((e->evicted_mask || e->n_packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
-            return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
+        if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
+            return tkvi_report_broken(k, "an entry lists indices where none can", (int64_t)ids[i]);
+        if (e->first_slot >= tkvi_block_tokens(kv, list, ids, i) ||
+            (e->end_slot && (e->n_packed || e->end_slot - e->first_slot > end - e->start)))
+            return tkvi_report_broken(k, "an entry has slots that no token can have", (int64_t)ids[i]);
         for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && !tkvi_has_long_positions(kv, ids[i]);
              t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
-            if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
+            if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
-            last = tkvi_slot_position(kv, ids[i], t);
+            last = tkvi_slot_index(kv, ids[i], t);
         }
         if (TKVI_HAS_EVICT && kv->pool.token_meta &&
             (kv->pool.token_meta[ids[i]].anchored_mask & ~e->evicted_mask))
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
-                tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
+                tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
         if (e->tier != (uint8_t)tier || b->tier > e->tier)
             return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
@@ -27635,6 +28318,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
+        if (b->refs > 1) most += TKVI_BLOCK; /* the end of an entry can be before that of its block */
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
             return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);

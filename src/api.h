@@ -719,6 +719,36 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *                      eviction, importance or anchors 440 bytes more
  * Cost: O(blocks of n_tokens), in all layers. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
+/* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
+ * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
+ * less, and the next token follows the last one that stays. Other removed tokens answer TKV_TOKEN_GONE and count as
+ * evicted in tkv_get_layer. It needs no cfg.evict. A fork keeps its tokens. Bytes go back when a block has no token
+ * left. A reservation ends.
+ * Errors, nothing changed:
+ *   TKV_ERR_RANGE     it truncates, and a window has expired tokens that the last one sees
+ *   TKV_ERR_STATE     a step is open
+ *   TKV_ERR_ARG       no such sequence, first is negative, or end is less than first
+ * Cost: O(tokens of the range), in all layers. */
+TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
+/* Moves the tokens with positions first .. end - 1 by delta positions, in all layers; end TKV_UNLIMITED: all from
+ * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
+ * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
+ * one: its key has RoPE for that position. It begins a new block if the last token has moved. cfg.model.rope must be
+ * the model's. A reservation ends.
+ * Errors, nothing changed (with a budget, blocks may be coded again):
+ *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
+ *   TKV_ERR_NO_SOURCE     a token is discarded
+ *   TKV_ERR_STATE         a step is open
+ *   TKV_ERR_ARG           no such sequence, first is negative, or end is less than first
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for new entries: two a layer if positions ascend
+ * Cost: O(blocks), in all layers. Attention turns its queries once for each run of blocks that moved alike. */
+TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta);
+/* positions[i]: the position of the token with index start + i. A token that is gone has the position that follows from
+ * its neighbours.
+ * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
+TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
+                                     int *positions);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than

@@ -46,8 +46,7 @@
  *   formats undo the rotation inside.) It starts no threads, opens no files and uses no network.
  *
  *   These things are not possible today:
- *     - Positions of stored tokens cannot be shifted.
- *     - A sequence cannot be forked, saved or loaded. No two sequences share blocks.
+ *     - A sequence cannot be saved or loaded.
  *     - A head has at most 256 channels. The cache stores them padded to a multiple of 16.
  *
  *

@@ -125,6 +125,7 @@ extern "C" {
 #include "step/sequence.h"
 #include "step/pins.h"
 #include "step/fork.h"
+#include "step/move.h"
 #include "step/promote.h"
 #include "step/recompute.h"
 #include "step/ranking.h"

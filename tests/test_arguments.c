@@ -428,6 +428,13 @@ static void try_appends(rig *r) {
     EACH("tkv_seq_fork", "src", EVERY, SEQS, "AAAAAA", tkv_seq_fork(r->kv, x, 1, 0));
     EACH("tkv_seq_fork", "dst", EVERY, SEQS, "AAAAAA", tkv_seq_fork(r->kv, 0, x, 0));
     EACH("tkv_seq_fork", "n_tokens", EVERY, LENGTH, "AOAOOO", tkv_seq_fork(r->kv, 0, 1, x));
+    EACH("tkv_seq_remove", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_remove(r->kv, x, 0, 0));
+    EACH("tkv_seq_remove", "first", EVERY, LENGTH, "AAAOOO**", tkv_seq_remove(r->kv, 0, x, INT_MAX));
+    EACH("tkv_seq_remove", "end", EVERY, LENGTH, "AOAOOO", tkv_seq_remove(r->kv, 0, 0, x));
+    EACH("tkv_seq_shift", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_shift(r->kv, x, 0, 0, 1));
+    EACH("tkv_seq_shift", "first", EVERY, LENGTH, "AAA*****", tkv_seq_shift(r->kv, 0, x, INT_MAX, 1));
+    EACH("tkv_seq_shift", "end", EVERY, LENGTH, "A*A*****", tkv_seq_shift(r->kv, 0, 0, x, 1));
+
     EACH("tkv_get_length", "seq, all layers", EVERY, SEQS, "OOOOOO",
          tkv_get_length(r->kv, x, TKV_ALL_LAYERS));
     EACH("tkv_get_length", "seq", EVERY, SEQS, "OOOOOO", tkv_get_length(r->kv, x, 0));
@@ -554,6 +561,12 @@ static void try_reports(rig *r) {
     SAFE("tkv_get_layer", "seq", EVERY, SEQS, "AAAAAA", tkv_get_layer(r->kv, x, 0, &r->o.layer));
     SAFE("tkv_get_layer", "layer", EVERY, LAYERS, "AAAAAAOA", tkv_get_layer(r->kv, 0, x, &r->o.layer));
     SAFE("tkv_get_layer", "layer", EVERY, TKV_ALL_LAYERS, "...A", tkv_get_layer(r->kv, 0, x, &r->o.layer));
+    SAFE("tkv_get_positions", "seq", EVERY, SEQS, "AAAAAA", tkv_get_positions(r->kv, x, 0, 0, 1, r->o.list));
+    SAFE("tkv_get_positions", "layer", EVERY, LAYERS, "AAAAAAOA",
+         tkv_get_positions(r->kv, 0, x, 0, 1, r->o.list));
+    SAFE("tkv_get_positions", "start", EVERY, LENGTH, "AAARRR",
+         tkv_get_positions(r->kv, 0, 0, x, 1, r->o.list));
+    SAFE("tkv_get_positions", "n", EVERY, LENGTH, "AAAORR", tkv_get_positions(r->kv, 0, 0, 0, x, r->o.list));
     SAFE("tkv_get_tiers", "seq", EVERY, SEQS, "AAAAAA", tkv_get_tiers(r->kv, x, 0, 0, 1, r->o.tiers));
     SAFE("tkv_get_tiers", "layer", EVERY, LAYERS, "AAAAAAOA", tkv_get_tiers(r->kv, 0, x, 0, 1, r->o.tiers));
     SAFE("tkv_get_tiers", "layer", EVERY, TKV_ALL_LAYERS, "...A",

@@ -44,12 +44,15 @@ typedef struct model_sequence {
     int len, step_len;
     int exact_from; /* tokens from this position on were appended last, so they are exact */
     uint64_t evicted_mask[WORDS], discarded_mask[WORDS], pinned_mask[WORDS];
+    int position[LONGEST],
+        turned[LONGEST]; /* turned: positions that the token has moved since it was appended */
     float k[LONGEST * MAX_ROW], v[LONGEST * MAX_ROW];
 } model_sequence;
 
 static model_sequence model[SEQS][LAYERS];
 static int in_step[SEQS], reserved[SEQS];
 static int may_share[SEQS];    /* 1: the sequence was forked, or is a fork */
+static int has_moved[SEQS];    /* 1: tokens of the sequence got other positions */
 static int has_discards[SEQS]; /* 1: blocks were discarded. A former anchor may be discarded, too. */
 
 /* >>the cache under test */
@@ -123,7 +126,7 @@ static void truncate_model(int seq, int layer, int len) {
 static void reset_model(int seq) {
     int l;
     for (l = 0; l < LAYERS; l++) { truncate_model(seq, l, 0); }
-    in_step[seq] = reserved[seq] = has_discards[seq] = may_share[seq] = 0;
+    in_step[seq] = reserved[seq] = has_discards[seq] = may_share[seq] = has_moved[seq] = 0;
 }
 
 static int window_of(int layer) { return cfg.model.window ? cfg.model.window : cfg.layers[layer].window; }
@@ -145,10 +148,33 @@ static void fill_random_tokens(int n) {
 
 static void append_to_model(int seq, int layer, int first, int n) {
     model_sequence *s = &model[seq][layer];
+    int i;
     if (!in_step[seq] && n) s->exact_from = s->len;
     memcpy(s->k + s->len * k_row, k_in + first * k_row, (size_t)(n * k_row) * sizeof(float));
     memcpy(s->v + s->len * v_row, v_in + first * v_row, (size_t)(n * v_row) * sizeof(float));
+    CHECK_EQ(tkv_get_positions(kv, seq, layer, s->len, n, s->position + s->len), TKV_OK);
+    if (n && s->len && !has_bit(s->evicted_mask, s->len - 1))
+        CHECK_EQ(s->position[s->len], s->position[s->len - 1] + 1);
+    for (i = s->len; i < s->len + n; i++) {
+        s->turned[i] = 0;
+        if (i > s->len) CHECK_EQ(s->position[i], s->position[i - 1] + 1);
+    }
     s->len += n;
+}
+
+/* A key of the model at its present position. */
+static const float *moved_key(const model_sequence *s, int token, float *out) {
+    const int dim = cfg.model.head_dim, pairs = cfg.model.rope.dim / 2;
+    int h, j;
+    memcpy(out, s->k + token * k_row, (size_t)k_row * sizeof *out);
+    for (h = 0; h < k_row / dim && s->turned[token]; h++)
+        for (j = 0; j < pairs; j++) {
+            const double angle = s->turned[token] * pow(10000.0, -(double)j / pairs);
+            const double a = out[h * dim + j], b = out[h * dim + j + pairs];
+            out[h * dim + j] = (float)(a * cos(angle) - b * sin(angle));
+            out[h * dim + j + pairs] = (float)(b * cos(angle) + a * sin(angle));
+        }
+    return out;
 }
 
 static void record_event(void *user, const tkv_event *e) {
@@ -213,7 +239,7 @@ static void check_layer(int seq, int layer) {
     model_sequence *s = &model[seq][layer];
     uint8_t *state = now.state[seq][layer];
     uint8_t tier[LONGEST], part = 0;
-    static int n_checked;
+    static int n_checked, positions[LONGEST];
     tkv_layer_info info;
     double sum = 0.0;
     int n_encoded = 0, count[4] = {0}, i, j, n, n_held;
@@ -227,7 +253,8 @@ static void check_layer(int seq, int layer) {
         CHECK_EQ(part, tier[from]);
     }
     if (tkv_test_.n_bad) return;
-    CHECK_MSG(info.expired >= 0 && info.expired <= max_of(0, window_of(layer) ? s->len - WINDOW : 0),
+    CHECK_MSG(info.expired >= 0 && (info.expired <= max_of(0, window_of(layer) ? s->len - WINDOW : 0) ||
+                                    (window_of(layer) && has_moved[seq])),
               "sequence %d, layer %d: %d of %d have left the window", seq, layer, info.expired, s->len);
     has_discards[seq] |= call.may_discard[seq];
     for (i = 0; i < s->len; i++) {
@@ -237,7 +264,7 @@ static void check_layer(int seq, int layer) {
                                                               : EXPIRED);
         CHECK(tier[i] < TKV_TIER_COUNT || tier[i] == TKV_TOKEN_DISCARDED || tier[i] == TKV_TOKEN_GONE);
         if (state[i] == EXPIRED)
-            CHECK_MSG(window_of(layer) && i < s->len - WINDOW,
+            CHECK_MSG(window_of(layer) && (i < s->len - WINDOW || has_moved[seq]),
                       "sequence %d, layer %d: token %d vanished without an event", seq, layer, i);
         if (has_bit(s->evicted_mask, i))
             CHECK_MSG(state[i] == EVICTED, "sequence %d, layer %d: evicted token %d is live", seq, layer, i);
@@ -254,6 +281,12 @@ static void check_layer(int seq, int layer) {
         }
         count[state[i]]++;
     }
+    CHECK_EQ(tkv_get_positions(kv, seq, layer, 0, s->len, positions), TKV_OK);
+    for (i = 0; i < s->len; i++)
+        if (is_readable(state[i]) || state[i] == DISCARDED)
+            CHECK_MSG(positions[i] == s->position[i], "sequence %d, layer %d: token %d is at %d, not %d", seq,
+                      layer, i, positions[i], s->position[i]);
+        else s->position[i] = positions[i]; /* it follows from the neighbours */
     n_held = info.tokens[TKV_TIER_HOT] + info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE];
     CHECK_EQ(n_held, count[LIVE]);
     CHECK_EQ(info.discarded, count[DISCARDED]);
@@ -269,14 +302,16 @@ static void check_layer(int seq, int layer) {
         CHECK_EQ(tkv_read(kv, seq, layer, i, n, k_out, v_out), TKV_OK);
         for (j = i; j < i + n; j++) {
             const float *k = k_out + (j - i) * k_row, *v = v_out + (j - i) * v_row;
-            const int same = memcmp(k, s->k + j * k_row, (size_t)k_row * sizeof *k) == 0 &&
+            float want[MAX_ROW];
+            const int same = (s->turned[j] ? relative_error(k, moved_key(s, j, want), k_row) < 1e-9
+                                           : memcmp(k, s->k + j * k_row, (size_t)k_row * sizeof *k) == 0) &&
                              memcmp(v, s->v + j * v_row, (size_t)v_row * sizeof *v) == 0;
             now.values[seq][layer][j] = hash_values(hash_values(1, k, k_row), v, v_row);
             if (same) continue;
             CHECK_MSG(tier[j] != TKV_TIER_HOT && state[j] == LIVE && j < s->exact_from && !exact_only,
                       "sequence %d, layer %d: exact token %d changed", seq, layer, j);
             {
-                const double a = relative_error(k, s->k + j * k_row, k_row),
+                const double a = relative_error(k, moved_key(s, j, want), k_row),
                              b = relative_error(v, s->v + j * v_row, v_row);
                 const double e = a > b ? a : b;
                 CHECK_MSG(e <= token_bound, "sequence %d, layer %d: token %d is off by %.3f and %.3f", seq,
@@ -490,8 +525,69 @@ static tkv_status call_fork(int seq, int layer) {
         truncate_model(seq, l, n == TKV_UNLIMITED ? LONGEST : n);
     }
     has_discards[seq] = has_discards[src];
+    has_moved[seq] = has_moved[src];
     reserved[seq] = reserved[src] = 0;
     may_share[seq] = may_share[src] = 1;
+    return st;
+}
+
+/* Positions from *first to *end - 1: a part of a sequence, or more. */
+static void choose_range(int seq, int *first, int *end) {
+    *first = rand_below(max_len(seq) + 10);
+    *end = rand_below(4) ? *first + rand_below(150) : TKV_UNLIMITED;
+}
+
+static int is_in_range(int position, int first, int end) {
+    return position >= first && (end == TKV_UNLIMITED || position < end);
+}
+
+static tkv_status call_remove(int seq, int layer) {
+    int first, end, l, i;
+    tkv_status st;
+    (void)layer;
+    choose_range(seq, &first, &end);
+    if (end == TKV_UNLIMITED && rand_below(3)) end = first + 5;
+    sprintf(call.text, "remove positions %d to %d of sequence %d", first, end, seq);
+    st = tkv_seq_remove(kv, seq, first, end);
+    CHECK_EQ(st == TKV_ERR_STATE, in_step[seq]);
+    if (st == TKV_ERR_RANGE) CHECK(window_of(0) || window_of(1));
+    if (st) return st;
+    for (l = 0; l < LAYERS; l++) {
+        model_sequence *s = &model[seq][l];
+        const int len = tkv_get_length(kv, seq, l);
+        for (i = 0; i < s->len; i++) {
+            const int state = now.state[seq][l][i], held = state == LIVE || state == DISCARDED;
+            if (held && i >= len) CHECK(is_in_range(s->position[i], first, end));
+            if (!held || !is_in_range(s->position[i], first, end)) continue;
+            set_bit(s->evicted_mask, i);
+            clear_bit(s->discarded_mask, i);
+            clear_bit(s->pinned_mask, i);
+        }
+        truncate_model(seq, l, len);
+    }
+    reserved[seq] = 0;
+    return st;
+}
+
+static tkv_status call_shift(int seq, int layer) {
+    const int delta = rand_below(300) - 100;
+    int first, end, l, i;
+    tkv_status st;
+    (void)layer;
+    choose_range(seq, &first, &end);
+    allow_reclaim(seq);
+    sprintf(call.text, "shift positions %d to %d of sequence %d by %d", first, end, seq, delta);
+    st = tkv_seq_shift(kv, seq, first, end, delta);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(!cfg.model.rope.dim || cfg.tiers.n_anchors);
+    if (st == TKV_ERR_NO_SOURCE) CHECK(has_discarded_tokens(seq));
+    if (st || delta == 0) return st;
+    for (l = 0; l < LAYERS; l++) {
+        model_sequence *s = &model[seq][l];
+        for (i = 0; i < s->len; i++)
+            if (is_in_range(s->position[i], first, end)) s->position[i] += delta, s->turned[i] += delta;
+    }
+    reserved[seq] = 0;
+    may_share[seq] = has_moved[seq] = 1;
     return st;
 }
 
@@ -587,13 +683,19 @@ static tkv_status call_calibration(int seq, int layer) {
 /* >>attention, compared with double precision */
 static double weights[LONGEST];
 
-/* Attention over the live tokens, from the given K and V. */
-static void attend_in_double(int seq, int layer, int n, const float *q, const float *k, const float *v,
-                             double *out) {
+/* Does query `at` see key i? first: index of the oldest query of the call. */
+static int sees_key(const model_sequence *s, int layer, int first, int at, int i) {
+    const int window = window_of(layer) ? WINDOW : 1 << 30;
+    return i <= at && (i >= first || s->position[i] <= s->position[at]) &&
+           s->position[at] - s->position[i] < window;
+}
+
+/* Attention over the live tokens, from the given K and V. first: index of the oldest query of the call. */
+static void attend_in_double(int seq, int layer, int first, int n, const float *q, const float *k,
+                             const float *v, double *out) {
     const model_sequence *s = &model[seq][layer];
     const int kv_heads = cfg.model.n_kv_heads, dim = cfg.model.head_dim,
               v_dim = cfg.model.v_head_dim ? cfg.model.v_head_dim : dim;
-    const int window = window_of(layer) ? WINDOW : LONGEST;
     int r, h, i, c;
     for (r = 0; r < n; r++)
         for (h = 0; h < HEADS; h++) {
@@ -601,15 +703,15 @@ static void attend_in_double(int seq, int layer, int n, const float *q, const fl
             double *o = out + (r * HEADS + h) * v_dim, top_logit = -1e300, sum = 0.0;
             const int at = s->len - n + r, g = h / (HEADS / kv_heads);
             for (c = 0; c < v_dim; c++) o[c] = 0.0;
-            for (i = max_of(0, at - window + 1); i <= at; i++) {
+            for (i = 0; i <= at; i++) {
                 double x = 0.0;
-                if (!is_readable(now.state[seq][layer][i])) continue;
+                if (!is_readable(now.state[seq][layer][i]) || !sees_key(s, layer, first, at, i)) continue;
                 for (c = 0; c < dim; c++) x += (double)qh[c] * (double)k[i * k_row + g * dim + c];
                 weights[i] = x / sqrt((double)dim);
                 if (weights[i] > top_logit) top_logit = weights[i];
             }
-            for (i = max_of(0, at - window + 1); i <= at; i++) {
-                if (!is_readable(now.state[seq][layer][i])) continue;
+            for (i = 0; i <= at; i++) {
+                if (!is_readable(now.state[seq][layer][i]) || !sees_key(s, layer, first, at, i)) continue;
                 weights[i] = exp(weights[i] - top_logit);
                 sum += weights[i];
                 for (c = 0; c < v_dim; c++) o[c] += weights[i] * (double)v[i * v_row + g * v_dim + c];
@@ -625,11 +727,11 @@ static tkv_status call_attend(int seq, int layer) {
     const int v_dim = cfg.model.v_head_dim ? cfg.model.v_head_dim : cfg.model.head_dim,
               n = min_of(s->len, 1 + rand_below(rand_below(2) ? QUERIES : CHECKED)),
               n_checked = min_of(n, CHECKED), skip = (n - n_checked) * HEADS;
-    const int window = window_of(layer) ? WINDOW : LONGEST;
+    static float moved[LONGEST * MAX_ROW];
     const int count = n_checked * HEADS * v_dim, fails = store.fail_read, lies = store.corrupt_read,
               failed = store.n_failed;
     double format_err_sq = 0.0, err_sq = 0.0, sum_sq = 0.0, bound;
-    int i, sees_discarded = 0, any_discarded = 0, sees_expired = 0;
+    int i, at, is_seen, sees_discarded = 0, any_discarded = 0, sees_expired = 0, out_of_order = 0;
     tkv_layer_info info;
     tkv_status st;
     CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
@@ -639,16 +741,25 @@ static tkv_status call_attend(int seq, int layer) {
     st = tkv_attend(kv, seq, layer, q, n, out);
     for (i = 0; i < s->len && n; i++) {
         any_discarded |= has_bit(s->discarded_mask, i);
-        if (i < s->len - n - window + 1) continue;
+        is_seen = 0;
+        for (at = s->len - n; at < s->len; at++) is_seen |= sees_key(s, layer, s->len - n, at, i);
+        out_of_order |= i < s->len - n && s->position[i] > s->position[s->len - n];
+        if (!is_seen) continue;
         sees_discarded |= has_bit(s->discarded_mask, i) && !cfg.recompute.compute;
         sees_expired |= i < info.expired; /* also where the token had been evicted before */
     }
-    if (store.n_failed == failed)
+    for (at = s->len - n; at < s->len; at++)
+        out_of_order |= at > s->len - n && s->position[at] < s->position[at - 1];
+    if (store.n_failed == failed && !has_moved[seq])
         CHECK_MSG(sees_expired     ? st == TKV_ERR_RANGE
                   : sees_discarded ? st == TKV_ERR_NO_SOURCE
                                    : any_discarded || st == TKV_OK,
                   "%d, sees discarded tokens: %d", (int)st, sees_discarded);
+    if (st == TKV_ERR_RANGE) CHECK(info.expired && (sees_expired || has_moved[seq]));
+    if (st == TKV_ERR_NO_SOURCE && !cfg.recompute.compute) CHECK(any_discarded);
     if (st || n == 0) return st;
+    /* Queries in a block see its older tokens by index (api.h). The model does not know blocks. */
+    if (out_of_order) return st;
     CHECK_EQ(store.n_failed, failed);
     store.fail_read = store.corrupt_read = fail_at_row = 0;
     for (i = 0; i < s->len; i++)
@@ -656,8 +767,10 @@ static tkv_status call_attend(int seq, int layer) {
             CHECK_EQ(tkv_read(kv, seq, layer, i, 1, k_out + i * k_row, v_out + i * v_row), TKV_OK);
     store.fail_read = fails;
     store.corrupt_read = lies;
-    attend_in_double(seq, layer, n_checked, q + skip * cfg.model.head_dim, k_out, v_out, expected);
-    attend_in_double(seq, layer, n_checked, q + skip * cfg.model.head_dim, s->k, s->v, exact);
+    for (i = 0; i < s->len; i++) (void)moved_key(s, i, moved + i * k_row);
+    attend_in_double(seq, layer, s->len - n, n_checked, q + skip * cfg.model.head_dim, k_out, v_out,
+                     expected);
+    attend_in_double(seq, layer, s->len - n, n_checked, q + skip * cfg.model.head_dim, moved, s->v, exact);
     for (i = 0; i < count; i++) {
         format_err_sq += (expected[i] - exact[i]) * (expected[i] - exact[i]);
         err_sq +=
@@ -964,6 +1077,8 @@ static const struct {
     {"reserve", 25, 0, call_reserve, MEMORY_ERRORS},
     {"truncate", 40, 0, call_truncate, ERR(STATE) | ERR(RANGE)},
     {"fork", 40, 0, call_fork, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE)},
+    {"remove", 20, 0, call_remove, ERR(STATE) | ERR(RANGE)},
+    {"shift", 40, 0, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"reset", 12, 0, call_reset, 0},
     {"flush", 15, 0, call_flush, MEMORY_ERRORS | ERR(STATE)},
     {"budget", 25, 0, call_set_budget, MEMORY_ERRORS | ERR(ARG)},
@@ -1012,7 +1127,8 @@ static void step(int number) {
     memory.peak = memory.held;
     st = calls[which].run(seq, layer);
     failed = memory.n_refused + store.n_failed;
-    if (st && (failed || st == TKV_ERR_BUDGET)) /* the newest tokens may be recoded by now */
+    if (st && (failed || st == TKV_ERR_BUDGET ||
+               st == TKV_ERR_CAPACITY)) /* the newest tokens may be recoded by now */
         for (at = 0; at < SEQS * LAYERS; at++)
             model[at / LAYERS][at % LAYERS].exact_from = model[at / LAYERS][at % LAYERS].len;
     memory.fail_at = store.fail_write = store.fail_read = store.corrupt_read = fail_at_row = 0;
@@ -1110,6 +1226,7 @@ static void choose_config(uint64_t seed) {
     if (rand_below(2)) cfg.importance.sample_every = 1 + rand_below(4);
     cfg.importance.strategy = (tkv_importance_strategy)rand_below(TKV_IMPORTANCE_COUNT);
     if (rand_below(4) == 0 && cfg.tiers.sink_tokens != TKV_OFF) cfg.tiers.n_anchors = 1 + rand_below(16);
+    if (seed % 2 && !cfg.tiers.n_anchors) cfg.model.rope.dim = dims[shape]; /* tokens can move */
     memset(layers, 0, sizeof layers);
     if (!cfg.tiers.n_anchors && rand_below(4) == 0) {
         if (rand_below(2)) cfg.model.window = WINDOW;

@@ -929,7 +929,7 @@ TEST(one_long_sequence_discards_its_oldest_blocks) {
     tkv_cache *kv;
     row_model m;
     int discarded_when_cheap, held;
-    cfg.budget.bytes = 250000;
+    cfg.budget.bytes = 256000;
     CHECK_EQ(run_long_sequence(&cfg, NULL, &cheap_worst), -1); /* no model: the budget is full */
     attach_row_model(&m, &cfg);
     cfg.recompute.cost.threshold = TKV_ZERO;

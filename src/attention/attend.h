@@ -78,6 +78,26 @@ static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
 #endif
 }
 
+/* The least index that the last n tokens of a list see; below `expired` if they would see an expired token. Expired
+ * tokens have positions before those of the first block. */
+static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int window) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, lowest = TKVI_FOREVER, oldest = list->len;
+    if (!window) return 0;
+    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > list->len - n; i--)
+        lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), list->len - n) +
+                                      kv->pool.entry[ids[i - 1]].shift);
+    lowest -= window - 1;
+    if (list->n == 0 || !list->is_moved) return tkvi_max(0, list->len - n + 1 - window);
+    for (i = list->n; i-- > 0;) {
+        const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
+        if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
+            oldest = tkvi_min(oldest, tkvi_max(start, lowest - shift));
+    }
+    return list->expired + kv->pool.entry[ids[0]].shift > lowest ? list->expired - 1 : oldest;
+}
+
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
     int i, longest = 0;
@@ -100,7 +120,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
-        int64_t oldest;
+        int oldest; /* least index that a query sees */
         int len;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
             return TKV_ERR_ARG;
@@ -108,7 +128,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
-        oldest = c->window ? (int64_t)len - c->rows[i].n + 1 - c->window : 0;
+        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, c->rows[i].n, c->window);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
@@ -156,16 +176,18 @@ typedef struct tkvi_work_tile {
     const tkvi_call *call;
     const tkvi_list *list;
     const uint32_t *ids;
-    int seq_row;           /* row of the sequence's first query in q and out */
-    int item;              /* entry of the batch */
-    int n_queries, head;   /* queries of the sequence; KV head */
-    int first, rows;       /* range of the n_queries * heads_per_kv rows (tkvi_query_of) */
-    int k_pad, v_pad;      /* head dimensions, rounded up to 16 */
-    int chunk, n_chunks;   /* blocks per split; number of splits */
-    int low, high;         /* positions that some row sees: low .. high-1 */
-    int all_low, all_high; /* positions that all rows see: all_low .. all_high-1 */
-    int changes;           /* 1: softcap, ALiBi or masks change the scores */
-    uint32_t far_rows;     /* bit r: row r adds to far_attention */
+    int seq_row;             /* row of the sequence's first query in q and out */
+    int item;                /* entry of the batch */
+    int n_queries, head;     /* queries of the sequence; KV head */
+    int first, rows;         /* range of the n_queries * heads_per_kv rows (tkvi_query_of) */
+    int k_pad, v_pad;        /* head dimensions, rounded up to 16 */
+    int chunk, n_chunks;     /* blocks per split; number of splits */
+    tkvi_sight sight;        /* what queries see by causality and window */
+    int oldest, newest;      /* indices of the oldest and newest query */
+    int lowest, highest;     /* least and greatest position of a query */
+    int shift[TKVI_PREFILL]; /* of each row's query: its position less its index */
+    int changes;             /* 1: softcap, ALiBi or masks change the scores */
+    uint32_t far_rows;       /* bit r: row r adds to far_attention */
 } tkvi_work_tile;
 
 /* Row r of a work tile: its query, and its query head. */
@@ -175,14 +197,42 @@ static int tkvi_head_of(const tkvi_work_tile *u, int r) {
     return u->head * u->call->heads_per_kv + (u->first + r) % u->call->heads_per_kv;
 }
 
-/* Position of a query. */
-static int tkvi_position(const tkvi_work_tile *u, int query) { return u->list->len - u->n_queries + query; }
+/* Index and position of the query of row r. */
+static int tkvi_index_of(const tkvi_work_tile *u, int r) {
+    return u->list->len - u->n_queries + tkvi_query_of(u, r);
+}
 
-/* Positions of the keys that a query sees by causality and window: low .. high-1. */
-static void tkvi_visible(const tkvi_work_tile *u, int query, int *low, int *high) {
-    int at = tkvi_position(u, query), window = u->call->window;
-    *high = u->call->p->non_causal ? u->list->len : at + 1;
-    *low = window && at + 1 > window ? at + 1 - window : 0;
+static int tkvi_row_position(const tkvi_work_tile *u, int r) { return tkvi_index_of(u, r) + u->shift[r]; }
+
+/* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
+static void tkvi_visible(const tkvi_work_tile *u, int i, int r, int *low, int *high) {
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, tkvi_index_of(u, r), tkvi_row_position(u, r),
+                    low, high);
+}
+
+/* As tkvi_visible, for keys that some row sees (all 0), or that all rows see (all 1). */
+static void tkvi_visible_rows(const tkvi_work_tile *u, int i, int all, int *low, int *high) {
+    int none;
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, all ? u->oldest : u->newest,
+                    all ? u->lowest : u->highest, &none, high);
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, u->newest, all ? u->highest : u->lowest, low,
+                    &none);
+}
+
+/* Sets the indices and positions of the tile's queries. */
+static void tkvi_place_rows(tkvi_work_tile *u) {
+    const tkv_cache *kv = u->call->kv;
+    int r;
+    u->oldest = tkvi_index_of(u, 0);
+    u->newest = tkvi_index_of(u, u->rows - 1);
+    u->lowest = TKVI_FOREVER;
+    u->highest = 0;
+    for (r = 0; r < u->rows; r++) {
+        const int index = tkvi_index_of(u, r), position = tkvi_index_position(kv, u->list, u->ids, index);
+        u->shift[r] = position - index;
+        u->lowest = tkvi_min(u->lowest, position);
+        u->highest = tkvi_max(u->highest, position);
+    }
 }
 
 /* The rows from `first` on as a work tile of at most call->view_rows rows. */
@@ -190,6 +240,7 @@ static tkvi_work_tile tkvi_eight_rows(const tkvi_work_tile *u, int first) {
     tkvi_work_tile eight = *u;
     eight.first += first;
     eight.rows = tkvi_min(u->call->view_rows, u->rows - first);
+    tkvi_place_rows(&eight);
     return eight;
 }
 
@@ -206,10 +257,10 @@ static void tkvi_view_init(const tkvi_work_tile *u, tkvi_tile_view *v) {
     v->stored = u->call->plan->stored_layer;
     v->rows = u->rows;
     v->tile = u;
+    v->sight = u->sight;
     for (r = 0; r < u->rows; r++) {
-        const int query = tkvi_query_of(u, r);
-        v->position[r] = tkvi_position(u, query);
-        tkvi_visible(u, query, &v->low[r], &v->high[r]);
+        v->index[r] = tkvi_index_of(u, r);
+        v->position[r] = tkvi_row_position(u, r);
     }
 }
 
@@ -235,7 +286,7 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
 static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item, int seq_row, int head,
                                 int tile) {
     const tkv_config *cfg = &c->kv->tables.cfg;
-    int seq = c->rows[item].seq, r;
+    const int seq = c->rows[item].seq;
     u->call = c;
     u->list = tkvi_list_of(c->kv, seq, c->plan->stored_layer);
     u->ids = tkvi_ids(c->kv, seq, c->plan->stored_layer);
@@ -250,24 +301,28 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->chunk =
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
-    u->low = u->all_high = u->list->len;
-    u->high = u->all_low = 0;
+    u->sight.window = c->window;
+    u->sight.non_causal = c->p->non_causal;
+    u->sight.first_query = u->list->len - u->n_queries;
+    tkvi_place_rows(u);
     u->changes = c->p->softcap > 0.0f || c->p->alibi_slopes || c->p->mask || c->p->mask_bits;
-    for (r = 0; r < u->rows; r++) {
-        int low, high;
-        tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
-        u->low = tkvi_min(u->low, low);
-        u->high = tkvi_max(u->high, high);
-        u->all_low = tkvi_max(u->all_low, low);
-        u->all_high = tkvi_min(u->all_high, high);
-    }
     u->far_rows = c->want_far ? tkvi_far_rows(u) : 0;
 }
 
+/* The reference key. A block whose tokens have moved sees it turned back, as it sees the queries. */
+typedef struct tkvi_reference {
+    float newest[TKV_MAX_HEAD_DIM]; /* as the newest block sees it */
+    float moved[TKV_MAX_HEAD_DIM];  /* at its present place in the sequence */
+    int turned;                     /* of the newest block */
+} tkvi_reference;
+
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
-    float q[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    float q[TKVI_ROWS *
+            TKV_MAX_HEAD_DIM]; /* turned back by `turned`, as blocks that moved by so much see them */
     float ref[TKV_MAX_HEAD_DIM];
+    int turned;
+    tkvi_reference reference;
     float origin[TKVI_ROWS];
     const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
     float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
@@ -303,8 +358,11 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     tkv_status st;
     if (tkvi_failed(u->call)) return NULL;
     if (side == TKV_K && i + 1 < u->list->n && tkvi_is_offloaded(tkvi_block_of(kv, u->ids[i + 1])) &&
-        !tkvi_is_discarded(tkvi_block_of(kv, u->ids[i + 1])) && tkvi_block_start(kv, u->ids, i + 1) < u->high)
-        tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
+        !tkvi_is_discarded(tkvi_block_of(kv, u->ids[i + 1]))) {
+        int low, high;
+        tkvi_visible_rows(u, i + 1, 0, &low, &high);
+        if (tkvi_block_start(kv, u->ids, i + 1) < high) tkvi_prefetch_record(kv, u->ids[i + 1], u->head);
+    }
     u->call->room->seq = u->call->rows[u->item].seq;
     st = tkvi_read_piece(kv, u->ids[i], TKVI_ITSELF, u->head, side, u->call->room, &bytes);
     if (!st) return bytes;
@@ -360,11 +418,37 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
     }
 }
 
+/* Finds the reference key of a work tile. */
+static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
+    const tkv_cache *kv = u->call->kv;
+    ref->turned = u->list->n ? kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
+    tkvi_reference_key(u, ref->newest);
+    if (!u->list->is_moved) return;
+    memcpy(ref->moved, ref->newest, sizeof ref->moved);
+    if (ref->turned) tkvi_rope_rotate(kv->tables.rope, ref->turned, 0, ref->moved);
+}
+
+/* The rotation of queries for blocks that moved by `turned`; NULL: none. */
+static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi_turn *turn) {
+    if (!turned) return NULL;
+    tkvi_turn_make(u->call->kv->tables.rope, turned, 1, turn);
+    return turn;
+}
+
+/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back. */
+static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
+                                const tkvi_turn *turn, float *ref) {
+    memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
+    if (turn && turned != from->turned) tkvi_turn_apply(u->call->kv->tables.rope, turn, ref);
+}
+
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
-/* Loads row r of a work tile: [k_pad], scaled, padded with zeros. Returns its origin, scale q.ref. */
-static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, float *row) {
+/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
+ * scale q.ref. */
+static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *turn, const float *ref,
+                             float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
     int dim = c->kv->tables.cfg.model.head_dim, i, k;
@@ -373,6 +457,7 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, f
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
+    if (turn) tkvi_turn_apply(c->kv->tables.rope, turn, row);
     for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
     for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
         float x[16];
@@ -390,29 +475,46 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const float *ref, f
     return (float)origin;
 }
 
-static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
+/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. The origins are those of the first call,
+ * since (R(-d)q).(R(-d)ref) = q.ref. */
+static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
+                                            int is_first) {
+    tkvi_turn room;
+    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
     int r;
     q->order = NULL;
-    tkvi_reference_key(u, q->ref);
-    for (r = 0; r < u->rows; r++) q->origin[r] = tkvi_load_query(u, r, q->ref, q->q + r * u->k_pad);
+    q->turned = turned;
+    tkvi_turn_reference(u, &q->reference, turned, turn, q->ref);
+    for (r = 0; r < u->rows; r++) {
+        const float origin = tkvi_load_query(u, r, turn, q->ref, q->q + r * u->k_pad);
+        if (is_first) q->origin[r] = origin;
+    }
+}
+
+static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
+    tkvi_reference_init(u, &q->reference);
+    tkvi_turn_queries(u, q, q->reference.turned, 1);
 }
 
 /* >>scores of one block, after softcap, ALiBi, masks and visibility */
-/* at[64]: positions of the tokens of block i. Slots without a live token get TKVI_FOREVER, which no query sees. */
-static void tkvi_slot_positions(const tkvi_work_tile *u, int i, int *at) {
+/* at[64]: indices of the tokens of block i. Slots without a live token get TKVI_FOREVER, which no query sees. */
+static void tkvi_slot_indices(const tkvi_work_tile *u, int i, int *at) {
     const tkv_cache *kv = u->call->kv;
     const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
     const uint64_t there = tkvi_live_mask(&kv->pool.entry[u->ids[i]], n);
     int t;
     for (t = 0; t < TKVI_BLOCK; t++)
-        at[t] = there >> t & 1 ? tkvi_slot_position(kv, u->ids[i], t) : TKVI_FOREVER;
+        at[t] = there >> t & 1 ? tkvi_slot_index(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
-    return start < u->all_low || end > u->all_high || kv->pool.entry[u->ids[i]].evicted_mask ||
-           tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK;
+    const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
+    int low, high;
+    if (e->evicted_mask || e->first_slot || tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK) return 1;
+    tkvi_visible_rows(u, i, 1, &low, &high);
+    return start < low || end > high;
 }
 
 /* The value that an additive mask adds to a score, or TKVI_HIDDEN. NaN is tested by its bits, as comparisons with
@@ -422,12 +524,14 @@ static float tkvi_mask_bias(float m) {
     return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
 }
 
-/* The score s of row r for the key at position j, after softcap, ALiBi and masks. The row must see the key. */
-static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, float s) {
+/* The score s of row r for the key with index j in a block with this shift, after softcap, ALiBi and masks. The row
+ * must see the key. */
+static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, int shift, float s) {
     const tkv_attend_params *p = u->call->p;
     const int query = tkvi_query_of(u, r), row = u->seq_row + query, bit = j - u->list->len + p->n_mask_bits;
     if (p->softcap > 0.0f) s = p->softcap * tanhf((s + origin) / p->softcap);
-    if (p->alibi_slopes) s += p->alibi_slopes[tkvi_head_of(u, r)] * (float)(j - tkvi_position(u, query));
+    if (p->alibi_slopes)
+        s += p->alibi_slopes[tkvi_head_of(u, r)] * (float)(j + shift - tkvi_row_position(u, r));
     if (p->mask) {
         const float bias = tkvi_mask_bias(p->mask[row * u->call->mask_stride + j]);
         if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
@@ -438,13 +542,14 @@ static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int
     return s;
 }
 
-/* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r. at: positions of the slots. */
-static void tkvi_adjust_scores(const tkvi_work_tile *u, int r, float origin, const int *at, float *s) {
+/* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r for block i. at: indices of the slots. */
+static void tkvi_adjust_scores(const tkvi_work_tile *u, int r, float origin, int i, const int *at, float *s) {
+    const int shift = u->call->kv->pool.entry[u->ids[i]].shift;
     int low, high, t;
-    tkvi_visible(u, tkvi_query_of(u, r), &low, &high);
+    tkvi_visible(u, i, r, &low, &high);
     if (!tkvi_is_finite(origin)) high = low;
     for (t = 0; t < TKVI_BLOCK && u->changes; t++)
-        if (at[t] >= low && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], s[t]);
+        if (at[t] >= low && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], shift, s[t]);
     for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
@@ -455,25 +560,28 @@ static const uint8_t *tkvi_next_record(const tkvi_work_tile *u, int i) {
     return bytes;
 }
 
-/* End (exclusive) of the positions that rows may see in block i. It is 0 for a block without a source. tkvi_call_init
+/* End (exclusive) of the indices that rows may see in block i. It is 0 for a block without a source. tkvi_call_init
  * made sure that no row needs it: its tokens were evicted, are anchors, or left the window. */
 static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
     const tkv_cache *kv = u->call->kv;
     return tkvi_has_no_source(kv, tkvi_block_of(kv, u->ids[i]))
                ? 0
-               : tkvi_block_position_end(kv, u->list, u->ids, i);
+               : tkvi_block_index_end(kv, u->list, u->ids, i);
 }
 
 /* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
 static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i), r;
+    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i), low, high, r;
     const uint8_t *bytes;
     const tkvi_record *rec;
-    if (end <= u->low || start >= u->high) return 0;
+    tkvi_visible_rows(u, i, 0, &low, &high);
+    if (end <= low || start >= high) return 0;
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
+    if (kv->pool.entry[u->ids[i]].turned != q->turned)
+        tkvi_turn_queries(u, q, kv->pool.entry[u->ids[i]].turned, 0);
     if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
@@ -482,8 +590,8 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
                                           tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
     if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
-        tkvi_slot_positions(u, i, at);
-        for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], at, scores + r * TKVI_BLOCK);
+        tkvi_slot_indices(u, i, at);
+        for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], i, at, scores + r * TKVI_BLOCK);
     }
     return 1;
 }
@@ -502,7 +610,7 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const flo
     if (i < u->list->sinks) return;
     for (r = 0; r < u->rows; r++) {
         float sum[16] = {0};
-        if (!(u->far_rows >> r & 1) || end + TKVI_FAR > tkvi_position(u, tkvi_query_of(u, r))) continue;
+        if (!(u->far_rows >> r & 1) || end + TKVI_FAR > tkvi_index_of(u, r)) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
             for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
         for (k = 0; k < 16; k++) far_attention[r] += sum[k];
@@ -710,10 +818,14 @@ static void *tkvi_observer_state(tkvi_observers *o, int i) {
     return o->state + at;
 }
 
-/* Begins the selected consumers. sums: of the first pass, before tkvi_finish; NULL if they are not known. */
-static void tkvi_observers_begin(tkvi_observers *o, const tkvi_queries *q, const tkvi_sums *sums) {
+/* Begins the selected consumers. They see the queries as the oldest block behind the sinks does. sums: of the first
+ * pass, before tkvi_finish; NULL if they are not known. */
+static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_sums *sums) {
     const tkvi_work_tile *u = o->view.tile;
+    const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
+    if (u->list->is_moved && q->turned != u->call->kv->pool.entry[oldest].turned)
+        tkvi_turn_queries(u, q, u->call->kv->pool.entry[oldest].turned, 0);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -789,8 +901,8 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     scores += s->first * TKVI_BLOCK;
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
-    tkvi_slot_positions(u, i, at);
-    for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, s->q->origin[r], at, scores + r * TKVI_BLOCK);
+    tkvi_slot_indices(u, i, at);
+    for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, s->q->origin[r], i, at, scores + r * TKVI_BLOCK);
 }
 
 /* >>work: work tiles, serial or parallel, whole or in splits */
@@ -931,31 +1043,43 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
 } tkvi_prefill_sums;
 
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
-static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const float *ref, int lanes, float *q,
-                                          float *origin) {
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_turn *turn, const float *ref,
+                                          int lanes, float *q, float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
     int first, r;
     for (first = 0; first < lanes; first += 16) {
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
         for (r = first; r < tkvi_min(first + 16, u->rows); r++)
-            origin[r] = tkvi_load_query(u, r, ref, rows + (r - first) * u->k_pad);
+            origin[r] = tkvi_load_query(u, r, turn, ref, rows + (r - first) * u->k_pad);
         u->call->many->transpose(rows, u->k_pad, u->k_pad, q + first, lanes);
     }
+}
+
+/* Loads the queries as blocks that moved by `turned` see them. */
+static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
+                              tkvi_prefill_queries *q, float *origin) {
+    tkvi_turn room;
+    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
+    tkvi_turn_reference(u, reference, turned, turn, q->ref);
+    tkvi_load_lanes(u, turn, q->ref, q->lanes, q->q, origin);
+    q->coded = 0;
 }
 
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
                               int32_t *high) {
-    const int packed = u->call->kv->pool.entry[u->ids[i]].n_packed;
+    const tkvi_entry *e = &u->call->kv->pool.entry[u->ids[i]];
+    const int packed = e->n_packed, slots = tkvi_block_tokens(u->call->kv, u->list, u->ids, i);
     int r;
     if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
     memset(high, 0, TKVI_PREFILL * sizeof *high);
     for (r = 0; r < u->rows; r++) {
         int from, to;
-        tkvi_visible(u, tkvi_query_of(u, r), &from, &to);
-        low[r] = packed ? 0 : from - start; /* tkvi_adjust_score_lanes hid scores of packed blocks */
-        high[r] = packed ? packed : tkvi_min(to, end) - start;
+        tkvi_visible(u, i, r, &from, &to);
+        /* tkvi_adjust_score_lanes hid scores of packed blocks */
+        low[r] = packed ? 0 : tkvi_max(from - start, 0) + e->first_slot;
+        high[r] = packed ? packed : tkvi_min(tkvi_min(to, end) - start + e->first_slot, slots);
     }
     return 1;
 }
@@ -964,11 +1088,11 @@ static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end
 static TKVI_NOINLINE void tkvi_adjust_score_lanes(const tkvi_work_tile *u, const float *origin, int i,
                                                   int lanes, float *scores) {
     int at[TKVI_BLOCK], r, t;
-    tkvi_slot_positions(u, i, at);
+    tkvi_slot_indices(u, i, at);
     for (r = 0; r < u->rows; r++) {
         float s[TKVI_BLOCK];
         for (t = 0; t < TKVI_BLOCK; t++) s[t] = scores[t * lanes + r];
-        tkvi_adjust_scores(u, r, origin[r], at, s);
+        tkvi_adjust_scores(u, r, origin[r], i, at, s);
         for (t = 0; t < TKVI_BLOCK; t++) scores[t * lanes + r] = s[t];
     }
 }
@@ -980,7 +1104,7 @@ static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sam
     if (!u->far_rows || i < u->list->sinks) return 0;
     memset(sampled_lanes, 0, TKVI_PREFILL * sizeof *sampled_lanes);
     for (r = 0; r < u->rows; r++)
-        if (u->far_rows >> r & 1 && end + TKVI_FAR <= tkvi_position(u, tkvi_query_of(u, r))) {
+        if (u->far_rows >> r & 1 && end + TKVI_FAR <= tkvi_index_of(u, r)) {
             sampled_lanes[r] = 1.0f;
             any = 1;
         }
@@ -995,12 +1119,14 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
     tkvi_prefill_queries q;
+    tkvi_reference reference;
     tkvi_softmax_args w;
-    int i, r, rotated;
+    float origin[TKVI_PREFILL];
+    int i, r, rotated, turned;
     q.lanes = lanes;
-    q.coded = 0;
-    tkvi_reference_key(u, q.ref);
-    tkvi_load_lanes(u, q.ref, lanes, q.q, sums->origin);
+    tkvi_reference_init(u, &reference);
+    turned = reference.turned;
+    tkvi_prefill_turn(u, &reference, turned, &q, sums->origin);
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
     for (r = 0; r < TKVI_PREFILL; r++) {
         sums->m[r] = TKVI_HIDDEN;
@@ -1021,11 +1147,17 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
-            if (rec->v.format->rotated != rotated || end <= u->low || start >= u->high) continue;
+            int first, last;
+            tkvi_visible_rows(u, i, 0, &first, &last);
+            if (rec->v.format->rotated != rotated || end <= first || start >= last) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
+            if (e->turned != turned) {
+                turned = e->turned;
+                tkvi_prefill_turn(u, &reference, turned, &q, origin); /* origins are those of the first */
+            }
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-            if (u->changes || e->evicted_mask || e->n_packed)
+            if (u->changes || !tkvi_has_all_slots(e))
                 tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
             w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
             w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;

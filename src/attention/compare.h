@@ -47,7 +47,9 @@ static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe
         if (tkvi_is_hot_layout(kv, v->stored, tkvi_block_of(kv, v->ids[i])->layout)) continue;
         copied = tkvi_head_probe_copy(kv->meter, g, e->start, &from) != NULL && !e->n_packed;
         for (r = 0; r < v->rows; r++) {
-            const int n = tkvi_min(v->high[r], end) - tkvi_max(v->low[r], e->start);
+            int low, high, n;
+            tkvi_visible_keys(v, i, r, &low, &high);
+            n = tkvi_min(high, end) - tkvi_max(low, e->start);
             if (!(c->rows >> r & 1) || n <= 0) continue;
             c->row[r].keys += (uint64_t)n;
             if (copied) c->row[r].kept += (uint64_t)n;

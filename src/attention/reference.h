@@ -9,16 +9,21 @@
 
 #include "attention/attend.h"
 
-/* Logit of the key at position j for query `query` of batch entry `item`. len: length of the sequence. *seen: 0 if
- * the query does not see the key. */
+/* Logit of a key for query `query` of batch entry `item`. The key has index j and is in block i. *seen: 0 if the query
+ * does not see the key. */
 static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
-                             int j, int len, int *seen) {
+                             int i, int j, int *seen) {
     const tkv_attend_params *p = c->p;
-    int at = len - c->rows[item].n + query, i;
+    const tkv_cache *kv = c->kv;
+    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
+    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
+    const int len = list->len, first = len - c->rows[item].n, at = first + query;
+    const int of_key = j + kv->pool.entry[ids[i]].shift, of_query = tkvi_index_position(kv, list, ids, at);
+    const int by_index = tkvi_block_end(kv, list, ids, i) > first;
     double s = 0.0, add = 0.0;
     *seen = 0;
-    if (!p->non_causal && j > at) return 0.0;
-    if (c->window && at - j >= c->window) return 0.0;
+    if (!p->non_causal && (j > at || (!by_index && of_key > of_query))) return 0.0;
+    if (c->window && of_query - of_key >= c->window) return 0.0;
     if (p->mask) {
         const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
         if (TKVI_IS_HIDDEN(bias)) return 0.0;
@@ -33,7 +38,7 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
         s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
-    if (p->alibi_slopes) s += (double)p->alibi_slopes[head] * (double)(j - at);
+    if (p->alibi_slopes) s += (double)p->alibi_slopes[head] * (double)(of_key - of_query);
     return s + add;
 }
 
@@ -81,13 +86,15 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             if (st) return st;
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
+            for (t = 0; t < n && kv->pool.entry[ids[i]].turned; t++)
+                tkvi_rope_rotate(kv->tables.rope, kv->pool.entry[ids[i]].turned, 0,
+                                 x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {
                 int seen = 0;
                 sees[t] = 0;
                 if (!(there >> t & 1) || !finite) continue;
-                j = tkvi_slot_position(kv, ids[i], t);
-                s = tkvi_ref_logit(c, item, row, query, head, x + t * cfg->model.head_dim, j, list->len,
-                                   &seen);
+                j = tkvi_slot_index(kv, ids[i], t);
+                s = tkvi_ref_logit(c, item, row, query, head, x + t * cfg->model.head_dim, i, j, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
                     finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */

@@ -21,7 +21,7 @@ static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int
     float *score = p->scores + u->item * u->call->score_stride;
     int at[TKVI_BLOCK], r, t;
     (void)state;
-    tkvi_slot_positions(u, i, at);
+    tkvi_slot_indices(u, i, at);
     for (r = 0; r < v->rows; r++) {
         int row = u->seq_row + tkvi_query_of(u, r);
         float lse = p->lse[(ptrdiff_t)row * v->kv->tables.cfg.model.n_heads + tkvi_head_of(u, r)];

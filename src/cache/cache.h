@@ -34,6 +34,7 @@ typedef struct tkvi_list {
     int expired;              /* tokens before this position have expired (they left the window) */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
     int step_len;             /* len when the open step began */
+    int is_moved;             /* 0: no entry has a shift */
     int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
 
@@ -58,6 +59,18 @@ static void tkvi_uncount_blocks(tkvi_list *list, int first, int end) {
     tkvi_take_from_count(&list->warm, sinks + archive, first, end);
     for (s = 0; s < TKVI_SEARCH_COUNT; s++) tkvi_take_from_count(&list->passed[s], sinks, first, end);
     list->n -= end - first;
+}
+
+/* Counts block i twice: it became two entries. */
+static void tkvi_count_split(tkvi_list *list, int i) {
+    const int behind_sinks = i - list->sinks;
+    int s;
+    for (s = 0; s < TKVI_SEARCH_COUNT; s++)
+        list->passed[s] += behind_sinks >= 0 && behind_sinks < list->passed[s];
+    if (behind_sinks < 0) list->sinks++;
+    else if (behind_sinks < list->archive) list->archive++;
+    else if (behind_sinks < list->archive + list->warm) list->warm++;
+    list->n++;
 }
 
 /* Removes the blocks first .. end - 1 from a list. The caller releases them. */
@@ -245,15 +258,36 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return low - 1;
 }
 
-/* Token slots in use in block i, evicted tokens included. */
+/* Position of the token with an index, also if it is gone. It is in the list. */
+static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
+    return list->is_moved && list->n
+               ? index + kv->pool.entry[ids[tkvi_max(0, tkvi_block_at(kv, list, ids, index))]].shift
+               : index;
+}
+
+/* Token slots in use in block i, evicted tokens included, and slots before first_slot. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_entry *e = &kv->pool.entry[ids[i]];
-    return TKVI_HAS_EVICT && e->n_packed ? e->n_packed : tkvi_block_end(kv, list, ids, i) - e->start;
+    if (TKVI_HAS_EVICT && e->n_packed) return e->n_packed;
+    return e->end_slot ? e->end_slot : e->first_slot + tkvi_block_end(kv, list, ids, i) - e->start;
 }
+
+/* Bits of the first `slots` slots, 1 .. 64. */
+static uint64_t tkvi_slots_before(int slots) { return ~(uint64_t)0 >> (TKVI_BLOCK - slots); }
 
 /* Bit per slot: 1 where the slot has a token that was not evicted. slots: 1 .. 64. */
 static uint64_t tkvi_live_mask(const tkvi_entry *e, int slots) {
-    return (TKVI_HAS_EVICT ? ~e->evicted_mask : ~(uint64_t)0) & ~(uint64_t)0 >> (TKVI_BLOCK - slots);
+    return ~e->evicted_mask & tkvi_slots_before(slots) & ~(uint64_t)0 << e->first_slot;
+}
+
+/* 1 if the tokens of two entries moved by the same distance, so that one entry can have both. */
+static int tkvi_moved_alike(const tkvi_entry *a, const tkvi_entry *b) {
+    return a->shift == b->shift && a->turned == b->turned;
+}
+
+/* 1 if each slot of the entry has a live token, up to the last one in use. */
+static int tkvi_has_all_slots(const tkvi_entry *e) {
+    return !e->evicted_mask && !e->first_slot && !e->n_packed;
 }
 
 /* 1 if each position of this entry takes two elements of `positions` (32 bits). That is so in a sinks' block with
@@ -264,16 +298,16 @@ static int tkvi_has_long_positions(const tkv_cache *kv, uint32_t id) {
 }
 
 /* Position of the token in a slot of entry `id`. */
-static int tkvi_slot_position(const tkv_cache *kv, uint32_t id, int slot) {
+static int tkvi_slot_index(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_entry *e = &kv->pool.entry[id];
     int32_t at;
-    if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot;
+    if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot - e->first_slot;
     if (!tkvi_has_long_positions(kv, id)) return e->start + kv->pool.token_meta[id].positions[slot];
     memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, sizeof at);
     return at;
 }
 
-static void tkvi_set_slot_position(tkv_cache *kv, uint32_t id, int slot, int position) {
+static void tkvi_set_slot_index(tkv_cache *kv, uint32_t id, int slot, int position) {
     const int32_t at = position;
     if (tkvi_has_long_positions(kv, id))
         memcpy((uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, &at, sizeof at);
@@ -311,14 +345,14 @@ static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int star
 }
 
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
-static int tkvi_block_position_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+static int tkvi_block_index_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return TKVI_HAS_EVICT && kv->pool.entry[ids[i]].n_packed && tkvi_has_long_positions(kv, ids[i])
                ? list->len
                : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
-static int tkvi_has_fixed_slots(const tkv_cache *kv) { return TKVI_HAS_ROPE && kv->tables.rope != NULL; }
+static int tkvi_has_fixed_slots(const tkv_cache *kv) { return kv->tables.has_fixed_slots; }
 
 /* Copies token_meta of the slots in moved_mask from block `from` to consecutive slots of block `to`, from `slot` on.
  * start: first position of `to`. Both may be the same block. Returns the next free slot. */
@@ -331,8 +365,7 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int slot, uint32_t f
     if (slot == 0) dst->pinned_mask = dst->temporary_mask = dst->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(moved_mask >> t & 1)) continue;
-        dst->positions[slot] =
-            (uint16_t)(tkvi_slot_position(kv, from, t) - start); /* slot <= t if from == to */
+        dst->positions[slot] = (uint16_t)(tkvi_slot_index(kv, from, t) - start); /* slot <= t if from == to */
         dst->scores[slot] = src->scores[t];
         dst->pinned_mask |= (pinned >> t & 1) << slot;
         dst->temporary_mask |= (temporary_pins >> t & 1) << slot;
@@ -389,7 +422,7 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             b = tkvi_block_of(kv, ids[i]);
             if (tkvi_is_offloaded(b)) continue;
             r = &kv->tables.layout[b->layout].record[head];
-            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, tkvi_block_start(kv, ids, i),
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
                   tkvi_block_tokens(kv, list, ids, i));
             found++;
         }

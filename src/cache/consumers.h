@@ -28,6 +28,25 @@ typedef struct tkvi_sums {
     float *o;             /* [2][TKVI_ROWS][v_pad] sum of p v: of plain formats, of rotated formats */
 } tkvi_sums;
 
+/* What decides which keys the queries of a call see. */
+typedef struct tkvi_sight {
+    int window;      /* newest positions that a query sees; 0: all */
+    int non_causal;  /* 1: a query sees keys after itself */
+    int first_query; /* index of the oldest query */
+} tkvi_sight;
+
+/* The indices of the keys in block i that a query sees by causality and window: low .. high-1. Causality goes by index
+ * in blocks with tokens of the queries, and by position in all older ones. index, position: of the query. */
+static void tkvi_visible_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                            const tkvi_sight *sight, int index, int position, int *low, int *high) {
+    const int shift = kv->pool.entry[ids[i]].shift;
+    *low = sight->window ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
+    *high = index + 1;
+    if (tkvi_block_end(kv, list, ids, i) <= sight->first_query)
+        *high = tkvi_max(0, tkvi_min(*high, position - shift + 1));
+    if (sight->non_causal) *high = list->len;
+}
+
 /* Up to 8 query rows of one KV head of one sequence. Rows of one query, its query heads, follow one another. */
 typedef struct tkvi_tile_view {
     tkv_cache *kv;
@@ -37,9 +56,9 @@ typedef struct tkvi_tile_view {
     int seq, head;           /* sequence; KV head */
     int layer, stored;       /* layer of the call; layer that has the blocks */
     int rows;                /* number of rows */
+    int index[TKVI_ROWS];    /* of each row's query */
     int position[TKVI_ROWS]; /* of each row's query */
-    int low[TKVI_ROWS];      /* keys that a row sees by causality and window: low .. high-1 */
-    int high[TKVI_ROWS];     /* see low */
+    tkvi_sight sight;        /* what they see by causality and window (tkvi_visible_keys) */
     const float *q;          /* [rows][q_stride] scaled queries; in `begin` only */
     int q_stride;            /* head_dim, rounded up to 16 */
     const tkvi_sums *sums;   /* results of the first pass without sink logits; in `begin` only; can be NULL */
@@ -88,14 +107,19 @@ typedef struct tkvi_consumer {
 /* Limit of state_bytes, all consumers together, each rounded up to 64 (tests/test_mass.c checks it). */
 #define TKVI_CONSUMER_BYTES 26624
 
+/* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
+static void tkvi_visible_keys(const tkvi_tile_view *v, int i, int r, int *low, int *high) {
+    tkvi_visible_in(v->kv, v->list, v->ids, i, &v->sight, v->index[r], v->position[r], low, high);
+}
+
 /* Bits of all rows. */
 static unsigned tkvi_all_rows(const tkvi_tile_view *v) { return (1u << v->rows) - 1u; }
 
-/* Bits of the rows whose query is at position p with (p + shift) % every == 0. */
+/* Bits of the rows whose query has an index p with (p + shift) % every == 0. */
 static unsigned tkvi_rows_every(const tkvi_tile_view *v, int64_t shift, int every) {
     unsigned rows = 0;
     int r;
-    for (r = 0; r < v->rows; r++) rows |= (unsigned)((v->position[r] + shift) % every == 0) << r;
+    for (r = 0; r < v->rows; r++) rows |= (unsigned)((v->index[r] + shift) % every == 0) << r;
     return rows;
 }
 

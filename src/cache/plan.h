@@ -134,13 +134,21 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;         /* NULL: no family can undo it */
+    tkvi_rope *rope;         /* of cfg.model.rope; NULL: it is not set */
+    int has_fixed_slots;     /* 1: tokens cannot move to other slots, because a format undoes RoPE */
     int any_rotated;         /* 1: some V format is rotated */
 } tkvi_tables;
 
+/* The tier whose format blocks of `tier` get. A level can have fewer tiers than the one that put them there. */
+static tkv_tier tkvi_tier_of_level(const tkvi_tier_spec *spec, tkv_tier tier) {
+    if (spec->hot == TKVI_FOREVER) return TKV_TIER_HOT;
+    return tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER ? TKV_TIER_WARM : tier;
+}
+
 /* Number of the layout that new blocks of a layer's tier get. */
-static int tkvi_layout_of(const tkvi_tables *t, int layer, tkv_tier tier) {
+static int tkvi_layout_of(const tkvi_tables *t, int layer, tkv_tier of) {
     const tkvi_tier_spec *r = &t->plan[layer].now;
+    const tkv_tier tier = tkvi_tier_of_level(r, of);
     return r->layout[tier] +
            (r->needs_table[tier] && t->current_version[layer] > 0 ? t->current_version[layer] : 0);
 }
@@ -896,7 +904,7 @@ static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
-    s->rope = h->any_fixed ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    s->rope = h->cfg.model.rope.dim ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
@@ -1059,7 +1067,8 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->split = h->any_shared ? (int *)(void *)mem : NULL;
     t->current_version = (int8_t *)(mem += s.split);
     memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
-    if (TKVI_HAS_ROPE && h->any_fixed) {
+    t->has_fixed_slots = h->any_fixed;
+    if (h->cfg.model.rope.dim) {
         t->rope = (tkvi_rope *)(void *)(mem + s.current);
         tkvi_rope_make(t->rope, &h->cfg.model.rope);
     }

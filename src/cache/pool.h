@@ -51,21 +51,25 @@ typedef struct tkvi_block {
 /* What one list sees of a block: which tokens, and where. */
 typedef struct tkvi_entry {
     uint32_t block; /* block number; of a free entry, the next free one */
-    int start;      /* the entry covers positions from here to the start of the next entry */
-    uint64_t
-        evicted_mask; /* bit per slot, oldest first: evicted, truncated, or now an anchor with the sinks */
+    int start;      /* index of the first token; the entry covers indices up to the start of the next entry */
+    /* bit per slot, oldest first: evicted, removed, truncated, or now an anchor with the sinks */
+    uint64_t evicted_mask;
     uint32_t next_holder; /* ring of the entries that hold the block */
-    /* 0: slot i has position start + i. Else the number of slots in use, whose positions are in token_meta
-     * (tkvi_slot_position). */
+    int shift;            /* positions of the tokens less their indices (step/move.h) */
+    int turned;           /* positions by which the tokens moved since they were appended */
+    /* 0: slot first_slot + i has index start + i. Else the number of slots in use, whose indices are in token_meta
+     * (tkvi_slot_index). */
     int8_t n_packed;
-    uint8_t tier;     /* tier of the block in this list (tkvi_tier_at) */
-    uint8_t is_first; /* 1 for one entry of each ring: what counts a block once counts it with this entry */
-    uint8_t in_use;   /* 0: this entry is free */
+    uint8_t first_slot; /* slots before this one belong to another entry, or to none */
+    uint8_t end_slot;   /* not 0: slots from here on too, so indices up to the next entry have no token */
+    uint8_t tier;       /* tier of the block in this list (tkvi_tier_at) */
+    uint8_t is_first;   /* 1 for one entry of each ring: what counts a block once counts it with this entry */
+    uint8_t in_use;     /* 0: this entry is free */
 } tkvi_entry;
 
 /* Data of an entry's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_position) */
+    uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_index) */
     uint32_t scores[64];     /* attention scores, or norms of keys (reclaim/scores.h) */
     uint64_t pinned_mask;    /* bits: these tokens are never evicted */
     uint64_t temporary_mask; /* bits: these tokens stay while the list is shorter than temporary_until */
@@ -413,14 +417,17 @@ static uint32_t tkvi_take_entry(tkvi_pool *pool) {
 }
 
 /* Makes an entry of the hot tier with a new block. */
-static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start) {
+static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start, int shift) {
     const uint32_t id = tkvi_take_entry(pool);
     tkvi_entry *e = &pool->entry[id];
     e->start = start;
     e->evicted_mask = 0;
+    e->shift = shift;
+    e->turned = 0;
     e->n_packed = 0;
+    e->first_slot = e->end_slot = 0;
     e->tier = TKV_TIER_HOT;
-    tkvi_new_block(pool, id, layout, start);
+    tkvi_new_block(pool, id, layout, start + shift);
     if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     return id;
 }
@@ -454,7 +461,7 @@ static tkv_tier tkvi_tier_for_all(const tkvi_pool *pool, uint32_t id) {
 /* 1 if the block of an entry was coded for a tier that no holder has it in any more: the last one that had it there
  * left. The next append of any holder's layer codes it again (reclaim/age.h). */
 static int tkvi_is_late(const tkvi_pool *pool, uint32_t id) {
-    return pool->n_late && pool->block[pool->entry[id].block].tier < (int)tkvi_tier_for_all(pool, id);
+    return pool->block[pool->entry[id].block].tier < (int)tkvi_tier_for_all(pool, id);
 }
 
 /* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
@@ -513,12 +520,12 @@ static void tkvi_leave_block(tkvi_pool *pool, uint32_t id) {
     const uint32_t number = e->block;
     tkvi_block *b = &pool->block[number];
     uint32_t before = id;
-    pool->n_late -= (uint32_t)tkvi_is_late(pool, id);
+    pool->n_late -= (uint32_t)(pool->n_late && tkvi_is_late(pool, id));
     if (--b->refs) {
         while (pool->entry[before].next_holder != id) before = pool->entry[before].next_holder;
         pool->entry[before].next_holder = e->next_holder;
         pool->entry[before].is_first |= e->is_first;
-        pool->n_late += b->tier < (int)tkvi_tier_for_all(pool, before);
+        pool->n_late += (uint32_t)tkvi_is_late(pool, before);
         return;
     }
     if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(pool, number);

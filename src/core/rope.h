@@ -157,24 +157,42 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     *sine = (float)s * 9.3132257461547852e-10f;
 }
 
-/* Rotates the key of this position as the model does (back 0), or inverts that rotation (back 1). */
-static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
-    float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2], c[TKV_MAX_HEAD_DIM / 2], s[TKV_MAX_HEAD_DIM / 2];
+/* The rotation by one number of positions. */
+typedef struct tkvi_turn {
+    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2]; /* by pair */
+} tkvi_turn;
+
+/* back 1: the inverse rotation. */
+static void tkvi_turn_make(const tkvi_rope *rope, int64_t positions, int back, tkvi_turn *turn) {
+    int j;
+    for (j = 0; j < rope->pairs; j++) {
+        tkvi_cos_sin((uint64_t)positions * rope->frequency[j], &turn->cosine[j], &turn->sine[j]);
+        if (back) turn->sine[j] = -turn->sine[j];
+    }
+}
+
+static void tkvi_turn_apply(const tkvi_rope *rope, const tkvi_turn *turn, float *x) {
+    float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2];
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
     int j, n = rope->pairs;
     if (n < 1) return;
     for (j = 0; j < n; j++) {
-        tkvi_cos_sin((uint64_t)position * rope->frequency[j], &c[j], &s[j]);
-        if (back) s[j] = -s[j];
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
     }
-    tkvi_multiply(ac, a, c, n);
-    tkvi_multiply(bs, b, s, n);
+    tkvi_multiply(ac, a, turn->cosine, n);
+    tkvi_multiply(bs, b, turn->sine, n);
     for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
-    tkvi_multiply(bs, b, c, n);
-    tkvi_multiply(ac, a, s, n);
+    tkvi_multiply(bs, b, turn->cosine, n);
+    tkvi_multiply(ac, a, turn->sine, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
+}
+
+/* Rotates the key of this position as the model does (back 0), or inverts that rotation (back 1). */
+static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
+    tkvi_turn turn;
+    tkvi_turn_make(rope, position, back, &turn);
+    tkvi_turn_apply(rope, &turn, x);
 }
 
 /* Copies a token, saturated to fp16. rope: undoes its rotation; NULL: none. */

@@ -163,7 +163,8 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
         const tkvi_entry *e = &kv->pool.entry[ids[i]];
         const int region = tkvcu_find_region(list, i, &block);
         if (tkvi_is_offloaded(b)) return "a block is offloaded";
-        if (e->evicted_mask || e->n_packed) return "tokens were evicted";
+        if (!tkvi_has_all_slots(e) || e->end_slot) return "tokens were evicted or removed";
+        if (e->shift || e->turned) return "tokens were moved";
         if (e->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
         if (kv->tables.layout[b->layout].key != tkvcu_find_key(p, region))
@@ -376,7 +377,7 @@ static tkv_status tkvcu_export_layer(tkvcu *cu, int seq, tkv_cache *kv, int host
         const int region = tkvcu_find_region(&list, i, &block), first = region == TKVCU_SINKS;
         const int start = first ? 0 : v->sinks + TKVI_BLOCK * block;
         version = first ? 0 : t->version[(size_t)layer * (size_t)t->max_blocks + (size_t)block];
-        ids[i] = tkvi_new_entry(&kv->pool, tkvcu_find_host_coding(kv, layer, region, version), start);
+        ids[i] = tkvi_new_entry(&kv->pool, tkvcu_find_host_coding(kv, layer, region, version), start, 0);
         if (!st)
             st = tkvcu_check_cuda(cu, cudaMemcpyAsync(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, ids[i])),
                                                       tkvcu_find_block(v, region, seq, block),

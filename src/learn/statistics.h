@@ -342,7 +342,8 @@ static tkv_status tkvi_no_table(tkv_cache *kv) {
 
 /* Returns whether blocks of the layer must wait for a table before they move to the tier. */
 static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tier) {
-    return kv->tables.plan[layer].now.needs_table[tier] && kv->tables.current_version[layer] < 0;
+    const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
+    return spec->needs_table[tkvi_tier_of_level(spec, tier)] && kv->tables.current_version[layer] < 0;
 }
 
 #endif /* TKVI_LEARN_STATISTICS_H */

@@ -145,13 +145,14 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     r.start = b->first_position;
     tkvi_choose_anchors(kv, seq, layer, i);
     r.live_mask = tkvi_used_mask(kv, list, ids, i);
-    is_packed = TKVI_HAS_EVICT && (e->evicted_mask & ~r.live_mask) && r.live_mask &&
+    is_packed = TKVI_HAS_EVICT && kv->pool.token_meta && (e->evicted_mask & ~r.live_mask) && r.live_mask &&
                 !tkvi_has_fixed_slots(kv) && b->refs == 1;
     if (is_packed) {
         tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
     } else {
-        r.live_mask |= e->evicted_mask; /* no token changes its slot */
-        if (b->refs > 1) r.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - b->n_shared_slots);
+        /* no token changes its slot */
+        r.live_mask =
+            tkvi_slots_before(b->refs > 1 ? b->n_shared_slots : tkvi_block_tokens(kv, list, ids, i));
         tkvi_store_exact_copy(kv, layer, id);
     }
     tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
@@ -160,21 +161,25 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     if (is_packed) {
         e->n_packed = (int8_t)tkvi_move_token_meta(kv, id, 0, id, r.live_mask, e->start);
         e->evicted_mask = kv->pool.token_meta[id].anchored_mask;
+        e->first_slot = e->end_slot = 0;
     }
     return 1;
 }
 
-/* Records that block i is in tier `due` of its list now, or in a colder one as before, and coded for its holders. All
- * blocks before it are in this tier or a colder one, so only counts change. */
-static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due) {
-    kv->pool.n_late -= (uint32_t)tkvi_is_late(&kv->pool, ids[i]);
+/* Records that block i is in tier `due` of its list now, and coded for tier `coded`, or both in a colder one as
+ * before. All blocks before it are in this tier or a colder one, so only counts change. */
+static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due,
+                            tkv_tier coded) {
+    tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    kv->pool.n_late -= (uint32_t)(kv->pool.n_late && tkvi_is_late(&kv->pool, ids[i]));
     if (due != TKV_TIER_HOT && i >= list->sinks + list->archive + list->warm) list->warm++;
     if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
         list->warm--;
         list->archive++;
     }
     kv->pool.entry[ids[i]].tier = (uint8_t)tkvi_tier_at(list, i);
-    tkvi_block_of(kv, ids[i])->tier = (uint8_t)tkvi_tier_for_all(&kv->pool, ids[i]);
+    if ((int)coded > b->tier) b->tier = (uint8_t)coded;
+    kv->pool.n_late += (uint32_t)tkvi_is_late(&kv->pool, ids[i]);
 }
 
 /* Puts block i into tier `due` of its list. The block is coded again only if all its holders have it in a colder tier
@@ -182,11 +187,12 @@ static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids,
 static int tkvi_demote_to(tkv_cache *kv, int seq, int layer, int i, tkv_tier due) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkv_tier tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
-    if ((int)tier > tkvi_block_of(kv, ids[i])->tier &&
-        !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
+    const int coded = tkvi_block_of(kv, ids[i])->tier;
+    tkv_tier tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
+    while ((int)tier > coded && tkvi_must_wait_for_table(kv, layer, tier)) tier = (tkv_tier)((int)tier - 1);
+    if ((int)tier > coded && !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
         return 0;
-    tkvi_enter_tier(kv, list, ids, i, due);
+    tkvi_enter_tier(kv, list, ids, i, due, tier);
     return 1;
 }
 
@@ -207,9 +213,12 @@ static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int64_t oldest_kept; /* position */
     int n = 0;
-    while (p->kept_window && n + 1 < list->n &&
-           (int64_t)tkvi_block_end(kv, list, ids, n) + p->kept_window + tkvi_expiry_margin(p) <= list->len)
+    if (!p->kept_window || !list->n) return 0;
+    oldest_kept =
+        (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift - p->kept_window - tkvi_expiry_margin(p);
+    while (n + 1 < list->n && tkvi_block_end(kv, list, ids, n) + kv->pool.entry[ids[n]].shift <= oldest_kept)
         n++;
     return n;
 }
@@ -237,7 +246,7 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
     int i = list->sinks + list->archive;
     for (; i < list->n; i = first_hot) {
         const int end = tkvi_block_end(kv, list, ids, i),
-                  is_full = i + 1 < list->n || end - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
+                  is_full = i + 1 < list->n || tkvi_block_tokens(kv, list, ids, i) == TKVI_BLOCK;
         tkv_tier due = tkvi_tier_by_age(&kv->tables.plan[layer].now, hot_age, end, list->len);
         while (tkvi_must_wait_for_table(kv, layer, due))
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;

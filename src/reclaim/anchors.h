@@ -28,9 +28,10 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     const int n = tkvi_block_tokens(kv, list, ids, i);
     const uint64_t kept = tkvi_used_mask(kv, list, ids, i);
     int t = 0;
-    if (!TKVI_HAS_EVICT || !kv->pool.entry[ids[i]].n_packed) t = position - tkvi_block_start(kv, ids, i);
+    if (!TKVI_HAS_EVICT || !kv->pool.entry[ids[i]].n_packed)
+        t = position - tkvi_block_start(kv, ids, i) + kv->pool.entry[ids[i]].first_slot;
     else
-        while (t < n && !(kept >> t & 1 && tkvi_slot_position(kv, ids[i], t) == position)) t++;
+        while (t < n && !(kept >> t & 1 && tkvi_slot_index(kv, ids[i], t) == position)) t++;
     return t < n ? t : -1;
 }
 
@@ -46,7 +47,7 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
         i = 0;
         *slot = tkvi_place_in(kv, list, ids, 0, position);
     }
-    return *slot >= 0 && !(TKVI_HAS_EVICT && kv->pool.entry[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
+    return *slot >= 0 && !(kv->pool.entry[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
 }
 
 /* Makes block i a packed block, which lists its positions. Then its number of tokens does not depend on the start
@@ -55,14 +56,16 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     tkvi_entry *e = &kv->pool.entry[ids[i]];
     const int n = tkvi_block_tokens(kv, list, ids, i);
     int t;
-    for (t = 0; t < n && !e->n_packed; t++) tkvi_set_slot_position(kv, ids[i], t, e->start + t);
+    for (t = 0; t < n && !e->n_packed; t++)
+        tkvi_set_slot_index(kv, ids[i], t, e->start + tkvi_max(0, t - e->first_slot));
     e->n_packed = (int8_t)n;
+    e->end_slot = 0;
 }
 
 /* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
  * token takes its attention score back with it. The caller reuses the slot. */
 static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
-    const int position = tkvi_slot_position(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
+    const int position = tkvi_slot_index(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
     const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
     tkvi_token_meta *token_meta;
     if (t < 0) return;
@@ -92,7 +95,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
         tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
         r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
-    tkvi_set_slot_position(kv, ids[0], slot, tkvi_slot_position(kv, ids[i], t));
+    tkvi_set_slot_index(kv, ids[0], slot, tkvi_slot_index(kv, ids[i], t));
     kv->pool.entry[ids[0]].evicted_mask &= ~((uint64_t)1 << slot);
     kv->pool.token_meta[ids[0]].scores[slot] = kv->pool.token_meta[ids[i]].scores[t];
     kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
@@ -101,7 +104,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
 
 /* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
 static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
-    const int i = tkvi_block_at(kv, list, ids, tkvi_slot_position(kv, ids[0], slot));
+    const int i = tkvi_block_at(kv, list, ids, tkvi_slot_index(kv, ids[0], slot));
     return i > 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[i]));
 }
 
@@ -149,7 +152,10 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
             if (mine[t] <= a[slot]) continue;
             tkvi_remove_anchor(kv, list, ids, slot);
         }
-        sinks->n_packed = (int8_t)tkvi_max(sinks->n_packed, slot + 1);
+        for (; sinks->n_packed <= slot; sinks->n_packed++) { /* slots between have no token */
+            tkvi_set_slot_index(kv, ids[0], sinks->n_packed, sinks->start);
+            sinks->evicted_mask |= (uint64_t)1 << sinks->n_packed;
+        }
         tkvi_add_anchor(kv, ids, i, t, slot);
     }
 }

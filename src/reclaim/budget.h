@@ -193,12 +193,13 @@ static int tkvi_has_known_victims(const tkv_cache *kv) {
            (!(needs & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* A stretch: neighbours in RAM with one tier and one format. Only within a stretch blocks are merged. */
+/* A stretch: neighbours in RAM with one tier, one format and one shift. Only within a stretch blocks are merged. */
 typedef struct tkvi_stretch {
     int n_blocks, n_used; /* blocks; used slots after eviction */
     int first, layout;    /* first position */
     int is_anchored;      /* 1: neighbours merge only if all tokens fit */
     tkv_tier tier;
+    const tkvi_entry *entry; /* the first one */
 } tkvi_stretch;
 
 /* Ends a stretch at position `end`: subtracts the blocks that eviction and merging surely free. Merged blocks are
@@ -234,7 +235,8 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
         if (stretch.n_blocks &&
-            (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier))
+            (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier ||
+             !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
             tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
         if (victims && !used) { /* empty blocks are freed first */
             demand->entries--;
@@ -244,7 +246,10 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         if (i < list->sinks) continue;
         n_outside += !is_own;
         if (!is_own) continue;
-        if (!stretch.n_blocks) stretch.first = tkvi_block_start(kv, ids, i);
+        if (!stretch.n_blocks) {
+            stretch.first = tkvi_block_start(kv, ids, i);
+            stretch.entry = &kv->pool.entry[ids[i]];
+        }
         stretch.n_blocks++;
         stretch.n_used += tkvi_n_bits(used);
         stretch.layout = b->layout;

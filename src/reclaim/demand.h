@@ -55,15 +55,16 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
         return 0; /* a flush recoded it before it was full */
-    if (TKVI_HAS_EVICT && kv->pool.entry[ids[last]].n_packed)
-        return 0; /* a packed block: truncation removed the blocks after it */
+    if (kv->pool.entry[ids[last]].n_packed || kv->pool.entry[ids[last]].end_slot)
+        return 0;                                   /* truncation or removal took the blocks after it */
+    if (kv->pool.entry[ids[last]].turned) return 0; /* its tokens have moved, and new ones have not */
     if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
         return 0; /* truncation removed the blocks after it */
     if (tkvi_block_of(kv, ids[last])->refs > 1 && !kv->pool.keep_all && last >= list->sinks &&
         list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
         return 0; /* in place, lists have no room for short blocks */
     capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
-    return tkvi_max(0, capacity - (list->len - tkvi_block_start(kv, ids, last)));
+    return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
 }
 
 /* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */

@@ -34,9 +34,8 @@ static int tkvi_n_live(const tkv_cache *kv, int seq, int layer) {
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n = 0;
     for (i = 0; i < list->n; i++)
-        n += TKVI_HAS_EVICT && kv->pool.entry[ids[i]].evicted_mask
-                 ? tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i))
-                 : tkvi_block_tokens(kv, list, ids, i);
+        n += tkvi_has_all_slots(&kv->pool.entry[ids[i]]) ? tkvi_block_tokens(kv, list, ids, i)
+                                                         : tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
     return n;
 }
 
@@ -73,7 +72,7 @@ static int tkvi_n_live_between(const tkv_cache *kv, const tkvi_list *list, const
         if (tkvi_block_start(kv, ids, i) >= start + n) break;
         for (t = 0; t < TKVI_BLOCK; t++)
             if (live_mask >> t & 1) {
-                const int position = tkvi_slot_position(kv, ids[i], t);
+                const int position = tkvi_slot_index(kv, ids[i], t);
                 found += position >= start && position < start + n;
             }
     }
@@ -114,6 +113,7 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - tkvi_block_start(kv, ids, i) > 65536) return 0;
+    if (!tkvi_moved_alike(&kv->pool.entry[ids[i]], &kv->pool.entry[ids[i + 1]])) return 0;
     n_free = TKVI_BLOCK - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1));
     if (n <= n_free) return n;
@@ -175,6 +175,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
     to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
     to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
+    to->first_slot = to->end_slot = 0;
     tkvi_forget_meter_copies(kv, seq, layer, to->start);
     tkvi_forget_copy(&kv->pool, to->block);
     kv->counts.merged++;
@@ -303,7 +304,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         for (t = 0; t < TKVI_BLOCK; t++) {
             int position;
             if (!(choosable >> t & 1)) continue;
-            position = tkvi_slot_position(kv, ids[i], t);
+            position = tkvi_slot_index(kv, ids[i], t);
             c->position[c->n] = position;
             if (needs & TKVI_NEEDS_NORMS && tkvi_keeps_norms(kv))
                 c->value[c->n] = tkvi_from_bits(kv->pool.token_meta[ids[i]].scores[t]);
@@ -369,7 +370,7 @@ static void tkvi_apply_eviction(tkv_cache *kv, int seq, int layer, int fill) {
     for (i = 0; i < list->n; i++) {
         uint64_t *victim_mask = &kv->pool.token_meta[ids[i]].victim_mask;
         for (t = 0; t < TKVI_BLOCK; t++)
-            if (*victim_mask >> t & 1) positions[n_evicted++] = tkvi_slot_position(kv, ids[i], t);
+            if (*victim_mask >> t & 1) positions[n_evicted++] = tkvi_slot_index(kv, ids[i], t);
         kv->pool.entry[ids[i]].evicted_mask |= *victim_mask;
         *victim_mask = 0;
     }

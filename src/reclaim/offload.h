@@ -187,7 +187,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
     for (first = 0; first < n; first += TKVI_ROWS_AT_ONCE) {
         const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
-        for (t = 0; t < count; t++) position[t] = tkvi_slot_position(kv, id, first + t);
+        for (t = 0; t < count; t++) position[t] = tkvi_slot_index(kv, id, first + t);
         if (cfg->recompute.compute(cfg->recompute.user, buffer->seq, buffer->layer, head, position, count,
                                    wanted[0] ? row[0] : NULL, wanted[1] ? row[1] : NULL))
             return 0;

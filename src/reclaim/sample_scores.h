@@ -32,7 +32,7 @@ static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
     int r;
     if (!m->mode->fresh)
         return tkvi_rows_every(v, (int64_t)v->layer * v->kv->tables.cfg.model.n_kv_heads + v->head, m->every);
-    for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->position[r] >= v->list->len - m->newest) << r;
+    for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->index[r] >= v->list->len - m->newest) << r;
     return rows;
 }
 
@@ -42,13 +42,15 @@ static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
     for (i = 0; i < v->list->n; i++) {
         const tkvi_entry *e = &v->kv->pool.entry[v->ids[i]];
         const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
-        if (e->evicted_mask == 0 && !e->n_packed) {
-            n += tkvi_max(0, tkvi_min(v->high[r], e->start + slots) - tkvi_max(v->low[r], e->start));
+        int low, high;
+        tkvi_visible_keys(v, i, r, &low, &high);
+        if (tkvi_has_all_slots(e)) {
+            n += tkvi_max(0, tkvi_min(high, e->start + slots) - tkvi_max(low, e->start));
             continue;
         }
         for (t = 0; t < slots; t++) {
-            const int at = tkvi_slot_position(v->kv, v->ids[i], t);
-            n += at >= v->low[r] && at < v->high[r] && (tkvi_live_mask(e, slots) >> t & 1);
+            const int at = tkvi_slot_index(v->kv, v->ids[i], t);
+            n += at >= low && at < high && (tkvi_live_mask(e, slots) >> t & 1);
         }
     }
     return n;
@@ -88,7 +90,7 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
     memset(added, 0, sizeof added);
     for (r = first; r < last; r = end) {
         int any = tkvi_weights_of(v, scores, r, p);
-        for (end = r + 1; m->heads && end < last && v->position[end] == v->position[r]; end++) {
+        for (end = r + 1; m->heads && end < last && v->index[end] == v->index[r]; end++) {
             any |= tkvi_weights_of(v, scores, end, more);
             m->heads(NULL, more, 0.0f, p);
         }

@@ -53,22 +53,25 @@ static tkv_tier tkvi_due_tier(const tkv_cache *kv, int seq, int layer, int i, co
                             i + 1 == list->n, spec, can_learn);
 }
 
-/* Counts block i as recoded for the tier `due` of its list. All blocks before it are counted already. A late block
- * (tkvi_is_late) was counted before. */
-static void tkvi_count_recoded(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due) {
-    tkvi_enter_tier(kv, list, ids, i, due);
+/* Counts block i as recoded for the tier `due` of its list, and for the tier `coded` of its hottest holder. All blocks
+ * before it are counted already. A late block (tkvi_is_late) was counted before. */
+static void tkvi_count_recoded(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due,
+                               tkv_tier coded) {
+    tkvi_enter_tier(kv, list, ids, i, due, coded);
     if (due == TKV_TIER_ARCHIVE && i == list->sinks + list->passed[TKVI_TIGHTEST])
         list->passed[TKVI_TIGHTEST]++;
     list->passed[TKVI_RECODED] = tkvi_max(list->passed[TKVI_RECODED], i + 1 - list->sinks);
 }
 
-/* Index of a late block of a list; -1: none. */
-static int tkvi_find_late(const tkv_cache *kv, int seq, int layer) {
+/* Index of a late block of a list that need not wait for a table; -1: none. */
+static int tkvi_find_late(const tkv_cache *kv, int seq, int layer, int can_learn) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     for (i = list->sinks; kv->pool.n_late && i < list->n; i++)
-        if (tkvi_is_late(&kv->pool, ids[i])) return i;
+        if (tkvi_is_late(&kv->pool, ids[i]) &&
+            (can_learn || !tkvi_must_wait_for_table(kv, layer, tkvi_tier_for_all(&kv->pool, ids[i]))))
+            return i;
     return -1;
 }
 
@@ -79,7 +82,7 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     for (;;) {
-        const int late = tkvi_find_late(kv, seq, layer);
+        const int late = tkvi_find_late(kv, seq, layer, can_learn);
         int i = late < 0 ? list->sinks + list->passed[TKVI_TIGHTEST] : late;
         tkv_tier due = i < list->n ? tkvi_due_tier(kv, seq, layer, i, spec, can_learn) : TKV_TIER_HOT;
         const tkvi_block *b;
@@ -92,6 +95,8 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
         if (due == TKV_TIER_HOT) return 0;
         b = tkvi_block_of(kv, ids[i]);
         stale->tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
+        while (!can_learn && tkvi_must_wait_for_table(kv, layer, stale->tier))
+            stale->tier = (tkv_tier)((int)stale->tier - 1);
         stale->layout = tkvi_layout_of(&kv->tables, layer, stale->tier);
         if (stale->tier != TKV_TIER_HOT && !tkvi_is_offloaded(b) &&
             tkvi_is_smaller(kv, b->layout, stale->layout)) {
@@ -101,7 +106,7 @@ static int tkvi_find_stale_in(tkv_cache *kv, int seq, int layer, int can_learn, 
             stale->due = due;
             return 1;
         }
-        tkvi_count_recoded(kv, list, ids, i, due);
+        tkvi_count_recoded(kv, list, ids, i, due, stale->tier);
     }
 }
 
@@ -151,8 +156,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
             return 0;
     }
     old_bytes = tkvi_layout_at(kv, &stale)->bytes.total;
-    if (kv->tables.plan[stale.layer].now.needs_table[stale.tier] &&
-        kv->tables.current_version[stale.layer] < 0) {
+    if (tkvi_must_wait_for_table(kv, stale.layer, stale.tier)) {
         /* learns a table from the present blocks, because this block cannot wait */
         if (!tkvi_make_due_table(kv, stale.layer, TKVI_ANY_TOKENS) ||
             kv->tables.current_version[stale.layer] < 0)
@@ -161,7 +165,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
     }
     if (!tkvi_demote_block(kv, stale.seq, stale.layer, stale.i, stale.layout)) return 0;
     tkvi_count_recoded(kv, tkvi_list_of(kv, stale.seq, stale.layer), tkvi_ids(kv, stale.seq, stale.layer),
-                       stale.i, stale.due);
+                       stale.i, stale.due, stale.tier);
     kv->counts.recoded[kv->tables.level]++;
     return old_bytes - kv->tables.layout[stale.layout].bytes.total;
 }

@@ -81,7 +81,7 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
         const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
         const int discarded = tkvi_is_discarded(tkvi_block_of(kv, ids[i]));
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
-            const int at = live >> slot & 1 ? tkvi_slot_position(kv, ids[i], slot) - start : -1;
+            const int at = live >> slot & 1 ? tkvi_slot_index(kv, ids[i], slot) - start : -1;
             if (at >= 0 && at < n)
                 tiers[at] = (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_tier_at(list, i));
         }
@@ -625,7 +625,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
                    : TKV_OK;
-    if (list->sinks < 0 || list->sinks > 1 || list->archive < 0 || list->warm < 0 ||
+    if (list->sinks < 0 || list->sinks > tkvi_max(1, p->sink) || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->passed[TKVI_TIGHTEST] < 0 || list->passed[TKVI_TIGHTEST] > list->passed[TKVI_RECODED] ||
@@ -641,11 +641,9 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (tkvi_keeps_token_meta(&kv->tables.cfg) ? list->n && list->len == list->expired
-                                               : (list->n == 0) != (list->len == list->expired))
-        return tkvi_report_broken(k, "tokens without blocks, or blocks without tokens, in layer", layer);
-    if (list->n && (TKVI_HAS_EVICT && kv->pool.token_meta ? tkvi_block_start(kv, ids, 0) < list->expired
-                                                          : tkvi_block_start(kv, ids, 0) != list->expired))
+    if (list->n && list->len == list->expired)
+        return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
+    if (list->n && tkvi_block_start(kv, ids, 0) < list->expired)
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
@@ -654,21 +652,24 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= e->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if ((e->evicted_mask || e->n_packed) && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
-            return tkvi_report_broken(k, "tokens are evicted where none can be", (int64_t)ids[i]);
+        if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
+            return tkvi_report_broken(k, "an entry lists indices where none can", (int64_t)ids[i]);
+        if (e->first_slot >= tkvi_block_tokens(kv, list, ids, i) ||
+            (e->end_slot && (e->n_packed || e->end_slot - e->first_slot > end - e->start)))
+            return tkvi_report_broken(k, "an entry has slots that no token can have", (int64_t)ids[i]);
         for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && !tkvi_has_long_positions(kv, ids[i]);
              t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
-            if (tkvi_slot_position(kv, ids[i], t) >= end || tkvi_slot_position(kv, ids[i], t) <= last)
+            if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
-            last = tkvi_slot_position(kv, ids[i], t);
+            last = tkvi_slot_index(kv, ids[i], t);
         }
         if (TKVI_HAS_EVICT && kv->pool.token_meta &&
             (kv->pool.token_meta[ids[i]].anchored_mask & ~e->evicted_mask))
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
-                tkvi_find_token(kv, list, ids, tkvi_slot_position(kv, ids[i], t), &slot) != 0)
+                tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
         if (e->tier != (uint8_t)tier || b->tier > e->tier)
             return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
@@ -681,6 +682,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);
         if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
+        if (b->refs > 1) most += TKVI_BLOCK; /* the end of an entry can be before that of its block */
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
             return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);

@@ -28,26 +28,60 @@ static int tkvi_copies_sinks(const tkv_cache *kv, int seq, int layer) {
     return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 && tkvi_list_of(kv, seq, layer)->sinks > 0;
 }
 
-/* What a fork needs: entries beyond those that dst gives back, copies of sinks' blocks, longer lists. Returns the
- * number of blocks that the longest list will have. */
-static int tkvi_demand_fork(const tkv_cache *kv, int src, int dst, int n_tokens, tkv_rows *row,
-                            tkvi_request *request) {
-    int layer, longest = 0, entries = 0;
-    *request = tkvi_no_request();
-    request->layer = -1;
+/* >>room */
+/* Adds the entries and slots that an operation takes to a demand. Returns the length of the longest list then. */
+typedef int (*tkvi_count_entries)(tkv_cache *kv, const void *what, tkvi_demand *demand);
+
+static tkvi_request tkvi_request_entries(tkv_cache *kv, int seq, tkvi_count_entries count, const void *what,
+                                         tkv_rows *row, int *longest) {
+    tkvi_request request = tkvi_no_request();
+    request.layer = -1;
+    *longest = count(kv, what, &request.fixed);
+    if (request.fixed.entries < 0) request.fixed.entries = 0;
+    row->seq = seq;
+    row->n = tkvi_min(TKVI_BLOCK * *longest, TKVI_FOREVER); /* tokens that need lists of this length */
+    request.rows = row;
+    request.n_rows = (uint32_t)*longest + 1 > kv->seq[seq].cap;
+    return request;
+}
+
+/* Provides entries, slots and longer lists for a sequence. On failure nothing has changed, but with a budget blocks may
+ * be coded again. */
+static tkv_status tkvi_provide_entries(tkv_cache *kv, int seq, tkvi_count_entries count, const void *what,
+                                       const char *refusal) {
+    tkv_rows row;
+    int longest;
+    tkvi_request request = tkvi_request_entries(kv, seq, count, what, &row, &longest);
+    tkv_status st = TKV_OK;
+    if (tkvi_has_budget(kv)) {
+        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
+        if (!st)
+            request = tkvi_request_entries(kv, seq, count, what, &row, &longest); /* lists may be shorter */
+    }
+    if (!st && !(tkvi_provide_request(kv, &request) && tkvi_grow_lists(kv, seq, longest + 1)))
+        st = tkvi_refuse_no_memory(kv, refusal, seq, "");
+    if (st) tkvi_trim(&kv->pool);
+    return st;
+}
+
+/* >>fork */
+typedef struct tkvi_fork {
+    int src, dst, n_tokens;
+} tkvi_fork;
+
+/* Entries beyond those that dst gives back, and copies of sinks' blocks. */
+static int tkvi_count_fork(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    const tkvi_fork *fork = (const tkvi_fork *)what;
+    int layer, longest = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
+        const int n = tkvi_n_blocks_before(kv, fork->src, layer, fork->n_tokens);
         const tkvi_plan *p = &kv->tables.plan[layer];
         longest = tkvi_max(longest, n);
-        entries += n - tkvi_list_of(kv, dst, layer)->n;
-        if (n && tkvi_copies_sinks(kv, src, layer))
-            request->fixed.slots[kv->tables.layout[p->sink_layout].size_class]++;
+        demand->entries += n - tkvi_list_of(kv, fork->dst, layer)->n;
+        if (n && tkvi_copies_sinks(kv, fork->src, layer))
+            demand->slots[kv->tables.layout[p->sink_layout].size_class]++;
     }
-    request->fixed.entries = tkvi_max(0, entries);
-    row->seq = dst;
-    row->n = tkvi_min(TKVI_BLOCK * longest, TKVI_FOREVER); /* tokens that need lists of this length */
-    request->rows = row;
-    request->n_rows = (uint32_t)longest + 1 > kv->seq[dst].cap;
     return longest;
 }
 
@@ -68,10 +102,9 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
 }
 
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
-    tkvi_request request;
-    tkv_rows row;
+    tkvi_fork fork;
     tkv_status st;
-    int layer, longest;
+    int layer;
     if (!tkvi_has_seq(kv, src)) return tkvi_refuse_seq(kv, src);
     if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
     if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");
@@ -80,19 +113,11 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
     if (!st) st = tkvi_check_cut(kv, src, n_tokens);
     if (st) return st;
     kv->seq[src].used = kv->seq[dst].used = ++kv->call.clock;
-    longest = tkvi_demand_fork(kv, src, dst, n_tokens, &row, &request);
-    if (tkvi_has_budget(kv)) {
-        st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
-        if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
-        if (!st)
-            longest = tkvi_demand_fork(kv, src, dst, n_tokens, &row, &request); /* lists may be shorter */
-    }
-    if (!st && !(tkvi_provide_request(kv, &request) && tkvi_grow_lists(kv, dst, longest + 1)))
-        st = tkvi_refuse_no_memory(kv, "no memory for a fork of sequence", src, "");
-    if (st) {
-        tkvi_trim(&kv->pool);
-        return st;
-    }
+    fork.src = src;
+    fork.dst = dst;
+    fork.n_tokens = n_tokens;
+    st = tkvi_provide_entries(kv, dst, tkvi_count_fork, &fork, "no memory for a fork in sequence");
+    if (st) return st;
     tkvi_clear_seq(kv, dst);
     tkvi_reserve_slots(kv, src, 0); /* it was counted for blocks that src holds alone */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)

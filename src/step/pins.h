@@ -103,7 +103,7 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
             tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
             uint64_t these = 0;
             for (t = 0; t < tkvi_block_tokens(kv, list, ids, i); t++) {
-                const int at = tkvi_slot_position(kv, ids[i], t);
+                const int at = tkvi_slot_index(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
             if (!these) continue;

@@ -39,7 +39,7 @@ static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float
     tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
     for (t = 0; t < slots; t++) {
         if (!(there >> t & 1)) continue;
-        position[n] = tkvi_slot_position(r->kv, r->ids[i], t);
+        position[n] = tkvi_slot_index(r->kv, r->ids[i], t);
         out[n++] = a[t];
     }
     tkvi_importance_of_block(r->kv, position, out, n, r->list->len);
@@ -64,7 +64,7 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     for (i = 0; i < r.list->n; i++) {
         float x[TKVI_BLOCK];
         int position[TKVI_BLOCK], found;
-        if (tkvi_block_position_end(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_index_end(kv, r.list, r.ids, i) <= start) continue;
         if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
         found = tkvi_ranking_block(&r, i, position, x);
         for (t = 0; t < found; t++) {
@@ -108,7 +108,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
         float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
         memset(said, 0, sizeof said);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = t < slots && (there >> t & 1) ? tkvi_slot_position(kv, r.ids[i], t) - start : -1;
+            const int at = t < slots && (there >> t & 1) ? tkvi_slot_index(kv, r.ids[i], t) - start : -1;
             s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
             p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }

@@ -180,13 +180,11 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
     const tkvi_tables *t = &kv->tables;
     const tkvi_tier_spec *spec = &t->plan[layer].now;
     const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
-    tkv_tier tier = tkvi_tier_at(tkvi_list_of(kv, seq, layer), i);
+    const tkv_tier tier = tkvi_tier_of_level(spec, tkvi_tier_at(tkvi_list_of(kv, seq, layer), i));
     int n = 0;
     layouts[n++] = spec->layout[TKV_TIER_HOT];
     if (b->previous_layout) layouts[n++] = b->previous_layout - 1;
     if (!tkvi_is_hot_layout(kv, layer, b->layout)) layouts[n++] = b->layout;
-    if (tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER)
-        tier = TKV_TIER_WARM; /* this level has no archive */
     /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
     if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == spec->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
@@ -229,7 +227,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     for (t = 0; t < n; t++)
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *record = &hot->record[h];
-            const int row = tkvi_slot_position(kv, id, t) - start;
+            const int row = tkvi_slot_index(kv, id, t) - start;
             tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
             tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + record->at + record->v_at);
@@ -277,7 +275,7 @@ static tkvi_demand tkvi_demand_restore(const tkv_cache *kv, int seq, int layer, 
 /* End position of the tokens of block i. Eviction can free the next block; then this one covers its positions too. */
 static int tkvi_tokens_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const int n = tkvi_block_tokens(kv, list, ids, i);
-    return n ? tkvi_slot_position(kv, ids[i], n - 1) + 1 : tkvi_block_start(kv, ids, i);
+    return n ? tkvi_slot_index(kv, ids[i], n - 1) + 1 : tkvi_block_start(kv, ids, i);
 }
 
 /* 1 if rows of the positions start .. start + n - 1 must or can restore the discarded block i. A block without live

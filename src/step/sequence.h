@@ -221,7 +221,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
     {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
-        id = tkvi_new_entry(&kv->pool, layout, list->len);
+        id = tkvi_new_entry(&kv->pool, layout, list->len,
+                            list->n ? kv->pool.entry[ids[list->n - 1]].shift : 0);
         /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
          * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
         if (sink || (TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write))
@@ -257,10 +258,10 @@ static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_sour
         tkvi_block *b = tkvi_block_of(kv, id);
         const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
-        const int slot = list->len - kv->pool.entry[id].start;
-        if (TKVI_HAS_EVICT &&
-            kv->pool.token_meta) { /* the slot may have had a token that truncation removed */
-            kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
+        const int slot = list->len - kv->pool.entry[id].start + kv->pool.entry[id].first_slot;
+        /* The slot may have had a token that truncation removed. */
+        kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) {
             kv->pool.token_meta[id].pinned_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].scores[slot] =
@@ -616,46 +617,57 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Removes the positions from len on from an entry that has positions before len. In a packed entry last slots are
- * removed; other slots stay and are marked in evicted_mask. One slot always stays, because n_packed 0 means an entry
- * that is not packed. The block keeps its bytes. */
+/* Removes the tokens from index len on, the length of the list, from an entry that has tokens before. In a packed
+ * entry last slots are removed; other slots stay and are marked in evicted_mask. One slot always stays, because
+ * n_packed 0 means an entry that is not packed. The block keeps its bytes. */
 static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
     tkvi_entry *e = &kv->pool.entry[id];
+    const int n = e->first_slot + len - e->start;
     uint64_t kept;
     int t;
-    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
-    while (e->n_packed > 1 && tkvi_slot_position(kv, id, e->n_packed - 1) >= len) e->n_packed--;
+    if (e->end_slot >= n) e->end_slot = 0;
+    while (e->n_packed > 1 && tkvi_slot_index(kv, id, e->n_packed - 1) >= len) e->n_packed--;
     for (t = 0; t < e->n_packed; t++) {
-        if (tkvi_slot_position(kv, id, t) < len) continue;
-        tkvi_set_slot_position(kv, id, t, e->start);
+        if (tkvi_slot_index(kv, id, t) < len) continue;
+        tkvi_set_slot_index(kv, id, t, e->start);
         e->evicted_mask |= (uint64_t)1 << t;
         kv->pool.token_meta[id].anchored_mask &= ~((uint64_t)1 << t);
     }
-    t = e->n_packed ? e->n_packed : tkvi_min(TKVI_BLOCK, len - e->start);
-    kept = ~(uint64_t)0 >> (TKVI_BLOCK - t);
+    kept = tkvi_slots_before(e->n_packed ? e->n_packed : e->end_slot ? e->end_slot : tkvi_min(TKVI_BLOCK, n));
     e->evicted_mask &= kept;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
     kv->pool.token_meta[id].anchored_mask &= kept;
     kv->pool.token_meta[id].pinned_mask &= kept;
     kv->pool.token_meta[id].temporary_mask &= kept;
 }
 
-/* Overwrites the positions from len on in block i of a list, unless another list holds it (cfg.host.wipe_freed). */
-static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
+/* Overwrites slots of an exact block, unless another list holds it (cfg.host.wipe_freed). */
+static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t slots) {
     static const float zeros[TKV_MAX_HEAD_DIM] = {0};
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const tkvi_block *b = tkvi_block_of(kv, id);
+    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
-    const int n = kv->pool.entry[id].n_packed ? kv->pool.entry[id].n_packed : layout->tokens;
     int t, h;
-    if (b->refs > 1 || tkvi_is_offloaded(b) || tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
+    if (!kv->tables.cfg.host.wipe_freed || b->refs > 1 || tkvi_is_offloaded(b) ||
+        tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
         return;
-    for (t = 0; t < n; t++)
-        for (h = 0; h < kv->tables.cfg.model.n_kv_heads && tkvi_slot_position(kv, id, t) >= len; h++) {
+    for (t = 0; t < layout->tokens; t++)
+        for (h = 0; h < kv->tables.cfg.model.n_kv_heads && slots >> t & 1; h++) {
             const tkvi_record *r = &layout->record[h];
             uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
             r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, zeros, t, bytes);
             r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, zeros, t, bytes + r->v_at);
         }
+}
+
+/* Overwrites the tokens from index len on in block i of a list. */
+static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const int n = kv->pool.entry[id].n_packed ? kv->pool.entry[id].n_packed : TKVI_BLOCK;
+    uint64_t slots = 0;
+    int t;
+    for (t = kv->pool.entry[id].first_slot; t < n; t++)
+        if (tkvi_slot_index(kv, id, t) >= len) slots |= (uint64_t)1 << t;
+    tkvi_wipe_slots(kv, seq, layer, i, slots);
 }
 
 /* Truncates a list to its first `len` tokens. */
@@ -748,6 +760,16 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
 }
 
 /* >>truncation */
+/* The least number of tokens of which the last one sees no expired token. n_tokens: number that is asked for. */
+static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int n_tokens) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
+    const int last = tkvi_min(n_tokens, list->len) - 1;
+    if (!list->is_moved || last < 0) return fewest;
+    return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
+}
+
 /* Checks that the first n_tokens of a sequence can stand alone. */
 static tkv_status tkvi_check_cut(tkv_cache *kv, int seq, int n_tokens) {
     int layer;
@@ -756,7 +778,7 @@ static tkv_status tkvi_check_cut(tkv_cache *kv, int seq, int n_tokens) {
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && n_tokens > 0; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
+        const int64_t fewest = tkvi_fewest_to_keep(kv, seq, layer, n_tokens);
         if (list->expired && list->len > n_tokens && n_tokens < fewest)
             return tkvi_fail(kv, TKV_ERR_RANGE,
                              "tokens of the window have expired; 0 tokens can stay, or at least", fewest, "");
@@ -820,8 +842,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     ids = tkvi_ids(kv, seq, layer);
     tkvi_empty_buffer(&buffer, seq, layer);
     if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (TKVI_HAS_EVICT && kv->pool.token_meta && tkvi_n_live_between(kv, list, ids, start, n) < n)
-        return TKV_ERR_RANGE;
+    if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
@@ -830,8 +851,10 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
         const tkvi_layout *layout;
+        int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
+        turned = kv->pool.entry[ids[i]].turned;
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
@@ -843,6 +866,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, &buffer, &bytes) : TKV_OK;
             if (k && !st)
                 tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
+            for (t = 0; t < to - from && k && !st && turned; t++)
+                tkvi_rope_rotate(kv->tables.rope, turned, 0, k + (row + (size_t)h + (size_t)t * heads) * dk);
             if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);

@@ -1,0 +1,341 @@
+/*
+ * step/move.h - tkv_seq_remove and tkv_seq_shift: tokens of a sequence leave it, or get other positions. No byte of a
+ * block changes.
+ *
+ *     list             [ A ][ B ][ C ]            index 0 .. 191, position = index + shift of the entry
+ *     remove 70 .. 99  [ A ][ B ][ C ]            30 bits in the mask of B's entry
+ *     shift 100 .. by -30
+ *                      [ A ][ B ][ B'][ C ]       B' is a second entry of block B with the slots from 36 on.
+ *                            +0   -30  -30        Position 100 was index 100, and is position 70 now.
+ *
+ * The keys of an entry are rotated for the positions at which they were appended. Attention turns the query back by
+ * the distance that the entry's tokens have moved since (attention/attend.h): q.R(d)k = (R(-d)q).k. So a token can move
+ * any number of times, in any format, and loses nothing. RoPE: arXiv 2104.09864, section 3.4.3.
+ */
+#ifndef TKVI_STEP_MOVE_H
+#define TKVI_STEP_MOVE_H
+
+#include "step/fork.h"
+
+#define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
+
+/* Positions first .. end - 1. */
+typedef struct tkvi_range {
+    int first, end;
+} tkvi_range;
+
+static int tkvi_clamp_index(int64_t index, int low, int high) {
+    return index < low ? low : index > high ? high : (int)index;
+}
+
+/* The indices of the tokens of block i that have positions in a range: *from .. *to - 1, none if these are equal. */
+static void tkvi_indices_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                            const tkvi_range *range, int *from, int *to) {
+    const tkvi_entry *e = &kv->pool.entry[ids[i]];
+    const int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+    *from = tkvi_clamp_index((int64_t)range->first - e->shift, start, end);
+    *to = tkvi_clamp_index((int64_t)range->end - e->shift, *from, end);
+}
+
+static tkv_status tkvi_check_range(tkv_cache *kv, int seq, int first, int end, tkvi_range *range) {
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
+    range->first = first;
+    range->end = end == TKV_UNLIMITED ? TKVI_POSITIONS : end;
+    if (first < 0) return tkvi_fail(kv, TKV_ERR_ARG, "first is", first, "; positions are not negative");
+    if (range->end < first)
+        return tkvi_fail(kv, TKV_ERR_ARG, "end is", end, "; it must not be less than first");
+    return TKV_OK;
+}
+
+/* >>removal */
+/* Bits of the slots of block i with tokens at indices from .. to - 1. Anchored tokens are among them. */
+static uint64_t tkvi_slots_between(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                   int from, int to) {
+    const uint64_t used = tkvi_used_mask(kv, list, ids, i);
+    uint64_t mask = 0;
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        const int at = used >> t & 1 ? tkvi_slot_index(kv, ids[i], t) : -1;
+        if (at >= from && at < to) mask |= (uint64_t)1 << t;
+    }
+    return mask;
+}
+
+/* The number of tokens that stay in front of those that a removal takes from the end of a list. */
+static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, t, from, to;
+    if (!list->n) return 0;
+    tkvi_indices_in(kv, list, ids, list->n - 1, range, &from, &to);
+    if (to < list->len) return list->len; /* the last token stays */
+    for (i = list->n; i-- > 0;) {
+        uint64_t used = tkvi_used_mask(kv, list, ids, i);
+        if (i < list->sinks)
+            used &= tkvi_slots_before(kv->tables.plan[layer].sink); /* behind them: anchors */
+        tkvi_indices_in(kv, list, ids, i, range, &from, &to);
+        if (from < to) used &= ~tkvi_slots_between(kv, list, ids, i, from, to);
+        for (t = TKVI_BLOCK; used && t-- > 0;)
+            if (used >> t & 1) return tkvi_slot_index(kv, ids[i], t) + 1;
+    }
+    return 0;
+}
+
+/* Removes the anchors of a list with positions in a range. */
+static void tkvi_remove_anchors(tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    uint64_t live;
+    int t;
+    if (!TKVI_HAS_EVICT || !kv->tables.cfg.tiers.n_anchors || !list->n || !list->sinks) return;
+    live = tkvi_live_mask_in(kv, list, ids, 0);
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        const int at = live >> t & 1 ? tkvi_slot_index(kv, ids[0], t) : -1;
+        const int position = at < 0 ? -1 : tkvi_index_position(kv, list, ids, at);
+        if (position >= range->first && position < range->end)
+            kv->pool.entry[ids[0]].evicted_mask |= (uint64_t)1 << t;
+    }
+}
+
+/* Makes the slots in use of block i a part of its entry, so that indices behind them have no token. */
+static void tkvi_end_slots(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
+    if (!e->n_packed && !e->end_slot) e->end_slot = (uint8_t)tkvi_block_tokens(kv, list, ids, i);
+}
+
+/* Removes the tokens of a layer with positions in a range. Blocks without tokens are freed, but not the last one. */
+static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, from, to;
+    tkvi_remove_anchors(kv, seq, layer, range);
+    for (i = 0; i < list->n; i++) {
+        uint64_t mask;
+        tkvi_indices_in(kv, list, ids, i, range, &from, &to);
+        mask = from < to ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
+        if (!mask) continue;
+        tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
+        tkvi_wipe_slots(kv, seq, layer, i, mask);
+        kv->pool.entry[ids[i]].evicted_mask |= mask;
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+            kv->pool.token_meta[ids[i]].anchored_mask &= ~mask;
+            kv->pool.token_meta[ids[i]].pinned_mask &= ~mask;
+            kv->pool.token_meta[ids[i]].temporary_mask &= ~mask;
+        }
+        if (i + 1 == list->n || tkvi_used_mask(kv, list, ids, i)) continue;
+        if (i > 0) tkvi_end_slots(kv, list, ids, i - 1);
+        tkvi_unlist_block(kv, seq, layer, i--);
+    }
+}
+
+TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
+    tkvi_range range;
+    tkv_status st = tkvi_check_range(kv, seq, first, end, &range);
+    int layer, len = 0;
+    if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer)
+            len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
+    if (len < tkv_get_length(kv, seq, TKV_ALL_LAYERS)) st = tkv_seq_truncate(kv, seq, len);
+    if (st) return st;
+    tkvi_reserve_slots(kv, seq, 0); /* it was counted for full blocks */
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        tkvi_remove_in_list(kv, seq, layer, &range);
+    tkvi_release_unused(kv, seq);
+    return tkvi_ok(kv);
+}
+
+/* >>moving */
+/* The slot at which block i must be split so that no entry has tokens before and behind index `at`; 0: none has. */
+static int tkvi_split_slot(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i, int at) {
+    const uint64_t used = tkvi_used_mask(kv, list, ids, i);
+    int t, any_before = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(used >> t & 1)) continue;
+        if (tkvi_slot_index(kv, ids[i], t) >= at) return any_before ? t : 0;
+        any_before = 1;
+    }
+    return 0;
+}
+
+/* Gives the slots of block i from `slot` on an entry of their own, behind it. There must be room for it. */
+static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const uint32_t id = ids[i], new_id = tkvi_share_entry(&kv->pool, id, tkvi_block_tokens(kv, list, ids, i));
+    const uint64_t before = tkvi_slots_before(slot);
+    const int start = tkvi_slot_index(kv, id, slot);
+    tkvi_entry *a = &kv->pool.entry[id], *b = &kv->pool.entry[new_id];
+    tkvi_forget_meter_copies(kv, seq, layer, a->start);
+    memmove(ids + i + 2, ids + i + 1, (size_t)(list->n - i - 1) * sizeof *ids);
+    ids[i + 1] = new_id;
+    tkvi_count_split(list, i);
+    b->first_slot = (uint8_t)slot;
+    b->evicted_mask &= ~before;
+    a->evicted_mask &= before;
+    a->end_slot = 0;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *of_a = &kv->pool.token_meta[id], *of_b = &kv->pool.token_meta[new_id];
+        int t;
+        for (t = slot; t < b->n_packed; t++)
+            of_b->positions[t] = (uint16_t)(of_b->positions[t] - (start - a->start));
+        of_a->pinned_mask &= before;
+        of_a->temporary_mask &= before;
+        of_b->pinned_mask &= ~before;
+        of_b->temporary_mask &= ~before;
+    }
+    if (a->n_packed) a->n_packed = (int8_t)slot;
+    b->start = start;
+}
+
+/* 1 if blocks i and i + 1 are entries of one block that can be one entry again. */
+static int tkvi_can_unite(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_entry *a = &kv->pool.entry[ids[i]], *b = &kv->pool.entry[ids[i + 1]];
+    return a->block == b->block && tkvi_moved_alike(a, b) && a->tier == b->tier &&
+           (i + 1 < list->sinks || i >= list->sinks) &&
+           tkvi_block_tokens(kv, list, ids, i) == b->first_slot && !a->end_slot &&
+           !a->n_packed == !b->n_packed && tkvi_block_end(kv, list, ids, i + 1) - a->start <= 65536;
+}
+
+/* Undoes tkvi_split_entry. */
+static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const uint32_t id = ids[i], old_id = ids[i + 1];
+    tkvi_entry *a = &kv->pool.entry[id];
+    const tkvi_entry *b = &kv->pool.entry[old_id];
+    a->evicted_mask |= b->evicted_mask;
+    a->end_slot = b->end_slot;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *to = &kv->pool.token_meta[id];
+        const tkvi_token_meta *from = &kv->pool.token_meta[old_id];
+        int t;
+        tkvi_align_steps(kv, id, old_id);
+        for (t = b->first_slot; t < TKVI_BLOCK; t++) {
+            to->positions[t] = (uint16_t)(from->positions[t] + (b->start - a->start));
+            to->scores[t] = from->scores[t];
+        }
+        to->pinned_mask |= from->pinned_mask;
+        to->temporary_mask |= from->temporary_mask;
+        to->temporary_until = tkvi_max(to->temporary_until, from->temporary_until);
+        a->n_packed = b->n_packed;
+    }
+    tkvi_unlist_block(kv, seq, layer, i + 1);
+}
+
+/* A move of tokens of a sequence. */
+typedef struct tkvi_move {
+    int seq, delta;
+    tkvi_range range;
+} tkvi_move;
+
+/* Entries that the borders of a move take, in all layers. Returns the length of the longest list then. */
+static int tkvi_count_splits(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    const tkvi_move *move = (const tkvi_move *)what;
+    int layer, i, from, to, longest = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
+        int n = 0;
+        for (i = 0; i < list->n; i++) {
+            tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
+            if (from == to || !tkvi_slots_between(kv, list, ids, i, from, to)) continue;
+            n += (tkvi_split_slot(kv, list, ids, i, from) > 0) + (tkvi_split_slot(kv, list, ids, i, to) > 0);
+        }
+        demand->entries += n;
+        longest = tkvi_max(longest, list->n + n);
+    }
+    return longest;
+}
+
+/* Moves the tokens of a layer. There must be room for the entries of tkvi_count_splits. */
+static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
+    tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
+    int i, from, to, slot;
+    for (i = 0; i < list->n; i++) {
+        tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
+        if (from == to || !tkvi_slots_between(kv, list, ids, i, from, to)) continue;
+        slot = tkvi_split_slot(kv, list, ids, i, to);
+        if (slot) tkvi_split_entry(kv, move->seq, layer, i, slot);
+        slot = tkvi_split_slot(kv, list, ids, i, from);
+        if (slot) tkvi_split_entry(kv, move->seq, layer, i++, slot);
+        kv->pool.entry[ids[i]].shift += move->delta;
+        kv->pool.entry[ids[i]].turned += move->delta;
+    }
+    list->is_moved = 0;
+    for (i = 0; i < list->n; i++) {
+        while (i + 1 < list->n && tkvi_can_unite(kv, list, ids, i))
+            tkvi_unite_entries(kv, move->seq, layer, i);
+        list->is_moved |= kv->pool.entry[ids[i]].shift != 0 || kv->pool.entry[ids[i]].turned != 0;
+    }
+}
+
+/* Checks that no token of a layer gets a position that there is not, or comes near expired ones. */
+static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *move) {
+    const tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
+    int i, from, to;
+    int64_t first, last;
+    for (i = 0; i < list->n; i++) {
+        const tkvi_entry *e = &kv->pool.entry[ids[i]];
+        tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
+        first = (int64_t)from + e->shift + move->delta;
+        last = (int64_t)to - 1 + e->shift + move->delta;
+        if (from < to && (first < 0 || last >= TKVI_POSITIONS))
+            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
+                             "; positions are 0 to 2^30 - 1");
+        if (from < to && tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
+                             "");
+    }
+    if (!list->n || !list->expired) return TKV_OK;
+    first = (int64_t)list->expired + kv->pool.entry[ids[0]].shift;
+    last = (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift;
+    if (first >= move->range.first && first < move->range.end) first += move->delta;
+    if (last > move->range.first && last <= move->range.end) last += move->delta;
+    if (last - first < kv->tables.plan[layer].kept_window)
+        return tkvi_fail(kv, TKV_ERR_RANGE,
+                         "tokens of the window have expired; the next token would see them: layer", layer,
+                         "");
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta) {
+    tkvi_move move;
+    tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
+    int layer;
+    if (st) return st;
+    if (!kv->tables.rope)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "set cfg.model.rope: keys cannot move without the model's RoPE", 0, NULL);
+    if (kv->tables.cfg.tiers.n_anchors)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "set tiers.n_anchors to 0: anchors cannot move, and there are",
+                         kv->tables.cfg.tiers.n_anchors, "");
+    move.seq = seq;
+    move.delta = delta;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
+        st = tkvi_check_move(kv, layer, &move);
+    if (!st && delta)
+        st = tkvi_provide_entries(kv, seq, tkvi_count_splits, &move, "no memory to move tokens of sequence");
+    if (st || !delta) return st ? st : tkvi_ok(kv);
+    tkvi_reserve_slots(kv, seq, 0); /* it was counted for a last block that takes more tokens */
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) tkvi_move_in_list(kv, layer, &move);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
+                                     int *positions) {
+    const tkvi_list *list;
+    int i;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0 || (n > 0 && !positions)) return TKV_ERR_ARG;
+    list = tkvi_list_of(kv, seq, layer);
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    for (i = 0; i < n; i++) positions[i] = tkvi_index_position(kv, list, tkvi_ids(kv, seq, layer), start + i);
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_MOVE_H */
