@@ -160,6 +160,7 @@
 #define tkv_seq_abort TKV_NAME_(tkv_seq_abort)
 #define tkv_seq_begin TKV_NAME_(tkv_seq_begin)
 #define tkv_seq_commit TKV_NAME_(tkv_seq_commit)
+#define tkv_seq_copy TKV_NAME_(tkv_seq_copy)
 #define tkv_seq_discard TKV_NAME_(tkv_seq_discard)
 #define tkv_seq_find_discarded TKV_NAME_(tkv_seq_find_discarded)
 #define tkv_seq_flush TKV_NAME_(tkv_seq_flush)

@@ -435,6 +435,12 @@ static void try_appends(rig *r) {
     EACH("tkv_seq_shift", "first", EVERY, LENGTH, "AAA*****", tkv_seq_shift(r->kv, 0, x, INT_MAX, 1));
     EACH("tkv_seq_shift", "end", EVERY, LENGTH, "A*A*****", tkv_seq_shift(r->kv, 0, 0, x, 1));
 
+    EACH("tkv_seq_copy", "src", EVERY, SEQS, "AAAAAA", tkv_seq_copy(r->kv, x, 0, 0, 1, 0));
+    EACH("tkv_seq_copy", "first", EVERY, LENGTH, "AAA***", tkv_seq_copy(r->kv, 0, x, INT_MAX, 1, 0));
+    EACH("tkv_seq_copy", "end", EVERY, LENGTH, "A*A***", tkv_seq_copy(r->kv, 0, 0, x, 1, 0));
+    EACH("tkv_seq_copy", "dst", EVERY, SEQS, "AAAAAA", tkv_seq_copy(r->kv, 0, 0, 1, x, 0));
+    EACH("tkv_seq_copy", "at", EVERY, LENGTH, "AAA***", tkv_seq_copy(r->kv, 0, 0, 1, 1, x));
+
     EACH("tkv_get_length", "seq, all layers", EVERY, SEQS, "OOOOOO",
          tkv_get_length(r->kv, x, TKV_ALL_LAYERS));
     EACH("tkv_get_length", "seq", EVERY, SEQS, "OOOOOO", tkv_get_length(r->kv, x, 0));

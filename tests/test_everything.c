@@ -146,18 +146,20 @@ static void fill_random_tokens(int n) {
     }
 }
 
-static void append_to_model(int seq, int layer, int first, int n) {
+/* positions: of the tokens; NULL: they follow the last one. */
+static void append_to_model(int seq, int layer, int first, int n, const int *positions) {
     model_sequence *s = &model[seq][layer];
     int i;
     if (!in_step[seq] && n) s->exact_from = s->len;
     memcpy(s->k + s->len * k_row, k_in + first * k_row, (size_t)(n * k_row) * sizeof(float));
     memcpy(s->v + s->len * v_row, v_in + first * v_row, (size_t)(n * v_row) * sizeof(float));
     CHECK_EQ(tkv_get_positions(kv, seq, layer, s->len, n, s->position + s->len), TKV_OK);
-    if (n && s->len && !has_bit(s->evicted_mask, s->len - 1))
+    if (n && s->len && !has_bit(s->evicted_mask, s->len - 1) && !positions)
         CHECK_EQ(s->position[s->len], s->position[s->len - 1] + 1);
     for (i = s->len; i < s->len + n; i++) {
         s->turned[i] = 0;
-        if (i > s->len) CHECK_EQ(s->position[i], s->position[i - 1] + 1);
+        if (positions) CHECK_EQ(s->position[i], positions[i - s->len]);
+        else if (i > s->len) CHECK_EQ(s->position[i], s->position[i - 1] + 1);
     }
     s->len += n;
 }
@@ -399,10 +401,42 @@ static tkv_status call_append(int seq, int layer) {
     if (cfg.evict.keep_tokens && !in_step[seq]) call.may_evict[seq] = 1;
     sprintf(call.text, "append %d tokens to sequence %d, layer %d", n, seq, layer);
     st = tkv_append(kv, seq, layer, k_in, v_in, n);
-    if (!st) append_to_model(seq, layer, 0, n);
+    if (!st) append_to_model(seq, layer, 0, n, NULL);
     else
         CHECK_MSG(s->len + n > reserved[seq], "refused what is reserved, up to %d: %s", reserved[seq],
                   tkv_get_last_error(kv));
+    if (min_len(seq) >= reserved[seq] && !in_step[seq]) reserved[seq] = 0;
+    return st;
+}
+
+/* Appends tokens at positions that repeat and jump, now and then back. */
+static tkv_status call_append_at(int seq, int layer) {
+    model_sequence *s = &model[seq][layer];
+    const int n_free = CHUNK - (in_step[seq] ? s->len - s->step_len : 0);
+    const int n = min_of(min_of(1 + rand_below(40), n_free), LONGEST - s->len);
+    int positions[CHUNK], i, at = s->len ? s->position[s->len - 1] + 1 : 0;
+    tkv_append_params p;
+    tkv_status st;
+    if (n <= 0 || cfg.tiers.n_anchors) return TKV_OK;
+    fill_random_tokens(n);
+    allow_reclaim(seq);
+    if (cfg.evict.keep_tokens && !in_step[seq]) call.may_evict[seq] = 1;
+    if (rand_below(10) == 0) at = rand_below(at + 1);
+    for (i = 0; i < n; i++, at += rand_below(5) ? 1 : rand_below(20)) positions[i] = at;
+    sprintf(call.text, "append %d tokens to sequence %d, layer %d, at %d to %d", n, seq, layer, positions[0],
+            at);
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.k = k_in;
+    p.v = v_in;
+    p.token_positions = positions;
+    st = tkv_append_ex(kv, &p);
+    if (st == TKV_ERR_RANGE) CHECK(window_of(layer));
+    if (st) return st;
+    has_moved[seq] = 1;
+    append_to_model(seq, layer, 0, n, positions);
     if (min_len(seq) >= reserved[seq] && !in_step[seq]) reserved[seq] = 0;
     return st;
 }
@@ -434,7 +468,7 @@ static tkv_status call_append_batch(int seq, int layer) {
     sprintf(call.text, "append %d, %d, %d tokens to layer %d", rows[0].n, rows[1].n, rows[2].n, layer);
     st = tkv_append_ex(kv, &p);
     for (s = 0, n = 0; s < SEQS && !st; s++) {
-        append_to_model(s, layer, n, rows[s].n);
+        append_to_model(s, layer, n, rows[s].n, NULL);
         n += rows[s].n;
         if (min_len(s) >= reserved[s] && !in_step[s]) reserved[s] = 0;
     }
@@ -588,6 +622,51 @@ static tkv_status call_shift(int seq, int layer) {
     }
     reserved[seq] = 0;
     may_share[seq] = has_moved[seq] = 1;
+    return st;
+}
+
+/* Copies tokens of another sequence, at other positions or at the same. */
+static tkv_status call_copy(int seq, int layer) {
+    const int src = (seq + 1 + rand_below(SEQS - 1)) % SEQS;
+    const int len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    int first, end, at, l, i, j, count[LAYERS] = {0}, n = 0;
+    tkv_status st;
+    (void)layer;
+    choose_range(src, &first, &end);
+    at = cfg.model.rope.dim && rand_below(2) ? rand_below(500) : first;
+    for (l = 0; l < LAYERS; l++) {
+        for (i = 0; i < model[src][l].len; i++)
+            count[l] += is_in_range(model[src][l].position[i], first, end);
+        n = max_of(n, count[l]);
+    }
+    if (n > LONGEST - max_len(seq)) return TKV_OK;
+    allow_reclaim(src);
+    call.may_discard[src] = call.may_evict[src] = 0;
+    sprintf(call.text, "copy positions %d to %d of sequence %d to sequence %d, at %d", first, end, src, seq,
+            at);
+    st = tkv_seq_copy(kv, src, first, end, seq, at);
+    CHECK_EQ(st == TKV_ERR_STATE, in_step[src] || in_step[seq]);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors);
+    if (st == TKV_ERR_NO_SOURCE) CHECK(has_discarded_tokens(src));
+    if (st == TKV_ERR_RANGE) CHECK(window_of(0) || window_of(1) || at != first);
+    if (st || tkv_get_length(kv, seq, TKV_ALL_LAYERS) == len) return st;
+    for (l = 0; l < LAYERS; l++) {
+        const model_sequence *from = &model[src][l];
+        model_sequence *to = &model[seq][l];
+        for (i = 0, j = to->len; i < from->len; i++) {
+            if (!is_in_range(from->position[i], first, end)) continue;
+            memcpy(to->k + j * k_row, from->k + i * k_row, (size_t)k_row * sizeof *to->k);
+            memcpy(to->v + j * v_row, from->v + i * v_row, (size_t)v_row * sizeof *to->v);
+            to->position[j] = from->position[i] + at - first;
+            to->turned[j] = from->turned[i] + at - first;
+            if (!is_readable(now.state[src][l][i])) set_bit(to->evicted_mask, j);
+            j++;
+        }
+        for (; j < to->len + n; j++) set_bit(to->evicted_mask, j); /* as many indices in each layer */
+        to->len = to->exact_from = j;
+    }
+    reserved[seq] = reserved[src] = 0;
+    may_share[seq] = may_share[src] = has_moved[seq] = 1;
     return st;
 }
 
@@ -1079,6 +1158,8 @@ static const struct {
     {"fork", 40, 0, call_fork, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE)},
     {"remove", 20, 0, call_remove, ERR(STATE) | ERR(RANGE)},
     {"shift", 40, 0, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
+    {"copy", 20, 0, call_copy, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
+    {"append at", 40, 0, call_append_at, MEMORY_ERRORS | ERR(RANGE)},
     {"reset", 12, 0, call_reset, 0},
     {"flush", 15, 0, call_flush, MEMORY_ERRORS | ERR(STATE)},
     {"budget", 25, 0, call_set_budget, MEMORY_ERRORS | ERR(ARG)},

@@ -568,6 +568,9 @@ static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_
         st = tkvi_prepare_any_loss(kv, request, budget);
     }
     if (st == TKV_ERR_BUDGET) return tkvi_refuse_over_budget(kv, tkvi_bytes_for(kv, request));
+    if (st && kv->pool.keep_all)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY,
+                         "the memory given to tkv_create_in_place has no room for entries", 0, NULL);
     if (st) return tkvi_fail(kv, st, "the allocator gave no memory within the budget", 0, NULL);
     for (;;) {
         const tkvi_demand demand = tkvi_demand_of(kv, request);

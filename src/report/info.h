@@ -83,7 +83,8 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
             const int at = live >> slot & 1 ? tkvi_slot_index(kv, ids[i], slot) - start : -1;
             if (at >= 0 && at < n)
-                tiers[at] = (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_tier_at(list, i));
+                tiers[at] =
+                    (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_token_tier(kv, list, ids, i));
         }
     }
     return TKV_OK;
@@ -215,7 +216,7 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     for (i = 0; i < list->n; i++) {
-        tkv_tier tier = tkvi_tier_at(list, i);
+        const tkv_tier tier = tkvi_token_tier(kv, list, ids, i);
         if (tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) {
             out->discarded += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
             continue;
@@ -620,7 +621,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, slot, last;
+    int i, t, slot, last, is_sink_layout;
     if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
@@ -648,7 +649,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_entry *e = &kv->pool.entry[ids[i]];
-        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
+        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= e->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
@@ -671,13 +672,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (e->tier != (uint8_t)tier || b->tier > e->tier)
+        if (e->tier != (uint8_t)tier)
             return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
         if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
             return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
-        if (i < list->sinks ? kv->tables.layout[b->layout].key != p->sink_layout
-                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
-                                                      kv->tables.layout[b->layout].key))
+        is_sink_layout = kv->tables.layout[b->layout].key == p->sink_layout;
+        if (i < list->sinks ? !is_sink_layout
+                            : !is_sink_layout && /* a copied block of sinks */
+                                  !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
+                                                          kv->tables.layout[b->layout].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);
