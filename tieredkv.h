@@ -21893,7 +21893,7 @@ static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint3
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, shift = 0;
     tkvi_list_positions(kv, list, ids, i);
-    for (t = e->n_packed; t-- > 0;)
+    for (t = e->n_packed; t-- > e->first_slot;) /* slots before it belong to another entry */
         if (!(e->evicted_mask >> t & 1)) shift = token_meta->positions[t];
     for (t = 0; t < e->n_packed; t++)
         token_meta->positions[t] =
@@ -26170,7 +26170,8 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
     const int last = tkvi_min(n_tokens, list->len) - 1;
-    if (!list->is_moved || last < 0) return fewest;
+    if (!list->is_moved || !list->n || last < 0)
+        return fewest; /* a cut can leave no block, but tokens gone */
     return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
 }
 
