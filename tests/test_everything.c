@@ -81,6 +81,7 @@ static struct {
     /* n_wrong: unexpected events. keeps_part: 2 if a call that fails may keep a part of its work. sets_error: an error
      * must leave a message. */
     int n_evicted, n_wrong, keeps_part, sets_error;
+    int may_expire; /* tokens may expire even if the call fails */
     char text[160];
 } call;
 
@@ -369,6 +370,7 @@ static void check_unchanged(int recoded, int keeps_part) {
             for (i = 0; i < now.len[s][l] && i < before.len[s][l]; i++) {
                 const int was = before.state[s][l][i], is = now.state[s][l][i];
                 CHECK_MSG(was == is || (recoded && cfg.recompute.compute && is == DISCARDED) ||
+                              (call.may_expire && is == EXPIRED) ||
                               (keeps_part && (is == DISCARDED || (is == EVICTED && call.n_evicted))),
                           "sequence %d, layer %d, token %d: state %d, was %d", s, l, i, is, was);
                 if (!recoded)
@@ -668,6 +670,7 @@ static tkv_status call_maintain(int seq, int layer) {
     (void)seq;
     (void)layer;
     sprintf(call.text, "maintain %d", n);
+    call.may_expire = 1;
     CHECK_EQ(tkv_report_pressure(kv, rand_below(3) ? 0.0f : (float)tkv_rng_uniform(&rng)), TKV_OK);
     st = tkv_maintain(kv, n, NULL, NULL, &done);
     CHECK(done >= 0 && done <= n);
