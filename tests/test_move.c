@@ -441,6 +441,48 @@ TEST(moves_without_memory_change_nothing) {
     CHECK(failed > 1);
 }
 
+/* A block whose first slots belong to no entry any more gives a part of its tokens to the block before it. */
+TEST(evicted_neighbours_of_split_blocks_merge) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1), exact = make_move_config(1);
+    uint64_t victims[8];
+    tkv_cache *kv;
+    int i;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 400, 100);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 144, TKV_UNLIMITED, 10), TKV_OK); /* splits the block of 132 .. 195 */
+    CHECK_EQ(tkv_seq_remove(kv, 0, 132, 144), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 154, TKV_UNLIMITED, -10), TKV_OK);
+    remove_plain(&s, 132, 144);
+    memset(victims, 0, sizeof victims);
+    for (i = 80; i < 107; i++) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 400), TKV_OK);
+    remove_plain(&s, 80, 107);
+    check_cache_at(kv, "merged", 0);
+    check_plain(kv, 0, &s, &exact, 1e-10);
+    append_plain(kv, 0, &s, 1000, 30, 7);
+    check_plain(kv, 0, &s, &exact, 1e-10);
+    tkv_destroy(kv);
+}
+
+/* A cut that leaves a length but no block, in a sequence that had moved. */
+TEST(cuts_before_the_first_moved_token) {
+    tkv_config cfg = make_move_config(2);
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 0, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 100, TKV_UNLIMITED, -100), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 50), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 50);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, 40), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 30), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 20, 20), TKV_OK);
+    check_cache_at(kv, "cut", 0);
+    tkv_destroy(kv);
+}
+
 /* Refusals name their reason and change nothing. */
 TEST(moves_are_refused_with_a_reason) {
     tkv_config cfg = make_config(2, 2);
@@ -871,6 +913,8 @@ int main(int argc, char **argv) {
     RUN(kernels_agree_with_the_reference);
     RUN(a_thousand_moves_lose_nothing);
     RUN(moves_without_memory_change_nothing);
+    RUN(evicted_neighbours_of_split_blocks_merge);
+    RUN(cuts_before_the_first_moved_token);
     RUN(moves_are_refused_with_a_reason);
     RUN(tokens_take_the_positions_given);
     RUN(positions_can_go_back);
