@@ -449,6 +449,32 @@ TEST(moves_are_refused_with_a_reason) {
     tkv_destroy(kv);
 }
 
+/* Sequences that never had a token, or have lost all of them, can be cut, moved and forked. */
+TEST(empty_sequences_are_cut_and_moved) {
+    tkv_config cfg = make_move_config(3);
+    tkv_cache *kv = create_cache(&cfg);
+    static plain_sequence s;
+    int seq;
+    memset(&s, 0, sizeof s);
+    for (seq = 0; seq < 2; seq++) {
+        CHECK_EQ(tkv_seq_truncate(kv, seq, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, seq, 44), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(kv, seq, 0, TKV_UNLIMITED), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, seq, 0, TKV_UNLIMITED, 5), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, seq, 2, 7), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_get_length(kv, 2, TKV_ALL_LAYERS), 0);
+        check_cache_at(kv, "empty", seq);
+        if (seq == 1) break;
+        append_plain(kv, 1, &s, 0, 200, 50); /* what sequence 1 loses */
+        CHECK_EQ(tkv_seq_remove(kv, 1, 0, TKV_UNLIMITED), TKV_OK);
+    }
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 100, 50);
+    check_plain(kv, 0, &s, &cfg, 1e-10);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(removed_tokens_are_not_seen);
@@ -460,5 +486,6 @@ int main(int argc, char **argv) {
     RUN(a_thousand_moves_lose_nothing);
     RUN(moves_without_memory_change_nothing);
     RUN(moves_are_refused_with_a_reason);
+    RUN(empty_sequences_are_cut_and_moved);
     return tkv_test_end();
 }
