@@ -137,7 +137,7 @@ budget: build/budget
 	@$(call plot,--budget build/budgets/*.csv,$(PICTURE))
 
 npc: build/npc
-	./build/npc $(DEMO)
+	./build/npc $(DEMO) --seed 2 -t 0.7
 
 picture: build/generate
 	$(PYTHON) tools/terminal_svg.py -o examples/run.svg --show 'make run' -- make --no-print-directory run
