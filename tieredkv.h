@@ -807,6 +807,7 @@
  *
  *   tkv_get_memory    bytes by tier and by purpose; their sum is what the allocator handed out
  *   tkv_get_layer     tokens and blocks of one layer of a sequence by tier, and its bytes
+ *   tkv_seq_get_memory   bytes of a sequence, its own ones apart from those that it shares
  *   tkv_get_tiers     the tier of each token, or its state (tkv_token_state)
  *   tkv_get_budget    level, pressure, and counts of what was recoded, offloaded, discarded, evicted and refused
  *   tkv_get_quality   the figures of the meter
@@ -998,7 +999,9 @@
 #define tkv_seq_flush TKV_NAME_(tkv_seq_flush)
 #define tkv_seq_fork TKV_NAME_(tkv_seq_fork)
 #define tkv_seq_free_bytes TKV_NAME_(tkv_seq_free_bytes)
+#define tkv_seq_get_memory TKV_NAME_(tkv_seq_get_memory)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
+#define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
 #define tkv_seq_recompute TKV_NAME_(tkv_seq_recompute)
 #define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
@@ -1832,6 +1835,15 @@ typedef struct tkv_memory_info {         /* bytes, if a field has no other unit 
 } tkv_memory_info;
 /* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
 TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out);
+typedef struct tkv_seq_memory_info { /* bytes of a sequence's blocks in RAM, all layers */
+    size_t own;                      /* blocks that no other sequence holds: tkv_seq_reset frees them */
+    size_t shared;                   /* blocks that other sequences hold too (tkv_seq_fork) */
+    size_t share; /* its part of `shared`: each block counts divided by its holders, rounded down */
+} tkv_seq_memory_info;
+/* Reports what a sequence holds alone and what it shares. `own` and `share` of all sequences add up to the bytes of all
+ * blocks, but for rounding. Pages, index and tables belong to the cache: see tkv_get_memory.
+ * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence). */
+TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out);
 
 /* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
  * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the
@@ -17727,6 +17739,7 @@ static void tkvi_count_split(tkvi_list *list, int i) {
 
 /* Removes the blocks first .. end - 1 from a list. The caller releases them. */
 static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+    if (first == end) return; /* a sequence that never had a token has no ids */
     memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
     tkvi_uncount_blocks(list, first, end);
 }
@@ -28177,12 +28190,13 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 }
 
 /* >>bytes */
-/* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
+/* Adds bytes and tokens of a block. bytes: what the formats use, the rest is padding; NULL: they are counted. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
                            int is_offloaded) {
     tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
     if (is_offloaded) m->offloaded.tokens += tokens;
+    if (!bytes) return;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
@@ -28202,6 +28216,30 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
     m->ratio_f32 = 2.0 * m->ratio;
 }
 
+/* A run: the entries of a list that hold the block of its entry i. A move of a part of a block makes several, which are
+ * neighbours (step/move.h). */
+typedef struct tkvi_run_of_block {
+    uint32_t n;
+    int first;       /* index of its first entry in the list */
+    int counts_once; /* 1: what counts each block once counts it in this list */
+} tkvi_run_of_block;
+
+static tkvi_run_of_block tkvi_find_run(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                                       int i) {
+    const tkvi_entry *entry = kv->pool.entry;
+    const uint32_t block = entry[ids[i]].block;
+    tkvi_run_of_block run;
+    while (i > 0 && entry[ids[i - 1]].block == block) i--;
+    run.n = 0;
+    run.first = i;
+    run.counts_once = 0;
+    for (; i < list->n && entry[ids[i]].block == block; i++) {
+        run.counts_once |= entry[ids[i]].is_first;
+        run.n++;
+    }
+    return run;
+}
+
 /* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -28209,8 +28247,10 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (!tkvi_is_discarded(b) && (!once || kv->pool.entry[ids[i]].is_first))
-            tkvi_add_block(out, (tkv_tier)b->tier, &kv->tables.layout[b->layout].bytes,
+        const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+        if (!tkvi_is_discarded(b) && (!once || run.counts_once))
+            tkvi_add_block(out, (tkv_tier)b->tier,
+                           i == run.first ? &kv->tables.layout[b->layout].bytes : NULL,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -28234,6 +28274,25 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     return TKV_OK;
 }
 
+TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out) {
+    int layer, i;
+    if (!out || !tkvi_has_seq(kv, seq)) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+            const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+            const size_t bytes = kv->tables.layout[b->layout].bytes.total;
+            if (run.first < i || tkvi_is_discarded(b) || tkvi_is_offloaded(b)) continue;
+            *(run.n == b->refs ? &out->own : &out->shared) += bytes;
+            if (run.n < b->refs) out->share += bytes * run.n / b->refs;
+        }
+    }
+    return TKV_OK;
+}
+
 /* Sums up the blocks of one layer of one sequence. */
 static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -28241,7 +28300,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     size_t bytes = 0;
     int i;
     for (i = 0; i < list->n; i++)
-        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) && tkvi_find_run(kv, list, ids, i).first == i)
             bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;

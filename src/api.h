@@ -804,6 +804,15 @@ typedef struct tkv_memory_info {         /* bytes, if a field has no other unit 
 } tkv_memory_info;
 /* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
 TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out);
+typedef struct tkv_seq_memory_info { /* bytes of a sequence's blocks in RAM, all layers */
+    size_t own;                      /* blocks that no other sequence holds: tkv_seq_reset frees them */
+    size_t shared;                   /* blocks that other sequences hold too (tkv_seq_fork) */
+    size_t share; /* its part of `shared`: each block counts divided by its holders, rounded down */
+} tkv_seq_memory_info;
+/* Reports what a sequence holds alone and what it shares. `own` and `share` of all sequences add up to the bytes of all
+ * blocks, but for rounding. Pages, index and tables belong to the cache: see tkv_get_memory.
+ * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence). */
+TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out);
 
 /* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
  * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the

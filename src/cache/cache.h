@@ -77,6 +77,7 @@ static void tkvi_count_split(tkvi_list *list, int i) {
 
 /* Removes the blocks first .. end - 1 from a list. The caller releases them. */
 static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+    if (first == end) return; /* a sequence that never had a token has no ids */
     memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
     tkvi_uncount_blocks(list, first, end);
 }
