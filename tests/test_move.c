@@ -900,55 +900,58 @@ TEST(copies_are_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_copy(kv, 0, 0, 300, 1, 0), TKV_ERR_CAPACITY);
     CHECK_STR(tkv_get_last_error(kv), "max_tokens leaves room for 280 more tokens");
     CHECK_EQ(tkv_seq_copy(kv, 0, 0, 280, 1, 0), TKV_OK);
-    /* Sequences that never had a token, or have lost all of them, can be cut, moved and forked. */
-    TEST(empty_sequences_are_cut_and_moved) {
-        tkv_config cfg = make_move_config(3);
-        tkv_cache *kv = create_cache(&cfg);
-        static plain_sequence s;
-        int seq;
-        memset(&s, 0, sizeof s);
-        for (seq = 0; seq < 2; seq++) {
-            CHECK_EQ(tkv_seq_truncate(kv, seq, 0), TKV_OK);
-            CHECK_EQ(tkv_seq_truncate(kv, seq, 44), TKV_OK);
-            CHECK_EQ(tkv_seq_remove(kv, seq, 0, TKV_UNLIMITED), TKV_OK);
-            CHECK_EQ(tkv_seq_shift(kv, seq, 0, TKV_UNLIMITED, 5), TKV_OK);
-            CHECK_EQ(tkv_seq_fork(kv, seq, 2, 7), TKV_OK);
-            CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_ALL), TKV_OK);
-            CHECK_EQ(tkv_get_length(kv, 2, TKV_ALL_LAYERS), 0);
-            check_cache_at(kv, "empty", seq);
-            if (seq == 1) break;
-            append_plain(kv, 1, &s, 0, 200, 50); /* what sequence 1 loses */
-            CHECK_EQ(tkv_seq_remove(kv, 1, 0, TKV_UNLIMITED), TKV_OK);
-        }
-        memset(&s, 0, sizeof s);
-        append_plain(kv, 0, &s, 0, 100, 50);
-        check_plain(kv, 0, &s, &cfg, 1e-10);
-        tkv_destroy(kv);
-    }
+    tkv_destroy(kv);
+}
 
-    int main(int argc, char **argv) {
-        tkv_test_begin(argc, argv);
-        RUN(removed_tokens_are_not_seen);
-        RUN(removal_frees_memory);
-        RUN(moved_tokens_attend_as_if_made_there);
-        RUN(moved_keys_are_read_at_their_positions);
-        RUN(keys_with_a_common_bias_move);
-        RUN(kernels_agree_with_the_reference);
-        RUN(a_thousand_moves_lose_nothing);
-        RUN(moves_without_memory_change_nothing);
-        RUN(evicted_neighbours_of_split_blocks_merge);
-        RUN(cuts_before_the_first_moved_token);
-        RUN(moves_are_refused_with_a_reason);
-        RUN(tokens_take_the_positions_given);
-        RUN(positions_can_go_back);
-        RUN(windows_follow_the_positions_given);
-        RUN(jumps_without_memory_change_nothing);
-        RUN(rows_see_to_their_ends);
-        RUN(padded_batches_equal_packed_ones);
-        RUN(copied_tokens_attend_as_if_read_there);
-        RUN(copies_of_coded_tokens_keep_their_bytes);
-        RUN(a_token_can_be_in_several_sequences);
-        RUN(copies_are_refused_with_a_reason);
-        RUN(empty_sequences_are_cut_and_moved);
-        return tkv_test_end();
+/* Sequences that never had a token, or have lost all of them, can be cut, moved and forked. */
+TEST(empty_sequences_are_cut_and_moved) {
+    tkv_config cfg = make_move_config(3);
+    tkv_cache *kv = create_cache(&cfg);
+    static plain_sequence s;
+    int seq;
+    memset(&s, 0, sizeof s);
+    for (seq = 0; seq < 2; seq++) {
+        CHECK_EQ(tkv_seq_truncate(kv, seq, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, seq, 44), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(kv, seq, 0, TKV_UNLIMITED), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, seq, 0, TKV_UNLIMITED, 5), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, seq, 2, 7), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_get_length(kv, 2, TKV_ALL_LAYERS), 0);
+        check_cache_at(kv, "empty", seq);
+        if (seq == 1) break;
+        append_plain(kv, 1, &s, 0, 200, 50); /* what sequence 1 loses */
+        CHECK_EQ(tkv_seq_remove(kv, 1, 0, TKV_UNLIMITED), TKV_OK);
     }
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 100, 50);
+    check_plain(kv, 0, &s, &cfg, 1e-10);
+    tkv_destroy(kv);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(removed_tokens_are_not_seen);
+    RUN(removal_frees_memory);
+    RUN(moved_tokens_attend_as_if_made_there);
+    RUN(moved_keys_are_read_at_their_positions);
+    RUN(keys_with_a_common_bias_move);
+    RUN(kernels_agree_with_the_reference);
+    RUN(a_thousand_moves_lose_nothing);
+    RUN(moves_without_memory_change_nothing);
+    RUN(evicted_neighbours_of_split_blocks_merge);
+    RUN(cuts_before_the_first_moved_token);
+    RUN(moves_are_refused_with_a_reason);
+    RUN(tokens_take_the_positions_given);
+    RUN(positions_can_go_back);
+    RUN(windows_follow_the_positions_given);
+    RUN(jumps_without_memory_change_nothing);
+    RUN(rows_see_to_their_ends);
+    RUN(padded_batches_equal_packed_ones);
+    RUN(copied_tokens_attend_as_if_read_there);
+    RUN(copies_of_coded_tokens_keep_their_bytes);
+    RUN(a_token_can_be_in_several_sequences);
+    RUN(copies_are_refused_with_a_reason);
+    RUN(empty_sequences_are_cut_and_moved);
+    return tkv_test_end();
+}
