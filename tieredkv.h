@@ -26966,7 +26966,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
  *     take over   in the place of a refusal for lack of room: the new state takes the memory of the layer's newest
  *                 older one. So a full budget still gets new states, layer by layer. Between the first and the last
  *                 layer no position is complete.
- *     store       copies the bytes; thins the sequence to limits.max_states positions; cannot fail
+ *     store       copies the bytes; thins the sequence to limits.max_states positions beside one
+ *                 that is not complete yet; cannot fail
  *
  * To save a sequence with its states, write for each layer what tkv_seq_list_states and tkv_seq_get_state give.
  */
@@ -27024,6 +27025,12 @@ static tkv_status tkvi_refuse_state_bytes(tkv_cache *kv, size_t bytes) {
     tkvi_append_text(&t, " bytes does not fit into limits.state_bytes beside the newest ones, which take ");
     tkvi_append_int(&t, (int64_t)(kv->states.held_bytes - kv->states.spare_bytes));
     return TKV_ERR_CAPACITY;
+}
+
+/* 1 if every stateful layer has a state after n_tokens. */
+static int tkvi_has_position(const tkvi_states *s, int seq, int n_tokens) {
+    return tkvi_n_states_up_to(&s->list[seq], n_tokens) - tkvi_n_states_up_to(&s->list[seq], n_tokens - 1) ==
+           s->n_stateful;
 }
 
 /* Provides memory for a state, and a place in the list. */
@@ -27087,7 +27094,8 @@ TKV_API tkv_status tkv_seq_put_state(tkv_cache *kv, int seq, int layer, int n_to
     state->layer = layer;
     state->n_tokens = n_tokens;
     tkvi_list_state(&kv->states, seq, state);
-    tkvi_thin_list(&kv->states, seq, kv->tables.cfg.limits.max_states);
+    tkvi_thin_list(&kv->states, seq,
+                   kv->tables.cfg.limits.max_states + !tkvi_has_position(&kv->states, seq, n_tokens));
     return tkvi_ok(kv);
 }
 
