@@ -645,12 +645,15 @@ static tkv_status call_put_state(int seq, int layer) {
     const size_t size = sizes[rand_below(4)];
     uint32_t words[512];
     tkv_status st;
-    int i;
+    int i, n_listed = 0, at[256];
     if (n == 0) return TKV_OK;
     for (i = 0; i < 512; i++) words[i] = hash_seen(seq, n);
     sprintf(call.text, "put a state of sequence %d, layer %d, after %d tokens", seq, layer, n);
     st = tkv_seq_put_state(kv, seq, layer, n, words, size);
-    if (!st && n > newest_state[seq][layer]) newest_state[seq][layer] = n;
+    if (st) return st;
+    CHECK_EQ(tkv_seq_list_states(kv, seq, layer, at, COUNT(at), &n_listed), TKV_OK);
+    newest_state[seq][layer] = n_listed > 0 && n_listed <= COUNT(at) ? at[n_listed - 1] : 0;
+    CHECK(newest_state[seq][layer] >= n);
     return st;
 }
 
