@@ -148,6 +148,15 @@ TEST(a_position_is_found_when_all_layers_have_it) {
     CHECK_EQ(tkv_seq_find_state(kv, 0, TKV_UNLIMITED), 192);
     CHECK_EQ(tkv_seq_find_state(kv, 0, -7), 0);
     CHECK_EQ(tkv_seq_find_state(kv, 2, 100), 0);
+    CHECK_EQ(put_state(kv, 1, 0, 1, 64, 100), TKV_OK);
+    CHECK_EQ(put_state(kv, 1, 1, 1, 64, 100), TKV_OK);
+    CHECK_EQ(put_state(kv, 1, 0, 1, 128, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_find_state(kv, 1, 200), 64);
+    CHECK_EQ(put_state(kv, 0, 2, 1, 128, 100), TKV_OK); /* now it is not complete any more */
+    CHECK_EQ(tkv_seq_find_state(kv, 1, 200), 0);
+    CHECK_EQ(tkv_seq_find_state(kv, 0, 200), 128);
+    check_cache_at(kv, "a third stateful layer", 0);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     CHECK_EQ(tkv_seq_truncate(kv, 0, 100), TKV_OK); /* no state is left, but the layers stay stateful */
     CHECK_EQ(tkv_seq_find_state(kv, 0, 100), 0);
     CHECK_EQ(state_bytes_of(kv), 0);
@@ -486,6 +495,68 @@ TEST(a_lower_budget_thins_states) {
     tkv_destroy(kv);
 }
 
+/* All bytes that are not used are good for a state, and not one more. */
+TEST(a_state_fits_to_the_byte) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 1);
+    const size_t list = 16 * 2 * sizeof(void *); /* the list of states begins with 16 */
+    counting_allocator p;
+    unsigned char *bytes = (unsigned char *)calloc(1, 400000);
+    tkv_cache *kv;
+    size_t room;
+    if (!bytes) exit(2);
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.budget.bytes = 400000;
+    cfg.budget.pressure.max_level = TKV_OFF;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 430, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 500, 500), TKV_OK);
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK); /* the cache keeps free pages */
+    CHECK_LE(budget_of(kv).used + 1, p.held);
+    room = (budget_of(kv).budget - budget_of(kv).used - list) / 64 * 64 - 64;
+    CHECK_EQ(tkv_seq_put_state(kv, 0, 0, 400, bytes, room + 1), TKV_ERR_BUDGET);
+    CHECK_LE(1, strlen(tkv_get_last_error(kv)));
+    check_cache_at(kv, "a state of a byte more than fits", 0);
+    CHECK_EQ(tkv_seq_put_state(kv, 0, 0, 400, bytes, room), TKV_OK);
+    check_cache_at(kv, "a state that fits", 0);
+    CHECK_LE(p.peak, cfg.budget.bytes);
+    CHECK_LE(cfg.budget.bytes - 63, budget_of(kv).used);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 20, 10), TKV_OK); /* there is room in the last block */
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 900, 10), TKV_ERR_BUDGET);
+    check_cache_at(kv, "full", 0);
+    tkv_destroy(kv);
+    CHECK_EQ(p.held, 0);
+    free(bytes);
+}
+
+/* A put that cannot fit even with all tokens coded is refused at once: no token pays for it. */
+TEST(a_refused_state_codes_no_token) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 1);
+    const size_t size = 430000;
+    unsigned char *bytes = (unsigned char *)calloc(1, size);
+    tkv_cache *kv;
+    if (!bytes) exit(2);
+    cfg.tiers.hot = pair_of(TKV_F16, TKV_F16);
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.evict.policy = TKV_EVICT_SLIDING; /* with all tokens evicted it would fit */
+    cfg.budget.bytes = 500000;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 2000, 100), TKV_OK);
+    CHECK_EQ(budget_of(kv).demoted, 0);
+    CHECK_EQ(tkv_seq_put_state(kv, 0, 0, 2000, bytes, size), TKV_ERR_BUDGET);
+    CHECK_EQ(budget_of(kv).demoted, 0);
+    CHECK_EQ(budget_of(kv).level, 0);
+    CHECK_EQ(tkv_seq_put_state(kv, 0, 0, 2000, bytes, 300000),
+             TKV_OK); /* this one fits beside coded tokens */
+    CHECK_LE(1, budget_of(kv).demoted);
+    CHECK_EQ(budget_of(kv).evicted, 0);
+    check_cache_at(kv, "coded for a state", 0);
+    tkv_destroy(kv);
+    free(bytes);
+}
+
 /* >>failed allocations */
 TEST(states_without_memory_change_nothing) {
     tkv_layer_config layers[LAYERS];
@@ -698,6 +769,8 @@ int main(int argc, char **argv) {
     RUN(shared_positions_go_together);
     RUN(states_go_before_tokens);
     RUN(a_lower_budget_thins_states);
+    RUN(a_state_fits_to_the_byte);
+    RUN(a_refused_state_codes_no_token);
     RUN(states_without_memory_change_nothing);
     RUN(states_in_place);
     RUN(a_hybrid_of_30_layers_keeps_64_positions_under_a_budget);
