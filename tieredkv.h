@@ -20,6 +20,7 @@
  *    4 Words
  *    5 Appending and attending                   R8 attention over two sets of keys
  *                                                R11 characters with a common prompt
+ *                                                R13 back to a state of a hybrid model
  *    6 Configuration                             R9 a config as text, and back
  *    7 Memory and budgets                        R5 a budget
  *                                                R2 a chat without end in a fixed arena
@@ -152,6 +153,8 @@
  *   pressure   bytes used / bytes allowed, as a moving average
  *   table      what a layer of an A, R or KVQUANT format has learned; a calibration is the tables of a cache
  *
+ *   state      what a layer without keys knows after n tokens: opaque bytes of the caller's (tkv_seq_put_state)
+ *
  *   position   0 ...... 3 | 4 ................................... | ................. | ............ now
  *   tier       sinks: HOT | ARCHIVE                               | WARM              | tail: HOT
  *
@@ -204,6 +207,28 @@
  *   Forks. tkv_seq_fork makes a sequence that begins with the tokens of another one: a character after a common
  *   prompt, a beam, a reply to try out. Both share the blocks, so it copies nothing and codes nothing. Each then
  *   appends, truncates, pins and evicts for itself. tkv_seq_truncate takes back the newest tokens of one sequence.
+ *
+ *   States. A recurrent layer has no keys that could be cut: it must begin again from a state. tkv_seq_put_state keeps
+ *   a copy of such bytes after the first n tokens, for a layer and a sequence. It may be a no_cache layer. States count
+ *   in the budget and in tkv_get_memory. They are forked with their sequence and share their bytes. tkv_seq_truncate
+ *   and tkv_seq_remove take those that have seen a token that goes. To go back to n tokens:
+ *
+ *     1. tkv_seq_find_state   the newest position at or before n at which all stateful layers have a state; maybe 0
+ *     2. tkv_seq_truncate     cuts to that position, or tkv_seq_fork makes another sequence that ends there
+ *     3. tkv_seq_get_state    gives each layer its state; at 0 a model begins anew
+ *     4. the model computes the tokens between that position and n again, and appends them
+ *
+ *   A sequence keeps states at 64 positions (cfg.limits.max_states), all layers at the same ones. Their distances from
+ *   the newest one grow like powers. Measured with a state at each 64th of 64,000 tokens (tests/test_states.c): going
+ *   back by d tokens computed at most 0.2 d + 64 tokens again. With 16 positions it was 1.1 d + 64.
+ *
+ *   Under a budget, states are thinned out first, to an eighth of max_states. Then tokens are coded in fewer bits, down
+ *   the ladder. Then all other states go except the newest, and only then tokens are evicted. The newest state of each
+ *   layer and the newest position that all layers have stay. Other states do not count as pressure. A put evicts no
+ *   token. If a full budget has no room for a state, it replaces the layer's older one.
+ *
+ *   In place, states have memory of their own: cfg.limits.state_bytes, in all sequences together. It is a part of what
+ *   tkv_get_required_bytes returns. A state takes 64 bytes more than its size, which is rounded up to 64.
  *
  *   Parts. Attention over two sets of keys is joined by their log-sum-exps. The sets can be two sequences, two caches
  *   or two machines. Give the keys of each set the rotation of their place in the whole text.
@@ -258,6 +283,25 @@
  *            (double)memory.total / (double)prompt);
  *     if (tkv_seq_truncate(kv, 3, 1024 + 15)) return 1;    // the player interrupts character 3
  *     printf("character 3 has %d tokens, character 4 %d\n", tkv_get_length(kv, 3, 0), tkv_get_length(kv, 4, 0));
+ * End of recipe
+ *
+ * Recipe R13: back to a state of a hybrid model
+ *     static tkv_layer_config layers[LAYERS];
+ *     static float state[1000];                            // what layer 0 knows
+ *     size_t bytes;
+ *     layers[0].no_cache = 1;                              // it is recurrent, layer 1 has keys
+ *     cfg.layers = layers;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int n = 64; n <= 6400; n += 64) {
+ *         run_model(64);
+ *         for (int i = 0; i < 64 * DIM; i++) state[i % 1000] = 0.9f * state[i % 1000] + k[i];
+ *         if (tkv_append(kv, 0, 1, k, v, 64)) return 1;
+ *         if (tkv_seq_put_state(kv, 0, 0, n, state, sizeof state)) return puts(tkv_get_last_error(kv)), 1;
+ *     }
+ *     int wanted = 6000, kept = tkv_seq_find_state(kv, 0, wanted);
+ *     if (tkv_seq_truncate(kv, 0, kept)) return 1;
+ *     if (kept && tkv_seq_get_state(kv, 0, 0, kept, state, sizeof state, &bytes)) return 1;
+ *     printf("back to %d: from the state of %d tokens, %d bytes\n", wanted, kept, (int)bytes);
  * End of recipe
  *
  *
@@ -996,13 +1040,17 @@
 #define tkv_seq_copy TKV_NAME_(tkv_seq_copy)
 #define tkv_seq_discard TKV_NAME_(tkv_seq_discard)
 #define tkv_seq_find_discarded TKV_NAME_(tkv_seq_find_discarded)
+#define tkv_seq_find_state TKV_NAME_(tkv_seq_find_state)
 #define tkv_seq_flush TKV_NAME_(tkv_seq_flush)
 #define tkv_seq_fork TKV_NAME_(tkv_seq_fork)
 #define tkv_seq_free_bytes TKV_NAME_(tkv_seq_free_bytes)
 #define tkv_seq_get_memory TKV_NAME_(tkv_seq_get_memory)
+#define tkv_seq_get_state TKV_NAME_(tkv_seq_get_state)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
+#define tkv_seq_list_states TKV_NAME_(tkv_seq_list_states)
 #define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
+#define tkv_seq_put_state TKV_NAME_(tkv_seq_put_state)
 #define tkv_seq_recompute TKV_NAME_(tkv_seq_recompute)
 #define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
@@ -1438,6 +1486,10 @@ typedef struct tkv_limits_config { /* capacity */
     int max_seqs;                  /* sequences, numbered 0 .. max_seqs-1; at most 2^20; 0: 1 */
     int max_tokens; /* per sequence, 1 to 2^30 - 1; 0: grows on demand (tkv_create_in_place needs a number) */
     int max_append; /* largest number of tokens in one append, at most 2^20; 0: 512 */
+    int max_states; /* positions at which a sequence keeps states, at most 65536; 0: 64 */
+    /* bytes of the states of all sequences (tkv_seq_put_state), 64 and rounding for each included; 0: no limit of their
+     * own; in place: no states */
+    size_t state_bytes;
 } tkv_limits_config;
 
 typedef struct tkv_tiers_config { /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
@@ -1743,13 +1795,15 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
  *   TKV_ERR_RANGE     a window expired tokens that the last kept token sees; tkv_get_last_error names the least
  *                     n_tokens. 0 is always possible.
  *   TKV_ERR_STATE     a step is open
- *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
+ *   TKV_ERR_ARG       no such sequence, or n_tokens is negative
+ * States that have seen more than n_tokens go. In a hybrid model, ask tkv_seq_find_state first where it can be cut. */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
  * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
  * tokens. The first that appends goes on in the last block, if that is exact and not full. The others get a copy of it
  * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins
- * and evictions go along. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ * and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all layers have
+ * one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
  * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
@@ -1759,14 +1813,14 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_STATE      a step of src or dst is open
  *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 64 bytes a block and layer, with
- *                      eviction, importance or anchors 432 bytes more
+ *                      eviction, importance or anchors 432 bytes more; or for the list of its states
  * Cost: O(blocks of n_tokens), in all layers. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
 /* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
  * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
  * less, and the next token follows the last one that stays. Other removed tokens answer TKV_TOKEN_GONE and count as
  * evicted in tkv_get_layer. It needs no cfg.evict. A fork keeps its tokens. Bytes go back when a block has no token
- * left. A reservation ends.
+ * left. States that have seen a removed token go. A reservation ends.
  * Errors, nothing changed:
  *   TKV_ERR_RANGE     it truncates, and a window has expired tokens that the last one sees
  *   TKV_ERR_STATE     a step is open
@@ -1777,7 +1831,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
  * one: its key has RoPE for that position. It begins a new block if the last token has moved. cfg.model.rope must be
- * the model's. A reservation ends.
+ * the model's. States stay, because a recurrence knows the order of tokens and not their positions; a state with
+ * rotated keys must be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
@@ -1807,6 +1862,38 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
 TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
                                      int *positions);
+/* >>states. A layer without keys, such as a recurrence, is cut and forked through states: opaque bytes of the caller's,
+ * after the first n_tokens of a sequence by index. Puts a copy of such bytes, in the place of an equal layer and
+ * n_tokens. From its first state on, a layer is stateful in all sequences; no_cache layers may be.
+ *   n_tokens   1 to max_tokens; may be ahead of the length, as a stateful layer can run before the others
+ * A sequence keeps states at limits.max_states positions, close together near the newest one and further apart behind.
+ * All layers keep the same positions. The newest state of each layer and the newest position that all have stay.
+ * Other states are thinned out when a budget is full, before a token is evicted; a put evicts and discards none. If a
+ * full budget has no room even so, the state replaces the layer's newest older one of equal bytes.
+ * Errors, no token and no needed state changed:
+ *   TKV_ERR_BUDGET     the budget has no room beside tokens and newest states
+ *   TKV_ERR_CAPACITY   no room in limits.state_bytes, or in place it is 0; or n_tokens is more than max_tokens
+ *   TKV_ERR_NOMEM      the allocator returned NULL
+ *   TKV_ERR_ARG        no such sequence or layer, n_tokens is below 1, or bytes or size is 0
+ * Cost: a copy, and O(states of the sequence). */
+TKV_API tkv_status tkv_seq_put_state(tkv_cache *kv, int seq, int layer, int n_tokens, const void *bytes,
+                                     size_t size);
+/* Copies the state of a layer after n_tokens.
+ *   buf      [size] bytes; NULL only counts
+ *   needed   (may be NULL) receives the bytes of the state
+ * Errors: TKV_ERR_RANGE (there is no such state), TKV_ERR_CAPACITY (size is too small), TKV_ERR_ARG. */
+TKV_API tkv_status tkv_seq_get_state(const tkv_cache *kv, int seq, int layer, int n_tokens, void *buf,
+                                     size_t size, size_t *needed);
+/* Returns the newest position at or before n_tokens (TKV_UNLIMITED: of all) at which every stateful layer has a state.
+ * 0: there is none, or an argument is wrong; a model starts from nothing there. If no layer of the cache is stateful,
+ * every position will do: the answer is n_tokens, at most the length. Cost: O(states of the sequence). */
+TKV_API int tkv_seq_find_state(const tkv_cache *kv, int seq, int n_tokens);
+/* Lists the positions at which a layer has a state, or with TKV_ALL_LAYERS every stateful layer, ascending.
+ *   n_tokens   [capacity] receives the first positions
+ *   n          receives the number of all positions
+ * Errors: TKV_ERR_ARG. Cost: O(states of the sequence). */
+TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, int *n_tokens, int capacity,
+                                       int *n);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
@@ -1826,7 +1913,8 @@ typedef struct tkv_memory_info {         /* bytes, if a field has no other unit 
     size_t index;             /*   block table, block lists, the cache object */
     size_t scratch;           /*   work space of encoding and of parallel attention */
     size_t exact_copies;      /*   memory for the exact copies of the quality meter, used or not */
-    size_t slack;             /*   free space in pages, padding */
+    size_t states;            /*   states of tkv_seq_put_state; those that sequences share count once */
+    size_t slack;             /*   free space in pages and, in place, in limits.state_bytes; padding */
     tkv_tier_bytes offloaded; /* offloaded tokens (the tiers count them too), their codes and metadata */
     size_t peak;              /* highest total so far */
     size_t fp16_bytes;        /* K and V of the same tokens as plain FP16, without padding or overhead */
@@ -1881,7 +1969,8 @@ typedef struct tkv_pressure_info {
  * cfg.host.parallel_for counts, so levels may come earlier with it. Without a budget, cfg.budget.ladder gives a
  * static plan: cfg.budget.pressure.min_level at first; see tkv_set_level. */
 typedef struct tkv_budget_info {
-    size_t budget, used, peak;  /* bytes; `used` excludes free pages, but includes the reserve for recoding */
+    /* bytes; `used` excludes free pages and states that can be thinned out, but includes the reserve for recoding */
+    size_t budget, used, peak;
     int level, n_levels;        /* present level; levels of the ladder */
     tkv_pressure_info pressure; /* state of the pressure controller; one sample per append */
     uint64_t
@@ -1892,6 +1981,7 @@ typedef struct tkv_budget_info {
     uint64_t unwritten;             /* blocks and exact copies that cfg.offload.write failed to write */
     uint64_t evicted;               /* tokens evicted, counted per layer (cfg.evict, tkv_evict) */
     uint64_t discarded, recomputed; /* blocks discarded; blocks that tkv_restore brought back */
+    uint64_t thinned;               /* states thinned out, or replaced by newer ones */
     /* blocks that the present level would still recode; 0 without a budget. At min_level without pressure, blocks
      * that wait for a table do not count. Some can stay while no page is free for their new size. */
     uint64_t pending;
@@ -1998,11 +2088,11 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
 TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
 
 /* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
- * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
- * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
- * have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the forecast limits
- * n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth more,
- * because blocks are recoded a few at a time. The forecast assumes that no calibration is loaded.
+ * It knows no states. If sequences are appended one after the other, the forecast is exact, with two exceptions. The
+ * real `index` can be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in
+ * large chunks have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the
+ * forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth
+ * more, because blocks are recoded a few at a time. The forecast assumes that no calibration is loaded.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -16079,6 +16169,7 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!(cfg->model.scale > 0.0f)) cfg->model.scale = (float)(1.0 / sqrt((double)cfg->model.head_dim));
     if (!cfg->limits.max_seqs) cfg->limits.max_seqs = 1;
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
+    if (!cfg->limits.max_states) cfg->limits.max_states = 64;
     tkvi_fill_options(&cfg->format);
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
@@ -16478,6 +16569,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(limits.max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
     TKVI_RANGE_(limits.max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
     TKVI_RANGE_(limits.max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
+    TKVI_RANGE_(limits.max_states, 0, 1 << 16, "it must be 1 to 65536, or 0 for 64");
     option = tkvi_find_invalid_option(&cfg->format);
     if (option)
         return tkvi_bad_in(reason, size, "format.", option->name,
@@ -17407,6 +17499,7 @@ static void tkvi_release_entry(tkvi_pool *pool, uint32_t id) {
 typedef struct tkvi_demand {
     int64_t slots[TKVI_MAX_LAYOUTS]; /* [n_classes] */
     int64_t entries;
+    size_t bytes; /* other memory: of states (step/states.h) */
 } tkvi_demand;
 
 static tkvi_demand tkvi_no_demand(void) {
@@ -17662,6 +17755,417 @@ static void tkvi_error_sums_add(tkvi_error_sums *sum, const tkvi_error_sums *mor
 }
 
 #endif /* TKVI_CACHE_METER_H */
+/* ======== cache/states.h ======== */
+/*
+ * cache/states.h - the memory of states: pieces of the caller's that belong to a layer and to a number of tokens of a
+ * sequence (step/states.h). It says which of them are spare, and thins them out.
+ *
+ *     list of a sequence    [64: layer 0, layer 1][128: layer 0, layer 1] ... [960: layer 0, layer 1][1024: layer 0]
+ *                            spare                 spare                       newest complete one    newest of layer 0
+ *
+ * A position is the number of tokens that a state has seen. It is complete if every stateful layer has a state there.
+ * The newest complete position and the newest state of each layer stay. All other positions are spare. A fork holds
+ * the same states, so a state is spare when it is spare for all its holders.
+ *
+ * Thinning takes the spare position that is missed least: the one whose gap, once it is gone, is smallest relative to
+ * the distance of that gap from the newest position. So the distances of those that stay grow like powers, and going
+ * back by n tokens costs the recomputation of a share of n. A position that some layer has passed without a state goes
+ * first, because it can never be complete.
+ *
+ * In place, states lie in a region of cfg.limits.state_bytes, each in the first gap that fits. If the gaps together
+ * would do, the states move to the front.
+ */
+#ifndef TKVI_CACHE_STATES_H
+#define TKVI_CACHE_STATES_H
+
+
+/* A state. The caller's bytes follow at the next multiple of TKVI_ALIGN. */
+typedef struct tkvi_state {
+    size_t size;                 /* bytes of the caller's */
+    struct tkvi_state *after;    /* in place: the next one in the region */
+    struct tkvi_state *next_at;  /* in place: its place after the region is compacted */
+    uint32_t n_holders, n_spare; /* sequences that hold it; those for which it is spare */
+    int layer, n_tokens;
+} tkvi_state;
+
+typedef struct tkvi_held_state {
+    tkvi_state *state;
+    int is_spare; /* for this holder; the same for all states of a position */
+} tkvi_held_state;
+
+/* The states of a sequence, by position, then by layer. */
+typedef struct tkvi_state_list {
+    tkvi_held_state *held; /* [cap] */
+    uint32_t cap;
+    int n, n_positions;
+} tkvi_state_list;
+
+typedef struct tkvi_states {
+    tkvi_heap *heap;
+    tkvi_state_list *list; /* [n_lists] by sequence */
+    uint8_t *is_stateful;  /* [n_layers] 1: some sequence has had a state of this layer */
+    int n_lists, n_layers, n_stateful, wipes_freed;
+    size_t limit;       /* of held_bytes */
+    size_t held_bytes;  /* of all states; one that is shared counts once */
+    size_t spare_bytes; /* of those among them that thinning can free */
+    uint8_t *region;    /* in place: memory of all states, else NULL */
+    size_t region_bytes;
+    tkvi_state *first; /* in place: the first one in the region */
+    uint64_t n_thinned;
+} tkvi_states;
+
+#define TKVI_LAYER_WORDS (4096 / 64) /* bits of the most layers */
+
+/* >>bytes */
+/* Bytes that a state of this size takes. Returns 0 on overflow. */
+static size_t tkvi_state_bytes(size_t size) {
+    return size > (size_t)-1 / 2 ? 0 : tkvi_align_up(sizeof(tkvi_state)) + tkvi_align_up(size);
+}
+
+static uint8_t *tkvi_bytes_of_state(const tkvi_state *state) {
+    return (uint8_t *)(uintptr_t)state + tkvi_align_up(sizeof(tkvi_state));
+}
+
+/* Most states of a sequence in place: the position that is being put and the complete one may come on top. */
+static uint32_t tkvi_most_states(const tkv_config *cfg) {
+    return cfg->limits.state_bytes ? (uint32_t)(cfg->limits.max_states + 2) * (uint32_t)cfg->model.n_layers
+                                   : 0;
+}
+
+/* Bytes of the region and of all lists in place. Returns 0 on overflow. */
+static int tkvi_states_in_place_bytes(const tkv_config *cfg, size_t *bytes) {
+    size_t lists;
+    if (cfg->limits.state_bytes > (size_t)-1 / 2) return 0;
+    if (!tkvi_mul(tkvi_most_states(cfg), sizeof(tkvi_held_state), &lists)) return 0;
+    return tkvi_mul(tkvi_align_up(lists), (size_t)cfg->limits.max_seqs, &lists) &&
+           tkvi_add(lists, tkvi_align_up(cfg->limits.state_bytes), bytes);
+}
+
+/* >>the region in place */
+/* Takes the first gap of the region that has this number of bytes. NULL: there is none. */
+static tkvi_state *tkvi_take_gap(tkvi_states *s, size_t bytes) {
+    uint8_t *at = s->region;
+    tkvi_state **link = &s->first, *state;
+    while (*link && (size_t)((uint8_t *)(void *)*link - at) < bytes) {
+        at = (uint8_t *)(void *)*link + tkvi_state_bytes((*link)->size);
+        link = &(*link)->after;
+    }
+    if (!*link && (size_t)(s->region + s->region_bytes - at) < bytes) return NULL;
+    state = (tkvi_state *)(void *)at;
+    state->after = *link;
+    *link = state;
+    return state;
+}
+
+/* Moves all states to the front of the region, so that there is one gap behind them. */
+static void tkvi_compact_region(tkvi_states *s) {
+    uint8_t *at = s->region;
+    tkvi_state *state, *after, **link = &s->first;
+    int seq, i;
+    for (state = s->first; state; state = state->after) {
+        state->next_at = (tkvi_state *)(void *)at;
+        at += tkvi_state_bytes(state->size);
+    }
+    for (seq = 0; seq < s->n_lists; seq++)
+        for (i = 0; i < s->list[seq].n; i++) s->list[seq].held[i].state = s->list[seq].held[i].state->next_at;
+    for (state = s->first; state; state = after) {
+        tkvi_state *to = state->next_at;
+        after = state->after;
+        memmove(to, state, tkvi_state_bytes(state->size));
+        *link = to;
+        link = &to->after;
+    }
+    *link = NULL;
+}
+
+static void tkvi_leave_region(tkvi_states *s, const tkvi_state *state) {
+    tkvi_state **link = &s->first;
+    while (*link != state) link = &(*link)->after;
+    *link = state->after;
+}
+
+/* >>states and holders */
+/* Gets memory for a state that no sequence holds yet. NULL: there is none. */
+static tkvi_state *tkvi_new_state(tkvi_states *s, size_t size) {
+    const size_t bytes = tkvi_state_bytes(size);
+    tkvi_state *state, *after = NULL;
+    if (s->region) {
+        state = tkvi_take_gap(s, bytes);
+        if (!state && s->region_bytes - s->held_bytes >= bytes) {
+            tkvi_compact_region(s);
+            state = tkvi_take_gap(s, bytes);
+        }
+        if (state) after = state->after;
+    } else {
+        state = (tkvi_state *)tkvi_get(s->heap, bytes);
+    }
+    if (!state) return NULL;
+    memset(state, 0, sizeof *state);
+    state->after = after;
+    state->size = size;
+    s->held_bytes += bytes;
+    return state;
+}
+
+/* 1 if thinning can free a state. */
+static int tkvi_can_thin(const tkvi_state *state) {
+    return state->n_holders > 0 && state->n_spare == state->n_holders;
+}
+
+/* Adds a holder, for which the state is not spare. */
+static void tkvi_hold_state(tkvi_states *s, tkvi_state *state) {
+    if (tkvi_can_thin(state)) s->spare_bytes -= tkvi_state_bytes(state->size);
+    state->n_holders++;
+}
+
+static void tkvi_set_spare(tkvi_states *s, tkvi_held_state *held, int is_spare) {
+    tkvi_state *state = held->state;
+    if (held->is_spare == is_spare) return;
+    if (tkvi_can_thin(state)) s->spare_bytes -= tkvi_state_bytes(state->size);
+    state->n_spare = is_spare ? state->n_spare + 1 : state->n_spare - 1;
+    if (tkvi_can_thin(state)) s->spare_bytes += tkvi_state_bytes(state->size);
+    held->is_spare = is_spare;
+}
+
+/* Takes a holder away. A state without holders is freed. */
+static void tkvi_release_state(tkvi_states *s, tkvi_held_state *held) {
+    tkvi_state *state = held->state;
+    const size_t bytes = tkvi_state_bytes(state->size);
+    tkvi_set_spare(s, held, 0);
+    held->state = NULL;
+    state->n_holders--;
+    if (tkvi_can_thin(state)) s->spare_bytes += bytes;
+    if (state->n_holders) return;
+    s->held_bytes -= bytes;
+    if (s->wipes_freed) tkvi_wipe(tkvi_bytes_of_state(state), state->size);
+    if (s->region) tkvi_leave_region(s, state);
+    else tkvi_put(s->heap, state, bytes);
+}
+
+/* >>lists */
+/* Number of states of a list that have seen at most n_tokens. */
+static int tkvi_n_states_up_to(const tkvi_state_list *list, int n_tokens) {
+    int low = 0, high = list->n;
+    while (low < high) {
+        const int mid = low + (high - low) / 2;
+        if (list->held[mid].state->n_tokens > n_tokens) high = mid;
+        else low = mid + 1;
+    }
+    return low;
+}
+
+/* The state of a layer at a position, or NULL. *at: its place in the list, or the place where it belongs. */
+static tkvi_state *tkvi_find_state(const tkvi_state_list *list, int layer, int n_tokens, int *at) {
+    const int end = tkvi_n_states_up_to(list, n_tokens);
+    int i = tkvi_n_states_up_to(list, n_tokens - 1);
+    while (i < end && list->held[i].state->layer < layer) i++;
+    *at = i;
+    return i < end && list->held[i].state->layer == layer ? list->held[i].state : NULL;
+}
+
+/* Grows a list to n states. Returns 0 without memory; in place, lists do not grow. */
+static int tkvi_grow_state_list(tkvi_states *s, int seq, int n) {
+    tkvi_state_list *list = &s->list[seq];
+    const uint32_t cap = tkvi_cap_for(n);
+    tkvi_held_state *bigger;
+    if ((uint32_t)n <= list->cap) return 1;
+    if (s->region) return 0;
+    bigger = (tkvi_held_state *)tkvi_get(s->heap, cap * sizeof *bigger);
+    if (!bigger) return 0;
+    if (list->n) memcpy(bigger, list->held, (size_t)list->n * sizeof *bigger);
+    tkvi_put(s->heap, list->held, list->cap * sizeof *bigger);
+    list->held = bigger;
+    list->cap = cap;
+    return 1;
+}
+
+/* A position of a list. */
+typedef struct tkvi_state_position {
+    int first, end; /* its states in the list */
+    int n_tokens;
+    int n_newest;                    /* states that are the newest of their layers */
+    int n_passed;                    /* layers that have newer states, and none here */
+    uint64_t seen[TKVI_LAYER_WORDS]; /* layers that have states here or at newer positions */
+    int n_seen;
+} tkvi_state_position;
+
+static tkvi_state_position tkvi_end_position(const tkvi_state_list *list) {
+    tkvi_state_position end;
+    memset(&end, 0, sizeof end);
+    end.first = list->n;
+    return end;
+}
+
+/* Goes to the position before. Returns 0 if there is none. */
+static int tkvi_step_back(const tkvi_state_list *list, tkvi_state_position *at) {
+    int n_known = 0;
+    if (!at->first) return 0;
+    at->end = at->first;
+    at->n_tokens = list->held[at->end - 1].state->n_tokens;
+    for (; at->first > 0 && list->held[at->first - 1].state->n_tokens == at->n_tokens; at->first--) {
+        const int layer = list->held[at->first - 1].state->layer;
+        n_known += (int)(at->seen[layer / 64] >> layer % 64 & 1);
+        at->seen[layer / 64] |= (uint64_t)1 << layer % 64;
+    }
+    at->n_passed = at->n_seen - n_known;
+    at->n_newest = at->end - at->first - n_known;
+    at->n_seen += at->n_newest;
+    return 1;
+}
+
+/* 1 if every stateful layer has a state at a position. */
+static int tkvi_is_complete(const tkvi_states *s, const tkvi_state_position *at) {
+    return at->end - at->first == s->n_stateful;
+}
+
+/* Call after any change of a list. Counts its positions, and finds the spare ones. */
+static void tkvi_mark_states(tkvi_states *s, int seq) {
+    tkvi_state_list *list = &s->list[seq];
+    tkvi_state_position at = tkvi_end_position(list);
+    int i, has_complete = 0;
+    list->n_positions = 0;
+    while (tkvi_step_back(list, &at)) {
+        const int stays = at.n_newest > 0 || (!has_complete && tkvi_is_complete(s, &at));
+        for (i = at.first; i < at.end; i++) tkvi_set_spare(s, &list->held[i], !stays);
+        has_complete |= tkvi_is_complete(s, &at);
+        list->n_positions++;
+    }
+}
+
+/* Removes the states first .. end - 1 from a list. */
+static void tkvi_drop_held_states(tkvi_states *s, int seq, int first, int end) {
+    tkvi_state_list *list = &s->list[seq];
+    int i;
+    if (first == end) return;
+    for (i = first; i < end; i++) tkvi_release_state(s, &list->held[i]);
+    memmove(list->held + first, list->held + end, (size_t)(list->n - end) * sizeof *list->held);
+    list->n -= end - first;
+    tkvi_mark_states(s, seq);
+}
+
+/* Removes the states of a sequence that have seen more than n_tokens. */
+static void tkvi_drop_states(tkvi_states *s, int seq, int n_tokens) {
+    tkvi_drop_held_states(s, seq, tkvi_n_states_up_to(&s->list[seq], n_tokens), s->list[seq].n);
+}
+
+/* Puts a state into a list that has room for it, in the place of the one before. */
+static void tkvi_list_state(tkvi_states *s, int seq, tkvi_state *state) {
+    tkvi_state_list *list = &s->list[seq];
+    int at, i;
+    tkvi_hold_state(s, state);
+    if (tkvi_find_state(list, state->layer, state->n_tokens, &at)) {
+        tkvi_release_state(s, &list->held[at]);
+    } else {
+        memmove(list->held + at + 1, list->held + at, (size_t)(list->n - at) * sizeof *list->held);
+        list->n++;
+    }
+    list->held[at].state = state;
+    list->held[at].is_spare = 0;
+    if (s->is_stateful[state->layer]) {
+        tkvi_mark_states(s, seq);
+        return;
+    }
+    s->is_stateful[state->layer] = 1;
+    s->n_stateful++;
+    for (i = 0; i < s->n_lists; i++) tkvi_mark_states(s, i); /* what was complete is not any more */
+}
+
+/* Makes dst, which is empty and has room, hold the states of src that have seen at most n_tokens. */
+static void tkvi_share_states(tkvi_states *s, int src, int dst, int n_tokens) {
+    const tkvi_state_list *from = &s->list[src];
+    tkvi_state_list *to = &s->list[dst];
+    const int n = tkvi_n_states_up_to(from, n_tokens);
+    for (to->n = 0; to->n < n; to->n++) {
+        to->held[to->n].state = from->held[to->n].state;
+        to->held[to->n].is_spare = 0;
+        tkvi_hold_state(s, to->held[to->n].state);
+    }
+    tkvi_mark_states(s, dst);
+}
+
+/* >>thinning */
+/* The spare position that is missed least so far. */
+typedef struct tkvi_thinning {
+    int seq, first, end; /* seq -1: none */
+    double loss;
+} tkvi_thinning;
+
+static tkvi_thinning tkvi_no_thinning(void) {
+    tkvi_thinning none;
+    memset(&none, 0, sizeof none);
+    none.seq = -1;
+    return none;
+}
+
+/* 1 if one of the states first .. end - 1 of a list is spare for all its holders. */
+static int tkvi_frees_any(const tkvi_state_list *list, int first, int end) {
+    int i, frees = 0;
+    for (i = first; i < end; i++) frees |= tkvi_can_thin(list->held[i].state);
+    return frees;
+}
+
+/* Compares the spare positions of a list with *least. must_free: 1 skips those that free no byte. */
+static void tkvi_find_thinning(const tkvi_states *s, int seq, int must_free, tkvi_thinning *least) {
+    const tkvi_state_list *list = &s->list[seq];
+    tkvi_state_position at = tkvi_end_position(list);
+    const int newest = list->n ? list->held[list->n - 1].state->n_tokens : 0;
+    int above = newest;
+    for (; tkvi_step_back(list, &at); above = at.n_tokens) {
+        const int below = at.first ? list->held[at.first - 1].state->n_tokens : 0;
+        const double loss = at.n_passed ? -1.0 : (double)(above - below) / (double)(newest - below);
+        if (!list->held[at.first].is_spare || (must_free && !tkvi_frees_any(list, at.first, at.end)))
+            continue;
+        if (least->seq >= 0 && loss > least->loss) continue;
+        least->seq = seq;
+        least->first = at.first;
+        least->end = at.end;
+        least->loss = loss;
+    }
+}
+
+/* Removes a position from all sequences that hold its states. */
+static void tkvi_thin_everywhere(tkvi_states *s, const tkvi_thinning *thinning) {
+    const tkvi_state_list *list = &s->list[thinning->seq];
+    const int n_tokens = list->held[thinning->first].state->n_tokens;
+    int seq, i, at, is_shared = 0;
+    for (i = thinning->first; i < thinning->end; i++) is_shared |= list->held[i].state->n_holders > 1;
+    for (seq = 0; seq < s->n_lists && is_shared; seq++) {
+        const tkvi_state_list *other = &s->list[seq];
+        const int first = tkvi_n_states_up_to(other, n_tokens - 1),
+                  end = tkvi_n_states_up_to(other, n_tokens);
+        int shares = 0;
+        if (seq == thinning->seq || first == end || !other->held[first].is_spare) continue;
+        for (i = first; i < end; i++)
+            shares |=
+                tkvi_find_state(list, other->held[i].state->layer, n_tokens, &at) == other->held[i].state;
+        if (shares) tkvi_drop_held_states(s, seq, first, end);
+    }
+    s->n_thinned += (uint64_t)(thinning->end - thinning->first);
+    tkvi_drop_held_states(s, thinning->seq, thinning->first, thinning->end);
+}
+
+/* Thins the position that is missed least among all sequences with more than n_kept positions. 0: none frees a byte. */
+static int tkvi_thin_next(tkvi_states *s, int n_kept) {
+    tkvi_thinning least = tkvi_no_thinning();
+    int seq;
+    for (seq = 0; seq < s->n_lists && s->spare_bytes; seq++)
+        if (s->list[seq].n_positions > n_kept) tkvi_find_thinning(s, seq, 1, &least);
+    if (least.seq >= 0) tkvi_thin_everywhere(s, &least);
+    return least.seq >= 0;
+}
+
+/* Thins a list until it has at most n_kept positions, or none is spare. */
+static void tkvi_thin_list(tkvi_states *s, int seq, int n_kept) {
+    while (s->list[seq].n_positions > n_kept) {
+        tkvi_thinning least = tkvi_no_thinning();
+        tkvi_find_thinning(s, seq, 0, &least);
+        if (least.seq < 0) return;
+        s->n_thinned += (uint64_t)(least.end - least.first);
+        tkvi_drop_held_states(s, seq, least.first, least.end);
+    }
+}
+
+#endif /* TKVI_CACHE_STATES_H */
 /* ======== cache/cache.h ======== */
 /*
  * cache/cache.h - the struct of a cache, its creation and its destruction.
@@ -17831,6 +18335,7 @@ typedef struct tkvi_counts {
 typedef struct tkvi_call_state {
     uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
     int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
+    int keeps_tokens;  /* 1: the call in progress discards and evicts no token (tkvi_provide_bytes) */
     int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
     int store_failed;  /* 1: the store failed in this call; an error then names the store as the cause */
     char error[160];
@@ -17838,7 +18343,8 @@ typedef struct tkvi_call_state {
 
 /* Bytes of the parts of the fixed piece, in their order in memory. Each is rounded up to 64. */
 typedef struct tkvi_sizes {
-    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, query_states, meter;
+    size_t cache, tables, seqs, lists, states, counts, tokens_seen, query_stats, q_products, query_states,
+        meter;
     size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
@@ -17858,6 +18364,7 @@ struct tkv_cache {
     tkvi_budget_state budget;
     tkvi_counts counts;
     tkvi_call_state call;
+    tkvi_states states;
     tkvi_meter *meter;              /* NULL: none (cache/meter.h) */
     tkvi_token_scores token_scores; /* how the config scores attention (reclaim/scores.h) */
 };
@@ -17890,6 +18397,11 @@ static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int 
     if (!TKVI_HAS_QUERY_LEARNERS || !(t->query_parts & f->part)) return NULL;
     state = tkvi_state_of(&t->cfg, NULL, kv->stats.query_states, t->query_parts, f, layer);
     return tkvi_head_state(&state, f, head);
+}
+
+/* Bytes that thinning of states can give to other parts of the cache. In place states have memory of their own. */
+static size_t tkvi_spare_state_bytes(const tkv_cache *kv) {
+    return kv->pool.keep_all ? 0 : kv->states.spare_bytes;
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -18212,6 +18724,9 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     if (!tkvi_mul(seqs, (size_t)derived->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n))
         return 0;
     s->lists = tkvi_align_up(n);
+    if (!tkvi_mul(seqs, sizeof(tkvi_state_list), &n) || !tkvi_add(n, (size_t)derived->cfg.model.n_layers, &n))
+        return 0;
+    s->states = tkvi_align_up(n);
     /* per class: reserved_slots of each sequence, 2 of the pool, partial_pages */
     if (!tkvi_mul(seqs + 3, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
@@ -18236,8 +18751,9 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->query_states, &s->total))
         return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
-           tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
-           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->split_sums, &s->total);
+           tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->states, &s->total) &&
+           tkvi_add(s->total, s->counts, &s->total) && tkvi_add(s->total, s->recode, &s->total) &&
+           tkvi_add(s->total, s->split_sums, &s->total);
 }
 
 /* Bytes that tkv_get_memory reports as tables. */
@@ -18288,6 +18804,13 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     next += s.seqs;
     kv->list = (tkvi_list *)(void *)next;
     next += s.lists;
+    kv->states.list = (tkvi_state_list *)(void *)next;
+    kv->states.n_lists = derived->cfg.limits.max_seqs;
+    kv->states.is_stateful = next + (size_t)derived->cfg.limits.max_seqs * sizeof(tkvi_state_list);
+    kv->states.n_layers = derived->cfg.model.n_layers;
+    kv->states.wipes_freed = derived->cfg.host.wipe_freed;
+    kv->states.limit = derived->cfg.limits.state_bytes ? derived->cfg.limits.state_bytes : (size_t)-1;
+    next += s.states;
     kv->reserved_slots = (int64_t *)(void *)next;
     kv->pool.used_slots = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
     kv->pool.reserved_slots = kv->pool.used_slots + classes;
@@ -18322,7 +18845,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         return TKV_ERR_NOMEM;
     }
     kv->heap = heap;
-    kv->pool.heap = &kv->heap;
+    kv->pool.heap = kv->states.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = kv->pool.free_entry = TKVI_NIL;
     for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
@@ -18470,6 +18993,11 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
+    for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++) {
+        tkvi_drop_states(&kv->states, s, 0);
+        tkvi_put(&kv->heap, kv->states.list[s].held, kv->states.list[s].cap * sizeof(tkvi_held_state));
+    }
+    tkvi_put(&kv->heap, kv->states.region, kv->states.region_bytes);
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_free_stats(kv);
@@ -18547,13 +19075,15 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
     const int64_t list_blocks = (int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4;
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
-    size_t without_pages = 0, lists;
+    size_t without_pages = 0, lists, states;
     if (budget < tkvi_least_budget(derived, fixed)) return TKV_ERR_BUDGET;
     if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->list_cap = tkvi_cap_for(list_blocks);
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), layers, &lists) ||
         !tkvi_mul(tkvi_align_up(lists), (size_t)derived->cfg.limits.max_seqs, &lists) ||
         !tkvi_add(lists, fixed->total, &without_pages) ||
+        !tkvi_states_in_place_bytes(&derived->cfg, &states) ||
+        !tkvi_add(states, without_pages, &without_pages) ||
         !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
                   &without_pages) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
@@ -18617,7 +19147,7 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     int64_t blocks = 0, pages_apart = 0, pages_waiting;
     const int64_t n_seqs = derived->cfg.limits.max_seqs;
     tkvi_sizes fixed;
-    size_t pages, n;
+    size_t pages, n, states;
     int i, c, tier;
     memset(sizes, 0, sizeof *sizes);
     memset(apart, 0, sizeof apart);
@@ -18659,7 +19189,8 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
-        !tkvi_add(n, fixed.total, &sizes->bytes) ||
+        !tkvi_add(n, fixed.total, &sizes->bytes) || !tkvi_states_in_place_bytes(&derived->cfg, &states) ||
+        !tkvi_add(states, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), sizes->bytes,
                   &sizes->bytes) ||
         !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
@@ -18672,6 +19203,23 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     return TKV_OK;
 }
 
+/* Allocates the lists of states and the region in which states lie. Returns 0 without memory. */
+static int tkvi_allocate_states_in_place(tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const uint32_t cap = tkvi_most_states(cfg);
+    tkvi_states *s = &kv->states;
+    int seq;
+    s->limit = s->region_bytes = tkvi_align_up(cfg->limits.state_bytes);
+    if (!s->limit) return 1;
+    for (seq = 0; seq < s->n_lists; seq++) {
+        s->list[seq].held = (tkvi_held_state *)tkvi_get(s->heap, cap * sizeof(tkvi_held_state));
+        if (!s->list[seq].held) return 0;
+        s->list[seq].cap = cap;
+    }
+    s->region = (uint8_t *)tkvi_get(s->heap, s->region_bytes);
+    return s->region != NULL;
+}
+
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
                                        tkvi_in_place_sizes *sizes, char *reason, size_t size) {
     tkv_status st = tkvi_validate(cfg, derived, reason, size);
@@ -18680,7 +19228,8 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
     if (!st) st = tkvi_size_in_place(derived, sizes);
     if (st == TKV_ERR_BUDGET)
         return tkvi_give_reason(
-            st, "budget.bytes has no room for the index of limits.max_tokens and for pages", reason, size);
+            st, "budget.bytes has no room for limits.state_bytes, the index of limits.max_tokens, and pages",
+            reason, size);
     return st;
 }
 
@@ -18756,6 +19305,7 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
     for (i = 0; i < derived.cfg.limits.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;
+    if (!tkvi_allocate_states_in_place(kv)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_pages(&kv->pool, sizes.page_cap)) return TKV_ERR_CAPACITY;
     while ((int64_t)kv->pool.n_pages < sizes.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
@@ -21345,7 +21895,8 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
     double least = 0.0, price;
     int seq, from = -1, to = 0, last = 0;
     if (!TKVI_HAS_DISCARD || !cfg->recompute.compute || tkvi_recompute_cost(cfg, &cost)) return 0;
-    if (cheap && (double)kv->heap.held < (double)tkvi_number(cost.threshold) * (double)cfg->budget.bytes)
+    if (cheap && (double)(kv->heap.held - tkvi_spare_state_bytes(kv)) <
+                     (double)tkvi_number(cost.threshold) * (double)cfg->budget.bytes)
         return 0;
     for (seq = 0; seq < cfg->limits.max_seqs; seq++) {
         const int end = tkvi_recomputable_to(kv, seq, &cost, cheap, &price);
@@ -22309,7 +22860,7 @@ typedef struct tkvi_request {
     const tkv_rows *rows; /* sequences and the tokens that their lists must take */
     int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
     int n_jumps;       /* entries that a list may take beside those of its blocks, for jumps of positions */
-    tkvi_demand fixed; /* other blocks; with layer -1 the blocks of the rows too */
+    tkvi_demand fixed; /* other blocks and bytes; with layer -1 the blocks of the rows too */
 } tkvi_request;
 
 static tkvi_request tkvi_no_request(void) {
@@ -22324,11 +22875,11 @@ static size_t tkvi_bytes_without_pages(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
 }
 
-/* Bytes held, without free pages beyond pool.recode_pages. */
+/* Bytes held, without free pages beyond pool.recode_pages, and without states that thinning can free. */
 static size_t tkvi_used_bytes(const tkv_cache *kv) {
     const int64_t n_usable = tkvi_n_usable_pages(&kv->pool), n_recode = kv->pool.recode_pages;
     const int64_t n_taken = (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages;
-    return tkvi_bytes_without_pages(kv) +
+    return tkvi_bytes_without_pages(kv) - tkvi_spare_state_bytes(kv) +
            (size_t)(n_taken + (n_usable < n_recode ? n_usable : n_recode)) * kv->tables.page_bytes;
 }
 
@@ -22482,7 +23033,7 @@ static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, 
     const int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
     size_t bytes;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) ||
+        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, demand->bytes, &bytes) ||
         !tkvi_add(bytes,
                   tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
                                           tkvi_n_row_entries) +
@@ -22727,10 +23278,11 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
  *     append -> validate
  *            -> reclaim   1. bytes that all stages together can free at most (tkvi_least_bytes). If they do not
  *                            suffice: TKV_ERR_BUDGET, and nothing has changed.
- *                         2. recode every block that this level recodes; discard blocks that cfg.recompute gives
- *                            again for less than quantizing costs (discard.h); go to the next level
- *                         3. offload the oldest blocks, if the config has a store (offload.h); discard the other
- *                            blocks that cfg.recompute gives again
+ *                         2. thin states to an eighth of limits.max_states (cache/states.h); recode every block
+ *                            that this level recodes; discard blocks that cfg.recompute gives again for less than
+ *                            quantizing costs (discard.h); go to the next level
+ *                         3. thin states to the newest ones; offload the oldest blocks, if the config has a store
+ *                            (offload.h); discard the other blocks that cfg.recompute gives again
  *                         4. bytes that stages 5 and 6 free at least (tkvi_bound_loss). If they do not suffice:
  *                            TKV_ERR_BUDGET. No token was lost; blocks stay recoded and offloaded.
  *                         5. discard blocks of idle sequences, which tkv_seq_recompute brings back (discard.h)
@@ -22738,6 +23290,10 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
  *                         7. in the place of a refusal by stage 4: recode blocks of any age for the archive, but
  *                            not the last append
  *            -> age -> store
+ *
+ * States come first, because one of them can take more bytes than all tokens, and going back seldom needs the ones that
+ * are thinned out. Some stay until tokens are at the last level: without any, each step back computes all tokens
+ * again. The rest goes before offloading, which slows every step. Spare states do not count as pressure.
  *
  * Each stage goes on until the request fits. All memory that the request needs is allocated before stage 5. So a call
  * that discards or evicts cannot fail afterwards.
@@ -22751,9 +23307,9 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
 
 /* The largest part of what is held: its name, and its bytes. */
 static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
-    static const char *const names[] = {"exact tokens", "encoded tokens", "tables",
+    static const char *const names[] = {"exact tokens", "encoded tokens", "tables", "states",
                                         "work space, index and free pages"};
-    size_t parts[] = {0, 0, 0, 0};
+    size_t parts[] = {0, 0, 0, 0, 0};
     int seq, layer, i, largest = 0;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
@@ -22766,8 +23322,9 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
             }
         }
     parts[2] = tkvi_table_bytes(&kv->sizes) + tkvi_learning_bytes(kv);
-    parts[3] = kv->heap.held - parts[0] - parts[1] - parts[2];
-    for (i = 1; i < 4; i++)
+    parts[3] = kv->states.region ? kv->states.region_bytes : kv->states.held_bytes;
+    parts[4] = kv->heap.held - parts[0] - parts[1] - parts[2] - parts[3];
+    for (i = 1; i < 5; i++)
         if (parts[i] > parts[largest]) largest = i;
     *bytes = parts[largest];
     return names[largest];
@@ -22873,13 +23430,14 @@ static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
     const int max_level = kv->budget.pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
     int level, least = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->layout;
-    if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->seq[seq].in_step &&
+    if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->call.keeps_tokens && !kv->seq[seq].in_step &&
         i + 1 < tkvi_list_of(kv, seq, layer)->n)
         return -1;
     for (level = kv->tables.level; level <= max_level; level++) {
         const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &specs[level], can_learn);
         if ((tkvi_can_store(kv) || kv->tables.cfg.recompute.compute ||
-             (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))) &&
+             (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && !kv->call.keeps_tokens &&
+              tkvi_is_idle(kv, seq))) &&
             tkvi_can_offload(kv, seq, layer, i, &specs[level]))
             return -1;
         if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, least, specs[level].layout[due]))
@@ -22888,10 +23446,12 @@ static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     return least;
 }
 
-/* Lower bound of the bytes held after all stages, with the request: each block at its smallest, pages all full. */
+/* Lower bound of the bytes held after all stages, with the request: each block at its smallest, pages all full, spare
+ * states gone. */
 static size_t tkvi_least_bytes(tkv_cache *kv, const tkvi_request *request) {
     tkvi_demand demand = tkvi_demand_of(kv, request);
-    size_t bytes = tkvi_bytes_without_pages(kv) + (size_t)kv->pool.recode_pages * kv->tables.page_bytes;
+    size_t bytes = tkvi_bytes_without_pages(kv) - tkvi_spare_state_bytes(kv) + demand.bytes +
+                   (size_t)kv->pool.recode_pages * kv->tables.page_bytes;
     int c;
     kv->call.recodes_young = 1;
     tkvi_exchange_blocks(kv, tkvi_least_layout, &demand);
@@ -23165,7 +23725,7 @@ static int tkvi_can_relax(tkv_cache *kv, const tkvi_request *request) {
     if (tkvi_used_bytes(kv) >= kv->budget.relax_at) return 0;
     looser = tkvi_demand_of(kv, request);
     tkvi_exchange_blocks(kv, tkvi_looser_layout, &looser);
-    bytes = (double)tkvi_bytes_for_demand(kv, request, &looser);
+    bytes = (double)(tkvi_bytes_for_demand(kv, request, &looser) - tkvi_spare_state_bytes(kv));
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->budget.bytes_per_block < budget)
         return 1;
@@ -23296,16 +23856,50 @@ static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request,
     return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
 }
 
+/* Positions of states that a sequence keeps until the last level has recoded all tokens. */
+static int tkvi_n_states_before_recoding(const tkv_cache *kv) {
+    return tkvi_max(1, kv->tables.cfg.limits.max_states / 8);
+}
+
+/* Stages 2 and 3. n_kept: positions of states that a sequence keeps in stage 2. Returns 1 if the request fits then. */
+static int tkvi_reclaim_without_loss(tkv_cache *kv, const tkvi_request *request, size_t budget, int n_kept) {
+    while (tkvi_bytes_for(kv, request) > budget) {
+        if (!kv->pool.keep_all && tkvi_thin_next(&kv->states, n_kept)) continue;
+        if (tkvi_recode_oldest(kv, 0, 1) || tkvi_discard_recomputable(kv, 1)) continue;
+        if (kv->tables.level < kv->budget.pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
+        else if (!(!kv->pool.keep_all && tkvi_thin_next(&kv->states, 1)) && !tkvi_offload_oldest(kv) &&
+                 !tkvi_discard_recomputable(kv, 0))
+            return 0;
+    }
+    return 1;
+}
+
+/* Makes `bytes` of other memory fit into the budget. Discards and evicts no token: the allocator could still refuse
+ * the bytes, and the tokens would be lost for a call that fails. Returns 0 if stages 2 and 3 do not suffice. If that is
+ * known before, nothing has changed. *needed: bytes that it would take. */
+static int tkvi_provide_bytes(tkv_cache *kv, size_t bytes, size_t *needed) {
+    const size_t budget = kv->tables.cfg.budget.bytes;
+    tkvi_request request = tkvi_no_request();
+    int fits = 1;
+    if (!tkvi_has_budget(kv) || kv->pool.keep_all) return 1;
+    request.fixed.bytes = bytes;
+    kv->call.store_failed = 0;
+    kv->call.keeps_tokens = 1;
+    if (tkvi_bytes_for(kv, &request) > budget) {
+        *needed = tkvi_least_bytes(kv, &request);
+        fits = *needed <= budget && tkvi_reclaim_without_loss(kv, &request, budget, 1);
+        if (*needed <= budget) *needed = tkvi_bytes_for(kv, &request);
+    }
+    kv->call.keeps_tokens = 0;
+    if (fits && bytes > budget - kv->heap.held) tkvi_trim_to(&kv->pool, 0);
+    return fits;
+}
+
 /* Frees bytes, stage by stage, until the request fits into the budget. tkvi_check_request comes before. After stage 4
  * the request needs no allocation any more. Returns TKV_ERR_BUDGET or TKV_ERR_NOMEM before a token is lost. */
 static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_t budget) {
     tkv_status st;
-    for (;;) {
-        if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
-        if (tkvi_recode_oldest(kv, 0, 1) || tkvi_discard_recomputable(kv, 1)) continue;
-        if (kv->tables.level < kv->budget.pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
-        else if (!tkvi_offload_oldest(kv) && !tkvi_discard_recomputable(kv, 0)) break;
-    }
+    if (tkvi_reclaim_without_loss(kv, request, budget, tkvi_n_states_before_recoding(kv))) return TKV_OK;
     st = tkvi_prepare_any_loss(kv, request, budget);
     if (st == TKV_ERR_BUDGET) {
         kv->call.recodes_young = 1;
@@ -23355,6 +23949,7 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->discarded = kv->counts.discarded;
     out->recomputed = kv->counts.recomputed;
     out->evicted = kv->counts.evicted;
+    out->thinned = kv->states.n_thinned;
     out->pending = tkvi_has_budget(kv) ? tkvi_n_stale_blocks(kv) : 0;
     return TKV_OK;
 }
@@ -25495,6 +26090,19 @@ static void tkvi_shrink_blocks(tkv_cache *kv) {
     tkvi_put(pool->heap, old.block, old.block_cap * entry);
 }
 
+/* Shrinks the list of a sequence's states. */
+static void tkvi_shrink_states(tkv_cache *kv, int seq) {
+    tkvi_state_list *list = &kv->states.list[seq];
+    const uint32_t cap = tkvi_least_cap(list->n);
+    void *smaller;
+    if (kv->pool.keep_all) return;
+    if (!tkvi_get_smaller(&kv->heap, cap, list->cap, sizeof *list->held, &smaller)) return;
+    if (cap) memcpy(smaller, list->held, (size_t)list->n * sizeof *list->held);
+    tkvi_put(&kv->heap, list->held, list->cap * sizeof *list->held);
+    list->held = (tkvi_held_state *)smaller;
+    list->cap = cap;
+}
+
 static void tkvi_shrink_pages(tkvi_pool *pool) {
     const uint32_t cap = tkvi_least_cap(pool->n_pages);
     void *smaller;
@@ -25513,6 +26121,7 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
     tkvi_shrink_lists(kv, seq);
     tkvi_shrink_choice(kv);
     tkvi_shrink_blocks(kv);
+    tkvi_shrink_states(kv, seq);
     tkvi_shrink_pages(&kv->pool);
 }
 
@@ -26303,6 +26912,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         tkvi_count_seen_tokens(kv, layer, -n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
+    tkvi_drop_states(&kv->states, seq, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -26397,6 +27007,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
+    tkvi_drop_states(&kv->states, seq, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
@@ -26405,7 +27016,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     return tkvi_ok(kv);
 }
 
-/* Releases all blocks of a sequence, and ends its step and its reservation. */
+/* Releases all blocks and states of a sequence, and ends its step and its reservation. */
 static void tkvi_clear_seq(tkv_cache *kv, int seq) {
     int layer;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
@@ -26414,6 +27025,7 @@ static void tkvi_clear_seq(tkv_cache *kv, int seq) {
         while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
+    tkvi_drop_states(&kv->states, seq, 0);
     kv->seq[seq].in_step = 0;
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
@@ -26605,6 +27217,206 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
 }
 
 #endif /* TKVI_STEP_PINS_H */
+/* ======== step/states.h ======== */
+/*
+ * step/states.h - tkv_seq_put_state and the calls that give states back. A state is what a layer without keys knows of
+ * the tokens so far: of a recurrence, of a sliding window. It is opaque. A sequence can be cut and forked at a position
+ * only where all such layers have one.
+ *
+ *     tokens         0 ................ 2048 ......... 3072 ..... 3584 .. 3840 . 3968 4032
+ *     states of                           x              x          x       x      x    x     layer 0
+ *                                         x              x          x       x      x    x     layer 1
+ *     cut to 3700    tkv_seq_find_state says 3584: truncate to it, get the states, compute 3584 .. 3699 again
+ *
+ * A new state is put in these steps:
+ *     validate    refuses bad arguments; nothing has changed then
+ *     room        within limits.state_bytes and within the budget: spare states go first (cache/states.h), then tokens
+ *                 are coded again and offloaded (tkvi_provide_bytes). No token is discarded or evicted.
+ *     take over   in the place of a refusal for lack of room: the new state takes the memory of the layer's newest
+ *                 older one. So a full budget still gets new states, layer by layer. Between the first and the last
+ *                 layer no position is complete.
+ *     store       copies the bytes; thins the sequence to limits.max_states positions beside one
+ *                 that is not complete yet; cannot fail
+ *
+ * To save a sequence with its states, write for each layer what tkv_seq_list_states and tkv_seq_get_state give.
+ */
+#ifndef TKVI_STEP_STATES_H
+#define TKVI_STEP_STATES_H
+
+
+/* Provides a list for n states of a sequence. On failure no state has changed, but spare ones may be thinned. */
+static tkv_status tkvi_provide_state_list(tkv_cache *kv, int seq, int n) {
+    const uint32_t cap = kv->states.list[seq].cap;
+    size_t needed = 0;
+    if ((uint32_t)n <= cap) return TKV_OK;
+    if (!kv->pool.keep_all &&
+        !tkvi_provide_bytes(kv, tkvi_growth_bytes(cap, n, sizeof(tkvi_held_state)), &needed))
+        return tkvi_refuse_over_budget(kv, needed);
+    if (tkvi_grow_state_list(&kv->states, seq, n)) return TKV_OK;
+    return tkvi_refuse_no_memory(kv, "no memory for the list of", n, " states");
+}
+
+/* Takes the newest state of a layer from a sequence, for one that has seen n_tokens, more than it. NULL: there is none
+ * that this sequence holds alone and that has the bytes of `size`. */
+static tkvi_state *tkvi_take_over(tkv_cache *kv, int seq, int layer, int n_tokens, size_t size) {
+    tkvi_states *s = &kv->states;
+    tkvi_state_list *list = &s->list[seq];
+    tkvi_state *state;
+    int i = list->n;
+    while (i > 0 && list->held[i - 1].state->layer != layer) i--;
+    if (!i--) return NULL;
+    state = list->held[i].state;
+    if (state->n_tokens >= n_tokens || state->n_holders > 1) return NULL;
+    if (tkvi_state_bytes(state->size) != tkvi_state_bytes(size)) return NULL;
+    tkvi_set_spare(s, &list->held[i], 0);
+    state->n_holders = 0;
+    list->n--;
+    memmove(list->held + i, list->held + i + 1, (size_t)(list->n - i) * sizeof *list->held);
+    tkvi_mark_states(s, seq);
+    s->n_thinned++;
+    state->size = size;
+    return state;
+}
+
+/* Thins states until `bytes` more fit into limits.state_bytes. Returns 0 if that cannot be; then none is thinned. */
+static int tkvi_fit_states(tkvi_states *s, size_t bytes) {
+    const size_t least = s->held_bytes - s->spare_bytes;
+    if (least > s->limit || bytes > s->limit - least) return 0;
+    while (s->held_bytes > s->limit || bytes > s->limit - s->held_bytes)
+        if (!tkvi_thin_next(s, 1)) return 0;
+    return 1;
+}
+
+static tkv_status tkvi_refuse_state_bytes(tkv_cache *kv, size_t bytes) {
+    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
+    tkvi_append_text(&t, "a state of ");
+    tkvi_append_int(&t, (int64_t)bytes);
+    tkvi_append_text(&t, " bytes does not fit into limits.state_bytes beside the newest ones, which take ");
+    tkvi_append_int(&t, (int64_t)(kv->states.held_bytes - kv->states.spare_bytes));
+    return TKV_ERR_CAPACITY;
+}
+
+/* 1 if every stateful layer has a state after n_tokens. */
+static int tkvi_has_position(const tkvi_states *s, int seq, int n_tokens) {
+    return tkvi_n_states_up_to(&s->list[seq], n_tokens) - tkvi_n_states_up_to(&s->list[seq], n_tokens - 1) ==
+           s->n_stateful;
+}
+
+/* Provides memory for a state, and a place in the list. */
+static tkv_status tkvi_provide_state(tkv_cache *kv, int seq, int layer, int n_tokens, size_t size,
+                                     tkvi_state **out) {
+    tkvi_states *s = &kv->states;
+    const tkvi_state_list *list = &s->list[seq];
+    const size_t bytes = tkvi_state_bytes(size);
+    const int fits = tkvi_fit_states(s, bytes);
+    size_t needed = 0;
+    if (!fits ||
+        !tkvi_provide_bytes(kv, bytes + tkvi_growth_bytes(list->cap, list->n + 1, sizeof(tkvi_held_state)),
+                            &needed)) {
+        *out = tkvi_take_over(kv, seq, layer, n_tokens, size);
+        if (*out) return TKV_OK;
+        return fits ? tkvi_refuse_over_budget(kv, needed) : tkvi_refuse_state_bytes(kv, bytes);
+    }
+    if (!tkvi_grow_state_list(s, seq, list->n + 1))
+        return tkvi_refuse_no_memory(kv, "no memory for the list of", list->n + 1, " states");
+    *out = tkvi_new_state(s, size);
+    return *out ? TKV_OK : tkvi_refuse_no_memory(kv, "no memory for a state of layer", layer, "");
+}
+
+/* Checks the numbers that name a state. */
+static tkv_status tkvi_check_state_name(tkv_cache *kv, int seq, int layer, int n_tokens) {
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (layer < 0 || layer >= kv->tables.cfg.model.n_layers)
+        return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, "");
+    if (n_tokens < 1)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; a state has seen at least one token");
+    if (n_tokens > kv->tables.cfg.limits.max_tokens)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "n_tokens is", n_tokens, ", more than max_tokens");
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_seq_put_state(tkv_cache *kv, int seq, int layer, int n_tokens, const void *bytes,
+                                     size_t size) {
+    tkvi_state *state;
+    tkv_status st = tkvi_check_state_name(kv, seq, layer, n_tokens);
+    int at;
+    if (st) return st;
+    if (!bytes || !size) return tkvi_fail(kv, TKV_ERR_ARG, "the bytes of the state are missing", 0, NULL);
+    if (kv->pool.keep_all && !kv->states.region)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY,
+                         "set limits.state_bytes: in place, states have memory of their own", 0, NULL);
+    if (!tkvi_state_bytes(size))
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "size is more than half of what this machine can address", 0,
+                         NULL);
+    kv->seq[seq].used = ++kv->call.clock;
+    state = tkvi_find_state(&kv->states.list[seq], layer, n_tokens, &at);
+    if (state && state->n_holders == 1 && tkvi_state_bytes(state->size) == tkvi_state_bytes(size)) {
+        state->size = size;
+        memcpy(tkvi_bytes_of_state(state), bytes, size);
+        return tkvi_ok(kv);
+    }
+    st = tkvi_provide_state(kv, seq, layer, n_tokens, size, &state);
+    if (st) tkvi_shrink_states(kv, seq);
+    tkvi_trim(&kv->pool);
+    if (st) return st;
+    memcpy(tkvi_bytes_of_state(state), bytes, size);
+    state->layer = layer;
+    state->n_tokens = n_tokens;
+    tkvi_list_state(&kv->states, seq, state);
+    tkvi_thin_list(&kv->states, seq,
+                   kv->tables.cfg.limits.max_states + !tkvi_has_position(&kv->states, seq, n_tokens));
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_seq_get_state(const tkv_cache *kv, int seq, int layer, int n_tokens, void *buf,
+                                     size_t size, size_t *needed) {
+    const tkvi_state *state;
+    int at;
+    if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.model.n_layers || n_tokens < 1)
+        return TKV_ERR_ARG;
+    state = tkvi_find_state(&kv->states.list[seq], layer, n_tokens, &at);
+    if (!state) return TKV_ERR_RANGE;
+    if (needed) *needed = state->size;
+    if (!buf) return TKV_OK;
+    if (size < state->size) return TKV_ERR_CAPACITY;
+    memcpy(buf, tkvi_bytes_of_state(state), state->size);
+    return TKV_OK;
+}
+
+TKV_API int tkv_seq_find_state(const tkv_cache *kv, int seq, int n_tokens) {
+    tkvi_state_position at;
+    const tkvi_state_list *list;
+    if (!tkvi_has_seq(kv, seq) || (n_tokens < 0 && n_tokens != TKV_UNLIMITED)) return 0;
+    if (n_tokens == TKV_UNLIMITED) n_tokens = TKVI_FOREVER;
+    if (!kv->states.n_stateful) return tkvi_min(n_tokens, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    list = &kv->states.list[seq];
+    at = tkvi_end_position(list);
+    while (tkvi_step_back(list, &at))
+        if (at.n_tokens <= n_tokens && tkvi_is_complete(&kv->states, &at)) return at.n_tokens;
+    return 0;
+}
+
+TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, int *n_tokens, int capacity,
+                                       int *n) {
+    const tkvi_state_list *list;
+    int first, end, count = 0;
+    if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !n_tokens)) return TKV_ERR_ARG;
+    if (layer != TKV_ALL_LAYERS && (layer < 0 || layer >= kv->tables.cfg.model.n_layers)) return TKV_ERR_ARG;
+    list = &kv->states.list[seq];
+    for (first = 0; first < list->n; first = end) {
+        const int position = list->held[first].state->n_tokens;
+        int i, has_layer = 0;
+        end = tkvi_n_states_up_to(list, position);
+        for (i = first; i < end; i++) has_layer |= list->held[i].state->layer == layer;
+        if (layer == TKV_ALL_LAYERS ? end - first < kv->states.n_stateful : !has_layer) continue;
+        if (count < capacity) n_tokens[count] = position;
+        count++;
+    }
+    *n = count;
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_STATES_H */
 /* ======== step/fork.h ======== */
 /*
  * step/fork.h - tkv_seq_fork: gives a sequence the first tokens of another one. No byte of a block is copied.
@@ -26723,12 +27535,15 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
     fork.src = src;
     fork.dst = dst;
     fork.n_tokens = n_tokens;
-    st = tkvi_provide_entries(kv, dst, tkvi_count_fork, &fork, "no memory for a fork in sequence");
+    st = tkvi_provide_state_list(kv, dst, tkvi_n_states_up_to(&kv->states.list[src], n_tokens));
+    if (!st) st = tkvi_provide_entries(kv, dst, tkvi_count_fork, &fork, "no memory for a fork in sequence");
+    if (st) tkvi_shrink_states(kv, dst);
     if (st) return st;
     tkvi_clear_seq(kv, dst);
     tkvi_reserve_slots(kv, src, 0); /* it was counted for blocks that src holds alone */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_share_list(kv, src, dst, layer, n_tokens);
+    tkvi_share_states(&kv->states, src, dst, n_tokens);
     tkvi_shrink_index(kv, dst);
     return tkvi_ok(kv);
 }
@@ -26864,11 +27679,29 @@ static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_ra
     }
 }
 
+/* The lowest index of a token with a position in a range, of any layer. TKVI_FOREVER: no layer has such a token. */
+static int tkvi_first_index_in(const tkv_cache *kv, int seq, const tkvi_range *range) {
+    int layer, i, t, from, to, first = TKVI_FOREVER;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            uint64_t mask;
+            tkvi_indices_in(kv, list, ids, i, range, &from, &to);
+            mask = from < to ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
+            for (t = 0; t < TKVI_BLOCK; t++)
+                if (mask >> t & 1) first = tkvi_min(first, tkvi_slot_index(kv, ids[i], t));
+        }
+    }
+    return first;
+}
+
 TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_range range;
     tkv_status st = tkvi_check_range(kv, seq, first, end, &range);
-    int layer, len = 0;
+    int layer, len = 0, first_index;
     if (st) return st;
+    first_index = kv->states.list[seq].n ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer)
             len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
@@ -26877,6 +27710,7 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for full blocks */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_remove_in_list(kv, seq, layer, &range);
+    tkvi_drop_states(&kv->states, seq, first_index); /* those behind have seen a token that is gone */
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -28268,8 +29102,10 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     out->tables = tkvi_table_bytes(&kv->sizes) + tkvi_learning_bytes(kv);
     out->scratch = tkvi_scratch_bytes(&kv->sizes);
     out->exact_copies = kv->sizes.meter_copies;
+    out->states = kv->states.held_bytes;
+    if (kv->states.region) out->slack = kv->states.region_bytes - kv->states.held_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
-                 out->scratch - out->exact_copies;
+                 out->scratch - out->exact_copies - out->states - out->slack;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
     return TKV_OK;
 }
@@ -28954,6 +29790,80 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     return TKV_OK;
 }
 
+/* Bytes of states, of the region in which they lie, and of their lists. */
+static size_t tkvi_held_state_bytes(const tkv_cache *kv) {
+    const tkvi_states *s = &kv->states;
+    size_t bytes = s->region ? s->region_bytes : s->held_bytes;
+    int seq;
+    for (seq = 0; seq < s->n_lists; seq++) bytes += s->list[seq].cap * sizeof(tkvi_held_state);
+    return bytes;
+}
+
+/* Number of sequences that hold a state. *n_spare: for how many it is spare; *is_first: 1 if none is before seq. */
+static uint32_t tkvi_count_holders(const tkvi_states *s, int seq, const tkvi_state *state, uint32_t *n_spare,
+                                   int *is_first) {
+    uint32_t n = 0;
+    int other, at;
+    *n_spare = 0;
+    *is_first = 1;
+    for (other = 0; other < s->n_lists; other++) {
+        if (tkvi_find_state(&s->list[other], state->layer, state->n_tokens, &at) != state) continue;
+        if (other < seq) *is_first = 0;
+        *n_spare += (uint32_t)s->list[other].held[at].is_spare;
+        n++;
+    }
+    return n;
+}
+
+/* Checks the states: in order, held by those that they count, and which are spare. */
+static tkv_status tkvi_check_states(const tkvi_checker *k) {
+    const tkvi_states *s = &k->kv->states;
+    size_t held = 0, spare = 0;
+    int seq, i, n_stateful = 0;
+    for (i = 0; i < s->n_layers; i++) n_stateful += s->is_stateful[i];
+    if (n_stateful != s->n_stateful)
+        return tkvi_report_broken(k, "stateful layers are miscounted", s->n_stateful);
+    for (seq = 0; seq < s->n_lists; seq++) {
+        const tkvi_state_list *list = &s->list[seq];
+        tkvi_state_position at = tkvi_end_position(list);
+        int n_positions = 0, has_complete = 0;
+        if (list->n < 0 || (uint32_t)list->n > list->cap)
+            return tkvi_report_broken(k, "a list of states is longer than its memory", seq);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_state *state = list->held[i].state, *before = i ? list->held[i - 1].state : NULL;
+            uint32_t n_spare;
+            int is_first;
+            if (state->layer < 0 || state->layer >= s->n_layers || !s->is_stateful[state->layer] ||
+                state->n_tokens < 1 || !state->size)
+                return tkvi_report_broken(k, "a state has no place, in sequence", seq);
+            if (before && (before->n_tokens > state->n_tokens ||
+                           (before->n_tokens == state->n_tokens && before->layer >= state->layer)))
+                return tkvi_report_broken(k, "states are out of order in sequence", seq);
+            if (tkvi_count_holders(s, seq, state, &n_spare, &is_first) != state->n_holders ||
+                n_spare != state->n_spare)
+                return tkvi_report_broken(k, "the holders of a state are miscounted, in sequence", seq);
+            if (!is_first) continue;
+            held += tkvi_state_bytes(state->size);
+            if (tkvi_can_thin(state)) spare += tkvi_state_bytes(state->size);
+        }
+        for (; tkvi_step_back(list, &at); n_positions++) {
+            const int stays = at.n_newest > 0 || (!has_complete && tkvi_is_complete(s, &at));
+            has_complete |= tkvi_is_complete(s, &at);
+            for (i = at.first; i < at.end; i++)
+                if (list->held[i].is_spare == stays)
+                    return tkvi_report_broken(
+                        k, "a state is spare that is not, or the other way, in sequence", seq);
+        }
+        if (n_positions != list->n_positions)
+            return tkvi_report_broken(k, "positions of states are miscounted in sequence", seq);
+    }
+    if (held != s->held_bytes || spare != s->spare_bytes)
+        return tkvi_report_broken(k, "bytes of states do not add up", (int64_t)s->held_bytes);
+    if (held > s->limit)
+        return tkvi_report_broken(k, "states take more than limits.state_bytes", (int64_t)s->held_bytes);
+    return TKV_OK;
+}
+
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     tkvi_checker k;
     tkv_memory_info m;
@@ -28994,7 +29904,10 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
                                   kv->pool.n_entries);
     if (refs != held_blocks)
         return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->sizes.total + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
+    st = tkvi_check_states(&k);
+    if (st) return st;
+    held = kv->sizes.total + tkvi_learning_bytes(kv) + tkvi_held_state_bytes(kv) +
+           kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
            kv->pool.page_cap * sizeof(tkvi_page) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
@@ -29003,7 +29916,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (held != kv->heap.held)
         return tkvi_report_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
     st = tkv_get_memory(kv, &m);
-    sum = m.tables + m.index + m.scratch + m.exact_copies + m.slack;
+    sum = m.tables + m.index + m.scratch + m.exact_copies + m.states + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
     if (st || sum != m.total)
         return tkvi_report_broken(&k, "the parts of tkv_get_memory do not make its total", (int64_t)sum);
@@ -29540,6 +30453,8 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, limits.max_seqs, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, limits.max_tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, limits.max_append, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, limits.max_states, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, limits.state_bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, tiers.sink_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_config, tiers.hot_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_config, tiers.warm_tokens, TKVI_INT, tkvi_words_length),
@@ -30342,6 +31257,7 @@ static const tkvi_figure tkvi_figure_rows[] = {
     TKVI_BYTES("index", index, "part=\"index\"", NULL),
     TKVI_BYTES("scratch", scratch, "part=\"scratch\"", NULL),
     TKVI_BYTES("exact_copies", exact_copies, "part=\"exact_copies\"", NULL),
+    TKVI_BYTES("states", states, "part=\"states\"", NULL),
     TKVI_BYTES("slack", slack, "part=\"slack\"", NULL),
     TKVI_FIGURE(TKVI_MEMORY, "total", tkvi_figure_size, memory.total, "tkv_memory_held_bytes", NULL,
                 "Bytes held, all together."),
@@ -30403,6 +31319,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 NULL, "Blocks that were discarded, to be recomputed."),
     TKVI_FIGURE(TKVI_RECLAIM, "recomputed", tkvi_figure_count, budget.recomputed,
                 "tkv_blocks_recomputed_total", NULL, "Blocks that were recomputed."),
+    TKVI_FIGURE(TKVI_RECLAIM, "thinned", tkvi_figure_count, budget.thinned, "tkv_states_thinned_total", NULL,
+                "States that were thinned out."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -30457,7 +31375,7 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_get_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
     f->has[TKVI_RECLAIM] = kv->tables.cfg.evict.policy || kv->tables.cfg.offload.write ||
-                           kv->tables.cfg.budget.discard || kv->counts.discarded;
+                           kv->tables.cfg.budget.discard || kv->counts.discarded || kv->states.n_stateful;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->missing = tkvi_n_discarded_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.limits.max_seqs;

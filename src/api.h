@@ -407,6 +407,10 @@ typedef struct tkv_limits_config { /* capacity */
     int max_seqs;                  /* sequences, numbered 0 .. max_seqs-1; at most 2^20; 0: 1 */
     int max_tokens; /* per sequence, 1 to 2^30 - 1; 0: grows on demand (tkv_create_in_place needs a number) */
     int max_append; /* largest number of tokens in one append, at most 2^20; 0: 512 */
+    int max_states; /* positions at which a sequence keeps states, at most 65536; 0: 64 */
+    /* bytes of the states of all sequences (tkv_seq_put_state), 64 and rounding for each included; 0: no limit of their
+     * own; in place: no states */
+    size_t state_bytes;
 } tkv_limits_config;
 
 typedef struct tkv_tiers_config { /* the plan: [sinks][archive ...][warm][hot tail], oldest to newest */
@@ -712,13 +716,15 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
  *   TKV_ERR_RANGE     a window expired tokens that the last kept token sees; tkv_get_last_error names the least
  *                     n_tokens. 0 is always possible.
  *   TKV_ERR_STATE     a step is open
- *   TKV_ERR_ARG       no such sequence, or n_tokens is negative */
+ *   TKV_ERR_ARG       no such sequence, or n_tokens is negative
+ * States that have seen more than n_tokens go. In a hybrid model, ask tkv_seq_find_state first where it can be cut. */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
  * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
  * tokens. The first that appends goes on in the last block, if that is exact and not full. The others get a copy of it
  * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins
- * and evictions go along. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ * and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all layers have
+ * one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
  * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
@@ -728,14 +734,14 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_STATE      a step of src or dst is open
  *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 64 bytes a block and layer, with
- *                      eviction, importance or anchors 432 bytes more
+ *                      eviction, importance or anchors 432 bytes more; or for the list of its states
  * Cost: O(blocks of n_tokens), in all layers. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
 /* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
  * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
  * less, and the next token follows the last one that stays. Other removed tokens answer TKV_TOKEN_GONE and count as
  * evicted in tkv_get_layer. It needs no cfg.evict. A fork keeps its tokens. Bytes go back when a block has no token
- * left. A reservation ends.
+ * left. States that have seen a removed token go. A reservation ends.
  * Errors, nothing changed:
  *   TKV_ERR_RANGE     it truncates, and a window has expired tokens that the last one sees
  *   TKV_ERR_STATE     a step is open
@@ -746,7 +752,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
  * one: its key has RoPE for that position. It begins a new block if the last token has moved. cfg.model.rope must be
- * the model's. A reservation ends.
+ * the model's. States stay, because a recurrence knows the order of tokens and not their positions; a state with
+ * rotated keys must be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
@@ -776,6 +783,38 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
 TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
                                      int *positions);
+/* >>states. A layer without keys, such as a recurrence, is cut and forked through states: opaque bytes of the caller's,
+ * after the first n_tokens of a sequence by index. Puts a copy of such bytes, in the place of an equal layer and
+ * n_tokens. From its first state on, a layer is stateful in all sequences; no_cache layers may be.
+ *   n_tokens   1 to max_tokens; may be ahead of the length, as a stateful layer can run before the others
+ * A sequence keeps states at limits.max_states positions, close together near the newest one and further apart behind.
+ * All layers keep the same positions. The newest state of each layer and the newest position that all have stay.
+ * Other states are thinned out when a budget is full, before a token is evicted; a put evicts and discards none. If a
+ * full budget has no room even so, the state replaces the layer's newest older one of equal bytes.
+ * Errors, no token and no needed state changed:
+ *   TKV_ERR_BUDGET     the budget has no room beside tokens and newest states
+ *   TKV_ERR_CAPACITY   no room in limits.state_bytes, or in place it is 0; or n_tokens is more than max_tokens
+ *   TKV_ERR_NOMEM      the allocator returned NULL
+ *   TKV_ERR_ARG        no such sequence or layer, n_tokens is below 1, or bytes or size is 0
+ * Cost: a copy, and O(states of the sequence). */
+TKV_API tkv_status tkv_seq_put_state(tkv_cache *kv, int seq, int layer, int n_tokens, const void *bytes,
+                                     size_t size);
+/* Copies the state of a layer after n_tokens.
+ *   buf      [size] bytes; NULL only counts
+ *   needed   (may be NULL) receives the bytes of the state
+ * Errors: TKV_ERR_RANGE (there is no such state), TKV_ERR_CAPACITY (size is too small), TKV_ERR_ARG. */
+TKV_API tkv_status tkv_seq_get_state(const tkv_cache *kv, int seq, int layer, int n_tokens, void *buf,
+                                     size_t size, size_t *needed);
+/* Returns the newest position at or before n_tokens (TKV_UNLIMITED: of all) at which every stateful layer has a state.
+ * 0: there is none, or an argument is wrong; a model starts from nothing there. If no layer of the cache is stateful,
+ * every position will do: the answer is n_tokens, at most the length. Cost: O(states of the sequence). */
+TKV_API int tkv_seq_find_state(const tkv_cache *kv, int seq, int n_tokens);
+/* Lists the positions at which a layer has a state, or with TKV_ALL_LAYERS every stateful layer, ascending.
+ *   n_tokens   [capacity] receives the first positions
+ *   n          receives the number of all positions
+ * Errors: TKV_ERR_ARG. Cost: O(states of the sequence). */
+TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, int *n_tokens, int capacity,
+                                       int *n);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
@@ -795,7 +834,8 @@ typedef struct tkv_memory_info {         /* bytes, if a field has no other unit 
     size_t index;             /*   block table, block lists, the cache object */
     size_t scratch;           /*   work space of encoding and of parallel attention */
     size_t exact_copies;      /*   memory for the exact copies of the quality meter, used or not */
-    size_t slack;             /*   free space in pages, padding */
+    size_t states;            /*   states of tkv_seq_put_state; those that sequences share count once */
+    size_t slack;             /*   free space in pages and, in place, in limits.state_bytes; padding */
     tkv_tier_bytes offloaded; /* offloaded tokens (the tiers count them too), their codes and metadata */
     size_t peak;              /* highest total so far */
     size_t fp16_bytes;        /* K and V of the same tokens as plain FP16, without padding or overhead */
@@ -850,7 +890,8 @@ typedef struct tkv_pressure_info {
  * cfg.host.parallel_for counts, so levels may come earlier with it. Without a budget, cfg.budget.ladder gives a
  * static plan: cfg.budget.pressure.min_level at first; see tkv_set_level. */
 typedef struct tkv_budget_info {
-    size_t budget, used, peak;  /* bytes; `used` excludes free pages, but includes the reserve for recoding */
+    /* bytes; `used` excludes free pages and states that can be thinned out, but includes the reserve for recoding */
+    size_t budget, used, peak;
     int level, n_levels;        /* present level; levels of the ladder */
     tkv_pressure_info pressure; /* state of the pressure controller; one sample per append */
     uint64_t
@@ -861,6 +902,7 @@ typedef struct tkv_budget_info {
     uint64_t unwritten;             /* blocks and exact copies that cfg.offload.write failed to write */
     uint64_t evicted;               /* tokens evicted, counted per layer (cfg.evict, tkv_evict) */
     uint64_t discarded, recomputed; /* blocks discarded; blocks that tkv_restore brought back */
+    uint64_t thinned;               /* states thinned out, or replaced by newer ones */
     /* blocks that the present level would still recode; 0 without a budget. At min_level without pressure, blocks
      * that wait for a table do not count. Some can stay while no page is free for their new size. */
     uint64_t pending;
@@ -967,11 +1009,11 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
 TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
 
 /* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
- * If sequences are appended one after the other, the forecast is exact, with two exceptions. The real `index` can
- * be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in large chunks
- * have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the forecast limits
- * n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth more,
- * because blocks are recoded a few at a time. The forecast assumes that no calibration is loaded.
+ * It knows no states. If sequences are appended one after the other, the forecast is exact, with two exceptions. The
+ * real `index` can be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in
+ * large chunks have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the
+ * forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth
+ * more, because blocks are recoded a few at a time. The forecast assumes that no calibration is loaded.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;

@@ -441,6 +441,28 @@ static void try_appends(rig *r) {
     EACH("tkv_seq_copy", "end", EVERY, LENGTH, "A*A***", tkv_seq_copy(r->kv, 0, 0, x, 1, 0));
     EACH("tkv_seq_copy", "dst", EVERY, SEQS, "AAAAAA", tkv_seq_copy(r->kv, 0, 0, 1, x, 0));
     EACH("tkv_seq_copy", "at", EVERY, LENGTH, "AAA***", tkv_seq_copy(r->kv, 0, 0, 1, 1, x));
+    EACH("tkv_seq_put_state", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_put_state(r->kv, x, 0, 1, k_in, 9));
+    EACH("tkv_seq_put_state", "layer", EVERY, LAYERS, "AAAAAAOO", tkv_seq_put_state(r->kv, 0, x, 1, k_in, 9));
+    EACH("tkv_seq_put_state", "layer", EVERY, TKV_ALL_LAYERS, "...A",
+         tkv_seq_put_state(r->kv, 0, x, 1, k_in, 9));
+    EACH("tkv_seq_put_state", "n_tokens", EVERY, MAX_TOKENS, "AAAOCC",
+         tkv_seq_put_state(r->kv, 0, 0, x, k_in, 9));
+    SAFE("tkv_seq_get_state", "seq", EVERY, SEQS, "AAAAAA",
+         tkv_seq_get_state(r->kv, x, 0, 1, r->o.code, 9, &r->o.bytes));
+    SAFE("tkv_seq_get_state", "layer", EVERY, LAYERS, "AAAAAARR",
+         tkv_seq_get_state(r->kv, 0, x, 1, r->o.code, 9, &r->o.bytes));
+    SAFE("tkv_seq_get_state", "n_tokens", EVERY, LENGTH, "AAARRR",
+         tkv_seq_get_state(r->kv, 0, 0, x, r->o.code, 9, &r->o.bytes));
+    SAFE("tkv_seq_find_state", "seq", EVERY, SEQS, "OOOOOO", tkv_seq_find_state(r->kv, x, LENGTH));
+    SAFE("tkv_seq_find_state", "n_tokens", EVERY, LENGTH, "O+O+++", tkv_seq_find_state(r->kv, 0, x));
+    SAFE("tkv_seq_list_states", "seq", EVERY, SEQS, "AAAAAA",
+         tkv_seq_list_states(r->kv, x, 0, r->o.list, CAPACITY, &r->o.a));
+    SAFE("tkv_seq_list_states", "layer", EVERY, LAYERS, "AAAAAAOO",
+         tkv_seq_list_states(r->kv, 0, x, r->o.list, CAPACITY, &r->o.a));
+    SAFE("tkv_seq_list_states", "layer", EVERY, TKV_ALL_LAYERS, "...O",
+         tkv_seq_list_states(r->kv, 0, x, r->o.list, CAPACITY, &r->o.a));
+    SAFE("tkv_seq_list_states", "capacity", EVERY, CAPACITY, "AAAO..",
+         tkv_seq_list_states(r->kv, 0, 0, r->o.list, x, &r->o.a));
 
     EACH("tkv_get_length", "seq, all layers", EVERY, SEQS, "OOOOOO",
          tkv_get_length(r->kv, x, TKV_ALL_LAYERS));

@@ -43,7 +43,7 @@ enum {
 typedef struct model_sequence {
     int len, step_len;
     int exact_from; /* tokens from this position on were appended last, so they are exact */
-    uint64_t evicted_mask[WORDS], discarded_mask[WORDS], pinned_mask[WORDS];
+    uint64_t evicted_mask[WORDS], discarded_mask[WORDS], pinned_mask[WORDS], removed_mask[WORDS];
     int position[LONGEST],
         turned[LONGEST]; /* turned: positions that the token has moved since it was appended */
     float k[LONGEST * MAX_ROW], v[LONGEST * MAX_ROW];
@@ -51,9 +51,10 @@ typedef struct model_sequence {
 
 static model_sequence model[SEQS][LAYERS];
 static int in_step[SEQS], reserved[SEQS];
-static int may_share[SEQS];    /* 1: the sequence was forked, or is a fork */
-static int has_moved[SEQS];    /* 1: tokens of the sequence got other positions */
-static int has_discards[SEQS]; /* 1: blocks were discarded. A former anchor may be discarded, too. */
+static int may_share[SEQS];            /* 1: the sequence was forked, or is a fork */
+static int newest_state[SEQS][LAYERS]; /* tokens that it has seen; 0: none that must be there */
+static int has_moved[SEQS];            /* 1: tokens of the sequence got other positions */
+static int has_discards[SEQS];         /* 1: blocks were discarded. A former anchor may be discarded, too. */
 
 /* >>the cache under test */
 static tkv_config cfg;
@@ -114,12 +115,20 @@ static int has_discarded_tokens(int seq) {
     return n;
 }
 
+/* States that have seen more than n tokens of a sequence may go. */
+static void forget_states(int seq, int n) {
+    int l;
+    for (l = 0; l < LAYERS; l++)
+        if (newest_state[seq][l] > n) newest_state[seq][l] = 0;
+}
+
 static void truncate_model(int seq, int layer, int len) {
     model_sequence *s = &model[seq][layer];
     for (; s->len > len; s->len--) {
         clear_bit(s->evicted_mask, s->len - 1);
         clear_bit(s->discarded_mask, s->len - 1);
         clear_bit(s->pinned_mask, s->len - 1);
+        clear_bit(s->removed_mask, s->len - 1);
     }
     s->exact_from = min_of(s->exact_from, s->len);
 }
@@ -127,6 +136,7 @@ static void truncate_model(int seq, int layer, int len) {
 static void reset_model(int seq) {
     int l;
     for (l = 0; l < LAYERS; l++) { truncate_model(seq, l, 0); }
+    forget_states(seq, 0);
     in_step[seq] = reserved[seq] = has_discards[seq] = may_share[seq] = has_moved[seq] = 0;
 }
 
@@ -344,6 +354,34 @@ static void check_layer(int seq, int layer) {
     CHECK_MSG(sum <= mean_bound, "sequence %d, layer %d: tokens are off by %.3f", seq, layer, sum);
 }
 
+/* What a state must be after the first n tokens: a hash of their keys in layer 0, without removed tokens. */
+static uint32_t hash_seen(int seq, int n) {
+    const model_sequence *s = &model[seq][0];
+    uint32_t h = 5;
+    int i;
+    for (i = 0; i < n; i++)
+        if (!has_bit(s->removed_mask, i)) h = hash_values(h, s->k + i * k_row, 1);
+    return h;
+}
+
+/* Every state is that of the tokens of its sequence. The newest one of each layer is there. */
+static void check_states(int seq, int layer) {
+    int at[256], n = 0, i, j;
+    uint32_t words[512];
+    size_t size;
+    CHECK_EQ(tkv_seq_list_states(kv, seq, layer, at, 256, &n), TKV_OK);
+    CHECK(n <= 256);
+    for (i = 0; i < n && !tkv_test_.n_bad; i++) {
+        const uint32_t want = hash_seen(seq, min_of(at[i], model[seq][0].len));
+        CHECK(at[i] <= model[seq][0].len);
+        CHECK_EQ(tkv_seq_get_state(kv, seq, layer, at[i], words, sizeof words, &size), TKV_OK);
+        for (j = 0; j < (int)(size / sizeof *words); j++)
+            CHECK_MSG(words[j] == want, "sequence %d, layer %d: the state after %d tokens has seen others",
+                      seq, layer, at[i]);
+    }
+    if (newest_state[seq][layer]) CHECK_EQ(n ? at[n - 1] : 0, newest_state[seq][layer]);
+}
+
 static void take_snapshot(void) {
     tkv_memory_info m;
     int s, l;
@@ -359,7 +397,10 @@ static void take_snapshot(void) {
     if (!in_place && now.budget && before.budget)
         CHECK_LE(memory.peak, now.budget > before.budget ? now.budget : before.budget);
     for (s = 0; s < SEQS; s++)
-        for (l = 0; l < LAYERS && !tkv_test_.n_bad; l++) check_layer(s, l);
+        for (l = 0; l < LAYERS && !tkv_test_.n_bad; l++) {
+            check_layer(s, l);
+            check_states(s, l);
+        }
 }
 
 /* Compares the snapshots before and after a call that failed. recoded: blocks may have been recoded or offloaded, and
@@ -518,6 +559,7 @@ static tkv_status call_end(int seq, int layer) { /* commits or aborts */
         st = tkv_seq_abort(kv, seq);
         CHECK_EQ(st, TKV_OK);
         for (l = 0; l < LAYERS; l++) truncate_model(seq, l, model[seq][l].step_len);
+        forget_states(seq, min_len(seq));
         in_step[seq] = 0;
     }
     if (min_len(seq) >= reserved[seq]) reserved[seq] = 0;
@@ -550,6 +592,7 @@ static tkv_status call_truncate(int seq, int layer) {
     }
     st = tkv_seq_truncate(kv, seq, to);
     for (l = 0; l < LAYERS && !st; l++) truncate_model(seq, l, to);
+    if (!st) forget_states(seq, to);
     if (!st && (cfg.evict.policy || cuts_coded)) reserved[seq] = 0;
     return st;
 }
@@ -570,7 +613,9 @@ static tkv_status call_fork(int seq, int layer) {
     for (l = 0; l < LAYERS; l++) {
         model[seq][l] = model[src][l];
         truncate_model(seq, l, n == TKV_UNLIMITED ? LONGEST : n);
+        newest_state[seq][l] = newest_state[src][l];
     }
+    forget_states(seq, n == TKV_UNLIMITED ? LONGEST : n);
     has_discards[seq] = has_discards[src];
     has_moved[seq] = has_moved[src];
     reserved[seq] = reserved[src] = 0;
@@ -607,9 +652,12 @@ static tkv_status call_remove(int seq, int layer) {
             if (held && i >= len) CHECK(is_in_range(s->position[i], first, end));
             if (!held || !is_in_range(s->position[i], first, end)) continue;
             set_bit(s->evicted_mask, i);
+            set_bit(s->removed_mask, i);
             clear_bit(s->discarded_mask, i);
             clear_bit(s->pinned_mask, i);
+            forget_states(seq, i);
         }
+        forget_states(seq, len);
         truncate_model(seq, l, len);
     }
     reserved[seq] = 0;
@@ -680,6 +728,24 @@ static tkv_status call_copy(int seq, int layer) {
     }
     reserved[seq] = reserved[src] = 0;
     may_share[seq] = may_share[src] = has_moved[seq] = 1;
+    return st;
+}
+
+static tkv_status call_put_state(int seq, int layer) {
+    static const size_t sizes[] = {40, 700, 700, 2000};
+    const int len = model[seq][0].len, n = rand_below(4) ? len : rand_below(len + 1);
+    const size_t size = sizes[rand_below(4)];
+    uint32_t words[512];
+    tkv_status st;
+    int i, n_listed = 0, at[256];
+    if (n == 0) return TKV_OK;
+    for (i = 0; i < 512; i++) words[i] = hash_seen(seq, n);
+    sprintf(call.text, "put a state of sequence %d, layer %d, after %d tokens", seq, layer, n);
+    st = tkv_seq_put_state(kv, seq, layer, n, words, size);
+    if (st) return st;
+    CHECK_EQ(tkv_seq_list_states(kv, seq, layer, at, COUNT(at), &n_listed), TKV_OK);
+    newest_state[seq][layer] = n_listed > 0 && n_listed <= COUNT(at) ? at[n_listed - 1] : 0;
+    CHECK(newest_state[seq][layer] >= n);
     return st;
 }
 
@@ -1174,6 +1240,7 @@ static const struct {
     {"shift", 40, 0, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"copy", 20, 0, call_copy, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"append at", 40, 0, call_append_at, MEMORY_ERRORS | ERR(RANGE)},
+    {"put state", 40, 0, call_put_state, MEMORY_ERRORS},
     {"reset", 12, 0, call_reset, 0},
     {"flush", 15, 0, call_flush, MEMORY_ERRORS | ERR(STATE)},
     {"budget", 25, 0, call_set_budget, MEMORY_ERRORS | ERR(ARG)},
@@ -1238,7 +1305,8 @@ static void step(int number) {
     if (st == TKV_ERR_NOMEM) CHECK(memory.n_refused > 0);
     if (st == TKV_ERR_IO || st == TKV_ERR_DATA) CHECK(store.n_failed > 0 || calls[which].errors == ~0u);
     if (st == TKV_ERR_CAPACITY) /* blocks can use all versions of a table */
-        CHECK(in_place || calls[which].errors == ~0u || calls[which].run == call_calibration);
+        CHECK(in_place || cfg.limits.state_bytes || calls[which].errors == ~0u ||
+              calls[which].run == call_calibration);
     if (st == TKV_ERR_BUDGET) CHECK(now.budget > 0 || calls[which].errors & ERR(ARG));
     if (st && call.sets_error)
         CHECK_MSG(tkv_get_last_error(kv)[0] != 0, "%s: no error message", calls[which].name);
@@ -1349,7 +1417,9 @@ static void choose_config(uint64_t seed) {
         cfg.recompute.cost.quantize_price = seed % 2 ? 1e9 : 1e-9;
         if (seed % 3 == 0) cfg.recompute.cost.step_flops = LAYERS * 2000.0 * 200.0; /* of 200 tokens */
     }
+    if (seed % 3) cfg.limits.max_states = 1 + (int)(seed % 7);
     in_place = rand_below(4) == 0;
+    if (in_place || seed % 4 == 0) cfg.limits.state_bytes = 3000 + (size_t)(seed % 5) * 6000;
     if (in_place) cfg.limits.max_tokens = LONGEST;
     else cfg.host.allocator = counting_allocator_of(&memory);
 }

@@ -205,6 +205,12 @@ class Recipes(unittest.TestCase):
                         self.run_recipe("R11"))
         self.assertLess(float(said.group(1)), 4)
 
+    def test_r13_back_to_a_state(self):
+        said = re.match(r"^back to 6000: from the state of (\d+) tokens, 4000 bytes\n$", self.run_recipe("R13"))
+        self.assertTrue(said)
+        self.assertGreater(int(said.group(1)), 6000 - 64 - 0.2 * 400)
+        self.assertLessEqual(int(said.group(1)), 6000)
+
     def test_r10_rows_from_the_model(self):
         said = re.match(r"^4096 tokens, (\d+) of them discarded; attention asked (\d+) times\n$", self.run_recipe("R10"))
         self.assertTrue(said)

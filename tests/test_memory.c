@@ -236,7 +236,7 @@ static void check_memory_info(const tkv_cache *kv, const char *what) {
               (unsigned long)tracker.held);
     CHECK_MSG(m.peak == tracker.peak, "%s: peak %lu and %lu", what, (unsigned long)m.peak,
               (unsigned long)tracker.peak);
-    sum = m.tables + m.index + m.scratch + m.exact_copies + m.slack;
+    sum = m.tables + m.index + m.scratch + m.exact_copies + m.states + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         sum += m.tier[tier].codes + m.tier[tier].metadata;
         tokens += m.tier[tier].tokens;

@@ -105,7 +105,7 @@ class Reports(unittest.TestCase):
         self.assertEqual(said["config"]["limits.max_append"], 512)
         memory = dict(said["memory"])
         self.assertEqual(sum(memory.pop(k) for k in list(memory) if k.endswith(("codes", "metadata")) or
-                             k in ("tables", "index", "scratch", "exact_copies", "slack")), memory["total"])
+                             k in ("tables", "index", "scratch", "exact_copies", "states", "slack")), memory["total"])
         self.assertAlmostEqual(memory["ratio"], memory["fp16_bytes"] / memory["total"], 5)
         self.assertEqual(said["sequences"], {"count": 2, "most": 4, "longest": 1200})
         self.assertGreater(said["quality"]["samples"], 100)

@@ -884,7 +884,7 @@ static tkv_allocator failing_allocator_of(failing_allocator *l) {
 }
 
 static size_t sum_memory(const tkv_memory_info *m) {
-    size_t sum = m->tables + m->index + m->scratch + m->exact_copies + m->slack;
+    size_t sum = m->tables + m->index + m->scratch + m->exact_copies + m->states + m->slack;
     int tier;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m->tier[tier].codes + m->tier[tier].metadata;
     return sum;

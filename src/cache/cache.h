@@ -16,6 +16,7 @@
 #include "rules/score_modes.h"
 #include "cache/pool.h"
 #include "cache/meter.h"
+#include "cache/states.h"
 
 #define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
 
@@ -169,6 +170,7 @@ typedef struct tkvi_counts {
 typedef struct tkvi_call_state {
     uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
     int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
+    int keeps_tokens;  /* 1: the call in progress discards and evicts no token (tkvi_provide_bytes) */
     int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
     int store_failed;  /* 1: the store failed in this call; an error then names the store as the cause */
     char error[160];
@@ -176,7 +178,8 @@ typedef struct tkvi_call_state {
 
 /* Bytes of the parts of the fixed piece, in their order in memory. Each is rounded up to 64. */
 typedef struct tkvi_sizes {
-    size_t cache, tables, seqs, lists, counts, tokens_seen, query_stats, q_products, query_states, meter;
+    size_t cache, tables, seqs, lists, states, counts, tokens_seen, query_stats, q_products, query_states,
+        meter;
     size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
@@ -196,6 +199,7 @@ struct tkv_cache {
     tkvi_budget_state budget;
     tkvi_counts counts;
     tkvi_call_state call;
+    tkvi_states states;
     tkvi_meter *meter;              /* NULL: none (cache/meter.h) */
     tkvi_token_scores token_scores; /* how the config scores attention (reclaim/scores.h) */
 };
@@ -228,6 +232,11 @@ static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int 
     if (!TKVI_HAS_QUERY_LEARNERS || !(t->query_parts & f->part)) return NULL;
     state = tkvi_state_of(&t->cfg, NULL, kv->stats.query_states, t->query_parts, f, layer);
     return tkvi_head_state(&state, f, head);
+}
+
+/* Bytes that thinning of states can give to other parts of the cache. In place states have memory of their own. */
+static size_t tkvi_spare_state_bytes(const tkv_cache *kv) {
+    return kv->pool.keep_all ? 0 : kv->states.spare_bytes;
 }
 
 static uint32_t *tkvi_ids(const tkv_cache *kv, int seq, int layer) {
@@ -550,6 +559,9 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     if (!tkvi_mul(seqs, (size_t)derived->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n))
         return 0;
     s->lists = tkvi_align_up(n);
+    if (!tkvi_mul(seqs, sizeof(tkvi_state_list), &n) || !tkvi_add(n, (size_t)derived->cfg.model.n_layers, &n))
+        return 0;
+    s->states = tkvi_align_up(n);
     /* per class: reserved_slots of each sequence, 2 of the pool, partial_pages */
     if (!tkvi_mul(seqs + 3, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
     s->counts = tkvi_align_up(n);
@@ -574,8 +586,9 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->query_states, &s->total))
         return 0;
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
-           tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->counts, &s->total) &&
-           tkvi_add(s->total, s->recode, &s->total) && tkvi_add(s->total, s->split_sums, &s->total);
+           tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->states, &s->total) &&
+           tkvi_add(s->total, s->counts, &s->total) && tkvi_add(s->total, s->recode, &s->total) &&
+           tkvi_add(s->total, s->split_sums, &s->total);
 }
 
 /* Bytes that tkv_get_memory reports as tables. */
@@ -626,6 +639,13 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     next += s.seqs;
     kv->list = (tkvi_list *)(void *)next;
     next += s.lists;
+    kv->states.list = (tkvi_state_list *)(void *)next;
+    kv->states.n_lists = derived->cfg.limits.max_seqs;
+    kv->states.is_stateful = next + (size_t)derived->cfg.limits.max_seqs * sizeof(tkvi_state_list);
+    kv->states.n_layers = derived->cfg.model.n_layers;
+    kv->states.wipes_freed = derived->cfg.host.wipe_freed;
+    kv->states.limit = derived->cfg.limits.state_bytes ? derived->cfg.limits.state_bytes : (size_t)-1;
+    next += s.states;
     kv->reserved_slots = (int64_t *)(void *)next;
     kv->pool.used_slots = kv->reserved_slots + (size_t)derived->cfg.limits.max_seqs * classes;
     kv->pool.reserved_slots = kv->pool.used_slots + classes;
@@ -660,7 +680,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         return TKV_ERR_NOMEM;
     }
     kv->heap = heap;
-    kv->pool.heap = &kv->heap;
+    kv->pool.heap = kv->states.heap = &kv->heap;
     kv->pool.free_page = kv->pool.free_block = kv->pool.free_entry = TKVI_NIL;
     for (c = 0; c < derived->n_classes; c++) kv->pool.partial_pages[c] = TKVI_NIL;
     tkvi_token_score_init(&kv->token_scores, &kv->tables.cfg);
@@ -808,6 +828,11 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
+    for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++) {
+        tkvi_drop_states(&kv->states, s, 0);
+        tkvi_put(&kv->heap, kv->states.list[s].held, kv->states.list[s].cap * sizeof(tkvi_held_state));
+    }
+    tkvi_put(&kv->heap, kv->states.region, kv->states.region_bytes);
     for (s = 0; s < TKVI_VERSIONS; s++)
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_free_stats(kv);
@@ -885,13 +910,15 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
     const int64_t list_blocks = (int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4;
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
-    size_t without_pages = 0, lists;
+    size_t without_pages = 0, lists, states;
     if (budget < tkvi_least_budget(derived, fixed)) return TKV_ERR_BUDGET;
     if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->list_cap = tkvi_cap_for(list_blocks);
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), layers, &lists) ||
         !tkvi_mul(tkvi_align_up(lists), (size_t)derived->cfg.limits.max_seqs, &lists) ||
         !tkvi_add(lists, fixed->total, &without_pages) ||
+        !tkvi_states_in_place_bytes(&derived->cfg, &states) ||
+        !tkvi_add(states, without_pages, &without_pages) ||
         !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
                   &without_pages) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
@@ -955,7 +982,7 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     int64_t blocks = 0, pages_apart = 0, pages_waiting;
     const int64_t n_seqs = derived->cfg.limits.max_seqs;
     tkvi_sizes fixed;
-    size_t pages, n;
+    size_t pages, n, states;
     int i, c, tier;
     memset(sizes, 0, sizeof *sizes);
     memset(apart, 0, sizeof apart);
@@ -997,7 +1024,8 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
-        !tkvi_add(n, fixed.total, &sizes->bytes) ||
+        !tkvi_add(n, fixed.total, &sizes->bytes) || !tkvi_states_in_place_bytes(&derived->cfg, &states) ||
+        !tkvi_add(states, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), sizes->bytes,
                   &sizes->bytes) ||
         !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
@@ -1010,6 +1038,23 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     return TKV_OK;
 }
 
+/* Allocates the lists of states and the region in which states lie. Returns 0 without memory. */
+static int tkvi_allocate_states_in_place(tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    const uint32_t cap = tkvi_most_states(cfg);
+    tkvi_states *s = &kv->states;
+    int seq;
+    s->limit = s->region_bytes = tkvi_align_up(cfg->limits.state_bytes);
+    if (!s->limit) return 1;
+    for (seq = 0; seq < s->n_lists; seq++) {
+        s->list[seq].held = (tkvi_held_state *)tkvi_get(s->heap, cap * sizeof(tkvi_held_state));
+        if (!s->list[seq].held) return 0;
+        s->list[seq].cap = cap;
+    }
+    s->region = (uint8_t *)tkvi_get(s->heap, s->region_bytes);
+    return s->region != NULL;
+}
+
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
                                        tkvi_in_place_sizes *sizes, char *reason, size_t size) {
     tkv_status st = tkvi_validate(cfg, derived, reason, size);
@@ -1018,7 +1063,8 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
     if (!st) st = tkvi_size_in_place(derived, sizes);
     if (st == TKV_ERR_BUDGET)
         return tkvi_give_reason(
-            st, "budget.bytes has no room for the index of limits.max_tokens and for pages", reason, size);
+            st, "budget.bytes has no room for limits.state_bytes, the index of limits.max_tokens, and pages",
+            reason, size);
     return st;
 }
 
@@ -1094,6 +1140,7 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
     for (i = 0; i < derived.cfg.limits.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;
+    if (!tkvi_allocate_states_in_place(kv)) return TKV_ERR_CAPACITY;
     if (!tkvi_grow_pages(&kv->pool, sizes.page_cap)) return TKV_ERR_CAPACITY;
     while ((int64_t)kv->pool.n_pages < sizes.pages)
         if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;

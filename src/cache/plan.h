@@ -408,6 +408,7 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!(cfg->model.scale > 0.0f)) cfg->model.scale = (float)(1.0 / sqrt((double)cfg->model.head_dim));
     if (!cfg->limits.max_seqs) cfg->limits.max_seqs = 1;
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
+    if (!cfg->limits.max_states) cfg->limits.max_states = 64;
     tkvi_fill_options(&cfg->format);
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
@@ -807,6 +808,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(limits.max_seqs, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 1");
     TKVI_RANGE_(limits.max_tokens, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 to grow");
     TKVI_RANGE_(limits.max_append, 0, 1 << 20, "it must be 1 to 2^20, or 0 for 512");
+    TKVI_RANGE_(limits.max_states, 0, 1 << 16, "it must be 1 to 65536, or 0 for 64");
     option = tkvi_find_invalid_option(&cfg->format);
     if (option)
         return tkvi_bad_in(reason, size, "format.", option->name,

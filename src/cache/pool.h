@@ -551,6 +551,7 @@ static void tkvi_release_entry(tkvi_pool *pool, uint32_t id) {
 typedef struct tkvi_demand {
     int64_t slots[TKVI_MAX_LAYOUTS]; /* [n_classes] */
     int64_t entries;
+    size_t bytes; /* other memory: of states (step/states.h) */
 } tkvi_demand;
 
 static tkvi_demand tkvi_no_demand(void) {

@@ -5,10 +5,11 @@
  *     append -> validate
  *            -> reclaim   1. bytes that all stages together can free at most (tkvi_least_bytes). If they do not
  *                            suffice: TKV_ERR_BUDGET, and nothing has changed.
- *                         2. recode every block that this level recodes; discard blocks that cfg.recompute gives
- *                            again for less than quantizing costs (discard.h); go to the next level
- *                         3. offload the oldest blocks, if the config has a store (offload.h); discard the other
- *                            blocks that cfg.recompute gives again
+ *                         2. thin states to an eighth of limits.max_states (cache/states.h); recode every block
+ *                            that this level recodes; discard blocks that cfg.recompute gives again for less than
+ *                            quantizing costs (discard.h); go to the next level
+ *                         3. thin states to the newest ones; offload the oldest blocks, if the config has a store
+ *                            (offload.h); discard the other blocks that cfg.recompute gives again
  *                         4. bytes that stages 5 and 6 free at least (tkvi_bound_loss). If they do not suffice:
  *                            TKV_ERR_BUDGET. No token was lost; blocks stay recoded and offloaded.
  *                         5. discard blocks of idle sequences, which tkv_seq_recompute brings back (discard.h)
@@ -16,6 +17,10 @@
  *                         7. in the place of a refusal by stage 4: recode blocks of any age for the archive, but
  *                            not the last append
  *            -> age -> store
+ *
+ * States come first, because one of them can take more bytes than all tokens, and going back seldom needs the ones that
+ * are thinned out. Some stay until tokens are at the last level: without any, each step back computes all tokens
+ * again. The rest goes before offloading, which slows every step. Spare states do not count as pressure.
  *
  * Each stage goes on until the request fits. All memory that the request needs is allocated before stage 5. So a call
  * that discards or evicts cannot fail afterwards.
@@ -32,9 +37,9 @@
 
 /* The largest part of what is held: its name, and its bytes. */
 static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
-    static const char *const names[] = {"exact tokens", "encoded tokens", "tables",
+    static const char *const names[] = {"exact tokens", "encoded tokens", "tables", "states",
                                         "work space, index and free pages"};
-    size_t parts[] = {0, 0, 0, 0};
+    size_t parts[] = {0, 0, 0, 0, 0};
     int seq, layer, i, largest = 0;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
@@ -47,8 +52,9 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
             }
         }
     parts[2] = tkvi_table_bytes(&kv->sizes) + tkvi_learning_bytes(kv);
-    parts[3] = kv->heap.held - parts[0] - parts[1] - parts[2];
-    for (i = 1; i < 4; i++)
+    parts[3] = kv->states.region ? kv->states.region_bytes : kv->states.held_bytes;
+    parts[4] = kv->heap.held - parts[0] - parts[1] - parts[2] - parts[3];
+    for (i = 1; i < 5; i++)
         if (parts[i] > parts[largest]) largest = i;
     *bytes = parts[largest];
     return names[largest];
@@ -154,13 +160,14 @@ static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
     const int max_level = kv->budget.pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
     int level, least = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->layout;
-    if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->seq[seq].in_step &&
+    if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->call.keeps_tokens && !kv->seq[seq].in_step &&
         i + 1 < tkvi_list_of(kv, seq, layer)->n)
         return -1;
     for (level = kv->tables.level; level <= max_level; level++) {
         const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &specs[level], can_learn);
         if ((tkvi_can_store(kv) || kv->tables.cfg.recompute.compute ||
-             (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && tkvi_is_idle(kv, seq))) &&
+             (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && !kv->call.keeps_tokens &&
+              tkvi_is_idle(kv, seq))) &&
             tkvi_can_offload(kv, seq, layer, i, &specs[level]))
             return -1;
         if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, least, specs[level].layout[due]))
@@ -169,10 +176,12 @@ static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     return least;
 }
 
-/* Lower bound of the bytes held after all stages, with the request: each block at its smallest, pages all full. */
+/* Lower bound of the bytes held after all stages, with the request: each block at its smallest, pages all full, spare
+ * states gone. */
 static size_t tkvi_least_bytes(tkv_cache *kv, const tkvi_request *request) {
     tkvi_demand demand = tkvi_demand_of(kv, request);
-    size_t bytes = tkvi_bytes_without_pages(kv) + (size_t)kv->pool.recode_pages * kv->tables.page_bytes;
+    size_t bytes = tkvi_bytes_without_pages(kv) - tkvi_spare_state_bytes(kv) + demand.bytes +
+                   (size_t)kv->pool.recode_pages * kv->tables.page_bytes;
     int c;
     kv->call.recodes_young = 1;
     tkvi_exchange_blocks(kv, tkvi_least_layout, &demand);
@@ -446,7 +455,7 @@ static int tkvi_can_relax(tkv_cache *kv, const tkvi_request *request) {
     if (tkvi_used_bytes(kv) >= kv->budget.relax_at) return 0;
     looser = tkvi_demand_of(kv, request);
     tkvi_exchange_blocks(kv, tkvi_looser_layout, &looser);
-    bytes = (double)tkvi_bytes_for_demand(kv, request, &looser);
+    bytes = (double)(tkvi_bytes_for_demand(kv, request, &looser) - tkvi_spare_state_bytes(kv));
     if (bytes < budget * (double)tkvi_relax_below(p, level - 1) &&
         bytes + 3.0 * (double)kv->budget.bytes_per_block < budget)
         return 1;
@@ -577,16 +586,50 @@ static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request,
     return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
 }
 
+/* Positions of states that a sequence keeps until the last level has recoded all tokens. */
+static int tkvi_n_states_before_recoding(const tkv_cache *kv) {
+    return tkvi_max(1, kv->tables.cfg.limits.max_states / 8);
+}
+
+/* Stages 2 and 3. n_kept: positions of states that a sequence keeps in stage 2. Returns 1 if the request fits then. */
+static int tkvi_reclaim_without_loss(tkv_cache *kv, const tkvi_request *request, size_t budget, int n_kept) {
+    while (tkvi_bytes_for(kv, request) > budget) {
+        if (!kv->pool.keep_all && tkvi_thin_next(&kv->states, n_kept)) continue;
+        if (tkvi_recode_oldest(kv, 0, 1) || tkvi_discard_recomputable(kv, 1)) continue;
+        if (kv->tables.level < kv->budget.pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
+        else if (!(!kv->pool.keep_all && tkvi_thin_next(&kv->states, 1)) && !tkvi_offload_oldest(kv) &&
+                 !tkvi_discard_recomputable(kv, 0))
+            return 0;
+    }
+    return 1;
+}
+
+/* Makes `bytes` of other memory fit into the budget. Discards and evicts no token: the allocator could still refuse
+ * the bytes, and the tokens would be lost for a call that fails. Returns 0 if stages 2 and 3 do not suffice. If that is
+ * known before, nothing has changed. *needed: bytes that it would take. */
+static int tkvi_provide_bytes(tkv_cache *kv, size_t bytes, size_t *needed) {
+    const size_t budget = kv->tables.cfg.budget.bytes;
+    tkvi_request request = tkvi_no_request();
+    int fits = 1;
+    if (!tkvi_has_budget(kv) || kv->pool.keep_all) return 1;
+    request.fixed.bytes = bytes;
+    kv->call.store_failed = 0;
+    kv->call.keeps_tokens = 1;
+    if (tkvi_bytes_for(kv, &request) > budget) {
+        *needed = tkvi_least_bytes(kv, &request);
+        fits = *needed <= budget && tkvi_reclaim_without_loss(kv, &request, budget, 1);
+        if (*needed <= budget) *needed = tkvi_bytes_for(kv, &request);
+    }
+    kv->call.keeps_tokens = 0;
+    if (fits && bytes > budget - kv->heap.held) tkvi_trim_to(&kv->pool, 0);
+    return fits;
+}
+
 /* Frees bytes, stage by stage, until the request fits into the budget. tkvi_check_request comes before. After stage 4
  * the request needs no allocation any more. Returns TKV_ERR_BUDGET or TKV_ERR_NOMEM before a token is lost. */
 static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_t budget) {
     tkv_status st;
-    for (;;) {
-        if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
-        if (tkvi_recode_oldest(kv, 0, 1) || tkvi_discard_recomputable(kv, 1)) continue;
-        if (kv->tables.level < kv->budget.pressure.cfg.max_level) tkvi_change_level(kv, kv->tables.level + 1);
-        else if (!tkvi_offload_oldest(kv) && !tkvi_discard_recomputable(kv, 0)) break;
-    }
+    if (tkvi_reclaim_without_loss(kv, request, budget, tkvi_n_states_before_recoding(kv))) return TKV_OK;
     st = tkvi_prepare_any_loss(kv, request, budget);
     if (st == TKV_ERR_BUDGET) {
         kv->call.recodes_young = 1;
@@ -636,6 +679,7 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out) {
     out->discarded = kv->counts.discarded;
     out->recomputed = kv->counts.recomputed;
     out->evicted = kv->counts.evicted;
+    out->thinned = kv->states.n_thinned;
     out->pending = tkvi_has_budget(kv) ? tkvi_n_stale_blocks(kv) : 0;
     return TKV_OK;
 }

@@ -15,7 +15,7 @@ typedef struct tkvi_request {
     const tkv_rows *rows; /* sequences and the tokens that their lists must take */
     int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
     int n_jumps;       /* entries that a list may take beside those of its blocks, for jumps of positions */
-    tkvi_demand fixed; /* other blocks; with layer -1 the blocks of the rows too */
+    tkvi_demand fixed; /* other blocks and bytes; with layer -1 the blocks of the rows too */
 } tkvi_request;
 
 static tkvi_request tkvi_no_request(void) {
@@ -30,11 +30,11 @@ static size_t tkvi_bytes_without_pages(const tkv_cache *kv) {
     return kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes;
 }
 
-/* Bytes held, without free pages beyond pool.recode_pages. */
+/* Bytes held, without free pages beyond pool.recode_pages, and without states that thinning can free. */
 static size_t tkvi_used_bytes(const tkv_cache *kv) {
     const int64_t n_usable = tkvi_n_usable_pages(&kv->pool), n_recode = kv->pool.recode_pages;
     const int64_t n_taken = (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages;
-    return tkvi_bytes_without_pages(kv) +
+    return tkvi_bytes_without_pages(kv) - tkvi_spare_state_bytes(kv) +
            (size_t)(n_taken + (n_usable < n_recode ? n_usable : n_recode)) * kv->tables.page_bytes;
 }
 
@@ -188,7 +188,7 @@ static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, 
     const int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
     size_t bytes;
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) ||
+        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, demand->bytes, &bytes) ||
         !tkvi_add(bytes,
                   tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
                                           tkvi_n_row_entries) +

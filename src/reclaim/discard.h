@@ -167,7 +167,8 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
     double least = 0.0, price;
     int seq, from = -1, to = 0, last = 0;
     if (!TKVI_HAS_DISCARD || !cfg->recompute.compute || tkvi_recompute_cost(cfg, &cost)) return 0;
-    if (cheap && (double)kv->heap.held < (double)tkvi_number(cost.threshold) * (double)cfg->budget.bytes)
+    if (cheap && (double)(kv->heap.held - tkvi_spare_state_bytes(kv)) <
+                     (double)tkvi_number(cost.threshold) * (double)cfg->budget.bytes)
         return 0;
     for (seq = 0; seq < cfg->limits.max_seqs; seq++) {
         const int end = tkvi_recomputable_to(kv, seq, &cost, cheap, &price);

@@ -217,8 +217,10 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     out->tables = tkvi_table_bytes(&kv->sizes) + tkvi_learning_bytes(kv);
     out->scratch = tkvi_scratch_bytes(&kv->sizes);
     out->exact_copies = kv->sizes.meter_copies;
+    out->states = kv->states.held_bytes;
+    if (kv->states.region) out->slack = kv->states.region_bytes - kv->states.held_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
-                 out->scratch - out->exact_copies;
+                 out->scratch - out->exact_copies - out->states - out->slack;
     tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
     return TKV_OK;
 }
@@ -903,6 +905,80 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     return TKV_OK;
 }
 
+/* Bytes of states, of the region in which they lie, and of their lists. */
+static size_t tkvi_held_state_bytes(const tkv_cache *kv) {
+    const tkvi_states *s = &kv->states;
+    size_t bytes = s->region ? s->region_bytes : s->held_bytes;
+    int seq;
+    for (seq = 0; seq < s->n_lists; seq++) bytes += s->list[seq].cap * sizeof(tkvi_held_state);
+    return bytes;
+}
+
+/* Number of sequences that hold a state. *n_spare: for how many it is spare; *is_first: 1 if none is before seq. */
+static uint32_t tkvi_count_holders(const tkvi_states *s, int seq, const tkvi_state *state, uint32_t *n_spare,
+                                   int *is_first) {
+    uint32_t n = 0;
+    int other, at;
+    *n_spare = 0;
+    *is_first = 1;
+    for (other = 0; other < s->n_lists; other++) {
+        if (tkvi_find_state(&s->list[other], state->layer, state->n_tokens, &at) != state) continue;
+        if (other < seq) *is_first = 0;
+        *n_spare += (uint32_t)s->list[other].held[at].is_spare;
+        n++;
+    }
+    return n;
+}
+
+/* Checks the states: in order, held by those that they count, and which are spare. */
+static tkv_status tkvi_check_states(const tkvi_checker *k) {
+    const tkvi_states *s = &k->kv->states;
+    size_t held = 0, spare = 0;
+    int seq, i, n_stateful = 0;
+    for (i = 0; i < s->n_layers; i++) n_stateful += s->is_stateful[i];
+    if (n_stateful != s->n_stateful)
+        return tkvi_report_broken(k, "stateful layers are miscounted", s->n_stateful);
+    for (seq = 0; seq < s->n_lists; seq++) {
+        const tkvi_state_list *list = &s->list[seq];
+        tkvi_state_position at = tkvi_end_position(list);
+        int n_positions = 0, has_complete = 0;
+        if (list->n < 0 || (uint32_t)list->n > list->cap)
+            return tkvi_report_broken(k, "a list of states is longer than its memory", seq);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_state *state = list->held[i].state, *before = i ? list->held[i - 1].state : NULL;
+            uint32_t n_spare;
+            int is_first;
+            if (state->layer < 0 || state->layer >= s->n_layers || !s->is_stateful[state->layer] ||
+                state->n_tokens < 1 || !state->size)
+                return tkvi_report_broken(k, "a state has no place, in sequence", seq);
+            if (before && (before->n_tokens > state->n_tokens ||
+                           (before->n_tokens == state->n_tokens && before->layer >= state->layer)))
+                return tkvi_report_broken(k, "states are out of order in sequence", seq);
+            if (tkvi_count_holders(s, seq, state, &n_spare, &is_first) != state->n_holders ||
+                n_spare != state->n_spare)
+                return tkvi_report_broken(k, "the holders of a state are miscounted, in sequence", seq);
+            if (!is_first) continue;
+            held += tkvi_state_bytes(state->size);
+            if (tkvi_can_thin(state)) spare += tkvi_state_bytes(state->size);
+        }
+        for (; tkvi_step_back(list, &at); n_positions++) {
+            const int stays = at.n_newest > 0 || (!has_complete && tkvi_is_complete(s, &at));
+            has_complete |= tkvi_is_complete(s, &at);
+            for (i = at.first; i < at.end; i++)
+                if (list->held[i].is_spare == stays)
+                    return tkvi_report_broken(
+                        k, "a state is spare that is not, or the other way, in sequence", seq);
+        }
+        if (n_positions != list->n_positions)
+            return tkvi_report_broken(k, "positions of states are miscounted in sequence", seq);
+    }
+    if (held != s->held_bytes || spare != s->spare_bytes)
+        return tkvi_report_broken(k, "bytes of states do not add up", (int64_t)s->held_bytes);
+    if (held > s->limit)
+        return tkvi_report_broken(k, "states take more than limits.state_bytes", (int64_t)s->held_bytes);
+    return TKV_OK;
+}
+
 TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     tkvi_checker k;
     tkv_memory_info m;
@@ -943,7 +1019,10 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
                                   kv->pool.n_entries);
     if (refs != held_blocks)
         return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
-    held = kv->sizes.total + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
+    st = tkvi_check_states(&k);
+    if (st) return st;
+    held = kv->sizes.total + tkvi_learning_bytes(kv) + tkvi_held_state_bytes(kv) +
+           kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
            kv->pool.page_cap * sizeof(tkvi_page) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
@@ -952,7 +1031,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     if (held != kv->heap.held)
         return tkvi_report_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
     st = tkv_get_memory(kv, &m);
-    sum = m.tables + m.index + m.scratch + m.exact_copies + m.slack;
+    sum = m.tables + m.index + m.scratch + m.exact_copies + m.states + m.slack;
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) sum += m.tier[tier].codes + m.tier[tier].metadata;
     if (st || sum != m.total)
         return tkvi_report_broken(&k, "the parts of tkv_get_memory do not make its total", (int64_t)sum);

@@ -89,6 +89,7 @@ static const tkvi_figure tkvi_figure_rows[] = {
     TKVI_BYTES("index", index, "part=\"index\"", NULL),
     TKVI_BYTES("scratch", scratch, "part=\"scratch\"", NULL),
     TKVI_BYTES("exact_copies", exact_copies, "part=\"exact_copies\"", NULL),
+    TKVI_BYTES("states", states, "part=\"states\"", NULL),
     TKVI_BYTES("slack", slack, "part=\"slack\"", NULL),
     TKVI_FIGURE(TKVI_MEMORY, "total", tkvi_figure_size, memory.total, "tkv_memory_held_bytes", NULL,
                 "Bytes held, all together."),
@@ -150,6 +151,8 @@ static const tkvi_figure tkvi_figure_rows[] = {
                 NULL, "Blocks that were discarded, to be recomputed."),
     TKVI_FIGURE(TKVI_RECLAIM, "recomputed", tkvi_figure_count, budget.recomputed,
                 "tkv_blocks_recomputed_total", NULL, "Blocks that were recomputed."),
+    TKVI_FIGURE(TKVI_RECLAIM, "thinned", tkvi_figure_count, budget.thinned, "tkv_states_thinned_total", NULL,
+                "States that were thinned out."),
     TKVI_FIGURE(TKVI_QUALITY, "samples", tkvi_figure_count, quality.samples, "tkv_quality_samples_total",
                 NULL, "Comparisons of attention with exact keys and values."),
     TKVI_FIGURE(TKVI_QUALITY, "coverage", tkvi_figure_double, quality.coverage, "tkv_quality_coverage", NULL,
@@ -204,7 +207,7 @@ static tkv_status tkvi_figures_of(const tkv_cache *kv, tkvi_figures *f) {
     if (!st) st = tkv_get_budget(kv, &f->budget);
     f->has[TKVI_BUDGET] = f->budget.n_levels > 1;
     f->has[TKVI_RECLAIM] = kv->tables.cfg.evict.policy || kv->tables.cfg.offload.write ||
-                           kv->tables.cfg.budget.discard || kv->counts.discarded;
+                           kv->tables.cfg.budget.discard || kv->counts.discarded || kv->states.n_stateful;
     f->has[TKVI_QUALITY] = f->quality.heads > 0;
     f->missing = tkvi_n_discarded_tokens(kv);
     f->most_sequences = (uint64_t)kv->tables.cfg.limits.max_seqs;

@@ -528,6 +528,8 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, limits.max_seqs, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, limits.max_tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, limits.max_append, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, limits.max_states, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, limits.state_bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, tiers.sink_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_config, tiers.hot_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_config, tiers.warm_tokens, TKVI_INT, tkvi_words_length),

@@ -12,7 +12,7 @@
 #ifndef TKVI_STEP_FORK_H
 #define TKVI_STEP_FORK_H
 
-#include "step/sequence.h"
+#include "step/states.h"
 
 /* Number of blocks of a layer that hold any of the first n_tokens. */
 static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int n_tokens) {
@@ -116,12 +116,15 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
     fork.src = src;
     fork.dst = dst;
     fork.n_tokens = n_tokens;
-    st = tkvi_provide_entries(kv, dst, tkvi_count_fork, &fork, "no memory for a fork in sequence");
+    st = tkvi_provide_state_list(kv, dst, tkvi_n_states_up_to(&kv->states.list[src], n_tokens));
+    if (!st) st = tkvi_provide_entries(kv, dst, tkvi_count_fork, &fork, "no memory for a fork in sequence");
+    if (st) tkvi_shrink_states(kv, dst);
     if (st) return st;
     tkvi_clear_seq(kv, dst);
     tkvi_reserve_slots(kv, src, 0); /* it was counted for blocks that src holds alone */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_share_list(kv, src, dst, layer, n_tokens);
+    tkvi_share_states(&kv->states, src, dst, n_tokens);
     tkvi_shrink_index(kv, dst);
     return tkvi_ok(kv);
 }

@@ -128,11 +128,29 @@ static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_ra
     }
 }
 
+/* The lowest index of a token with a position in a range, of any layer. TKVI_FOREVER: no layer has such a token. */
+static int tkvi_first_index_in(const tkv_cache *kv, int seq, const tkvi_range *range) {
+    int layer, i, t, from, to, first = TKVI_FOREVER;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            uint64_t mask;
+            tkvi_indices_in(kv, list, ids, i, range, &from, &to);
+            mask = from < to ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
+            for (t = 0; t < TKVI_BLOCK; t++)
+                if (mask >> t & 1) first = tkvi_min(first, tkvi_slot_index(kv, ids[i], t));
+        }
+    }
+    return first;
+}
+
 TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_range range;
     tkv_status st = tkvi_check_range(kv, seq, first, end, &range);
-    int layer, len = 0;
+    int layer, len = 0, first_index;
     if (st) return st;
+    first_index = kv->states.list[seq].n ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer)
             len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
@@ -141,6 +159,7 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for full blocks */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_remove_in_list(kv, seq, layer, &range);
+    tkvi_drop_states(&kv->states, seq, first_index); /* those behind have seen a token that is gone */
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }

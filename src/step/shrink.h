@@ -125,6 +125,19 @@ static void tkvi_shrink_blocks(tkv_cache *kv) {
     tkvi_put(pool->heap, old.block, old.block_cap * entry);
 }
 
+/* Shrinks the list of a sequence's states. */
+static void tkvi_shrink_states(tkv_cache *kv, int seq) {
+    tkvi_state_list *list = &kv->states.list[seq];
+    const uint32_t cap = tkvi_least_cap(list->n);
+    void *smaller;
+    if (kv->pool.keep_all) return;
+    if (!tkvi_get_smaller(&kv->heap, cap, list->cap, sizeof *list->held, &smaller)) return;
+    if (cap) memcpy(smaller, list->held, (size_t)list->n * sizeof *list->held);
+    tkvi_put(&kv->heap, list->held, list->cap * sizeof *list->held);
+    list->held = (tkvi_held_state *)smaller;
+    list->cap = cap;
+}
+
 static void tkvi_shrink_pages(tkvi_pool *pool) {
     const uint32_t cap = tkvi_least_cap(pool->n_pages);
     void *smaller;
@@ -143,6 +156,7 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
     tkvi_shrink_lists(kv, seq);
     tkvi_shrink_choice(kv);
     tkvi_shrink_blocks(kv);
+    tkvi_shrink_states(kv, seq);
     tkvi_shrink_pages(&kv->pool);
 }
 
