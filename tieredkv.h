@@ -1056,6 +1056,7 @@
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
 #define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
 #define tkv_seq_shift TKV_NAME_(tkv_seq_shift)
+#define tkv_seq_slide TKV_NAME_(tkv_seq_slide)
 #define tkv_seq_truncate TKV_NAME_(tkv_seq_truncate)
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)
@@ -1830,9 +1831,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
 /* Moves the tokens with positions first .. end - 1 by delta positions, in all layers; end TKV_UNLIMITED: all from
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
- * one: its key has RoPE for that position. It begins a new block if the last token has moved. cfg.model.rope must be
- * the model's. States stay, because a recurrence knows the order of tokens and not their positions; a state with
- * rotated keys must be put again. A reservation ends.
+ * one: its key has RoPE for that position. cfg.model.rope must be the model's. States stay, because a recurrence knows
+ * the order of tokens and not their positions; a state with rotated keys must be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
@@ -1857,6 +1857,24 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries
  * Cost: O(blocks), in all layers. */
 TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at);
+/* Makes room for n more tokens in a sequence without end. If it would hold more than max_tokens (with policy
+ * "sliding" cfg.evict.keep_tokens, if given), the oldest tokens behind the sinks go, a multiple of 64 of them. All
+ * later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
+ * touched. So only tokens that are held count against max_tokens. Call it before each step: the new tokens then have
+ * the positions from tkv_get_length on, and the model rotates their keys for these. cfg.model.rope must be set. A
+ * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed.
+ *   n           0 to max_append
+ *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
+ * Errors, nothing changed:
+ *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_RANGE         a position would be negative, after a shift
+ *   TKV_ERR_NO_SOURCE     a token that stays is discarded
+ *   TKV_ERR_CAPACITY      max_tokens is too small: no token would stay behind the sinks
+ *   TKV_ERR_STATE         a step is open
+ *   TKV_ERR_ARG           no such sequence, or n
+ * Cost: O(blocks), in all layers, once in 64 tokens.
+ * Source: StreamingLLM, arXiv 2309.17453, section 3.2. */
+TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed);
 /* positions[i]: the position of the token with index start + i. A token that is gone has the position that follows from
  * its neighbours.
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
@@ -19061,6 +19079,10 @@ static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, 
     }
 }
 
+/* Entries that a block takes in place. Tokens of a block that move apart, or before it is full, have entries of their
+ * own. */
+static int tkvi_entries_of_block(const tkv_config *cfg) { return cfg->model.rope.dim ? 2 : 1; }
+
 /* Largest sizes of a cache in place. */
 typedef struct tkvi_in_place_sizes {
     uint32_t page_cap, block_cap, list_cap;
@@ -19072,7 +19094,8 @@ typedef struct tkvi_in_place_sizes {
 static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
                                        tkvi_in_place_sizes *sizes) {
     const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
-    const int64_t list_blocks = (int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4;
+    const int64_t list_blocks =
+        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(&derived->cfg);
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
     size_t without_pages = 0, lists, states;
@@ -19094,7 +19117,10 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
     for (; sizes->pages > derived->recode_pages;
          sizes->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)sizes->pages * derived->page_bytes, n;
-        uint64_t fitting_blocks = tkvi_may_leave_ram(&derived->cfg) ? blocks : 64u * (uint64_t)sizes->pages;
+        uint64_t fitting_blocks =
+            tkvi_may_leave_ram(&derived->cfg)
+                ? blocks
+                : 64u * (uint64_t)sizes->pages * (uint64_t)tkvi_entries_of_block(&derived->cfg);
         sizes->block_cap =
             tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
         sizes->page_cap = tkvi_cap_for(sizes->pages);
@@ -19184,8 +19210,9 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     if (sizes->pages > pages_apart) sizes->pages = pages_apart; /* every tier of every list at its most */
     if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->page_cap = tkvi_cap_for(sizes->pages);
-    sizes->block_cap = tkvi_cap_for(blocks + derived->n_classes);
-    sizes->list_cap = tkvi_cap_for(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4);
+    sizes->block_cap = tkvi_cap_for(blocks * tkvi_entries_of_block(&derived->cfg) + derived->n_classes);
+    sizes->list_cap = tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) *
+                                   tkvi_entries_of_block(&derived->cfg));
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
@@ -22925,8 +22952,7 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
         return 0; /* it is shared, and aged */
     if (kv->pool.entry[ids[last]].n_packed || kv->pool.entry[ids[last]].end_slot)
-        return 0;                                   /* truncation or removal took the blocks after it */
-    if (kv->pool.entry[ids[last]].turned) return 0; /* its tokens have moved, and new ones have not */
+        return 0; /* truncation or removal took the blocks after it */
     if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
         return 0; /* truncation removed the blocks after it */
     if (!kv->pool.keep_all && last >= list->sinks && tkvi_must_copy_tail(kv, list, ids) &&
@@ -22934,6 +22960,12 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
         return 0; /* in place, lists have no room for short blocks */
     capacity = last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
     return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
+}
+
+/* 1 if the next token takes a new entry in the last block: the tokens there have moved, and new ones have not. */
+static int tkvi_tail_needs_entry(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                 const uint32_t *ids) {
+    return tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.entry[ids[list->n - 1]].turned != 0;
 }
 
 /* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
@@ -22952,6 +22984,7 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
+    if (tkvi_tail_needs_entry(kv, p, list, ids)) n_blocks++; /* as a block of its own */
     tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
@@ -22973,8 +23006,9 @@ static int tkvi_n_row_entries(tkv_cache *kv, const tkv_rows *row, int layer) {
         const int n = layer < 0 ? len_after - list->len : row->n;
         int sink;
         if (p->stored_layer == l && n > 0)
-            most = tkvi_max(most, list->n + 1 +
-                                      tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &sink));
+            most =
+                tkvi_max(most, list->n + 1 + tkvi_tail_needs_entry(kv, p, list, tkvi_ids(kv, row->seq, l)) +
+                                   tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &sink));
     }
     return most;
 }
@@ -26203,6 +26237,7 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
         need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
     tkvi_compute_most_new_blocks(kv, seq, layer, most);
     if (sink) slots[layout[p->sink_layout].size_class]++;
+    slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] += tkvi_tail_needs_entry(kv, p, list, ids);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
         if (need[tier] > 0) slots[layout[p->now.layout[tier]].size_class] += need[tier];
@@ -26358,6 +26393,7 @@ static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
     tkvi_entry *e = &kv->pool.entry[id];
     e->start = list->len;
     e->shift = shift;
+    e->turned = 0;
     e->first_slot = (uint8_t)n_tokens;
     e->evicted_mask = 0;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
@@ -26379,7 +26415,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) tkvi_copy_shared(kv, id);
-        return kv->pool.entry[id].shift == position - list->len
+        return kv->pool.entry[id].shift == position - list->len && !kv->pool.entry[id].turned
                    ? id
                    : tkvi_open_entry(kv, seq, layer, position - list->len);
     }
@@ -26835,7 +26871,7 @@ static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
     uint64_t kept;
     int t;
     if (e->end_slot >= n) e->end_slot = 0;
-    while (e->n_packed > 1 && tkvi_slot_index(kv, id, e->n_packed - 1) >= len) e->n_packed--;
+    while (e->n_packed > e->first_slot + 1 && tkvi_slot_index(kv, id, e->n_packed - 1) >= len) e->n_packed--;
     for (t = 0; t < e->n_packed; t++) {
         if (tkvi_slot_index(kv, id, t) < len) continue;
         tkvi_set_slot_index(kv, id, t, e->start);
@@ -28099,6 +28135,183 @@ TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, in
 }
 
 #endif /* TKVI_STEP_MOVE_H */
+/* ======== step/slide.h ======== */
+/*
+ * step/slide.h - tkv_seq_slide: a sequence without end. The oldest tokens behind the sinks go, and all later ones move
+ * up, in index and in position (StreamingLLM, arXiv 2309.17453, section 3.2).
+ *
+ *     before    [sinks 0 .. 3][4 .. 67][68 .. 131][132 .. 195] ...
+ *     after     [sinks 0 .. 3]         [ 4 ..  67][ 68 .. 131] ...    both blocks have turned by -64
+ *
+ * No byte of a block changes: entries get another start, and attention turns its queries (step/move.h). A token that
+ * has moved up a thousand times is as precise as in the beginning.
+ */
+#ifndef TKVI_STEP_SLIDE_H
+#define TKVI_STEP_SLIDE_H
+
+
+/* Indices from .. to - 1 go. */
+typedef struct tkvi_gone {
+    int from, to;
+} tkvi_gone;
+
+/* The index that follows from `index` when a span has gone. */
+static int tkvi_move_up(const tkvi_gone *gone, int index) {
+    return index >= gone->to ? index - (gone->to - gone->from) : tkvi_min(index, gone->from);
+}
+
+/* Moves the stamps of an entry's tokens, which are lengths of the list. */
+static void tkvi_move_stamps_up(tkv_cache *kv, uint32_t id, int n) {
+    tkvi_token_meta *meta;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
+    meta = &kv->pool.token_meta[id];
+    meta->score_step = tkvi_max(0, meta->score_step - n);
+    meta->temporary_until = tkvi_max(0, meta->temporary_until - n);
+    if (meta->moved_at) meta->moved_at = tkvi_max(1, meta->moved_at - n);
+}
+
+/* Takes a span out of a packed entry that begins before it and ends behind it. */
+static void tkvi_take_out_of_packed(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                    const tkvi_gone *gone) {
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
+    int t;
+    e->evicted_mask |= tkvi_slots_between(kv, list, ids, i, gone->from, gone->to);
+    for (t = 0; t < e->n_packed; t++)
+        tkvi_set_slot_index(kv, ids[i], t, tkvi_move_up(gone, tkvi_slot_index(kv, ids[i], t)));
+}
+
+/* Takes a span out of entry i of a list. The entries behind it have not moved yet. Returns 0 if no token is left. */
+static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_gone *gone) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+    const int n = gone->to - gone->from;
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
+    uint64_t kept;
+    int slot = 0;
+    if (end < gone->from) return 1;
+    if (start >= gone->to) {
+        e->start -= n;
+        e->turned -= n;
+        tkvi_move_stamps_up(kv, ids[i], n);
+        return 1;
+    }
+    if (start < gone->from && e->n_packed && end > gone->to) {
+        tkvi_take_out_of_packed(kv, list, ids, i, gone);
+        return 1;
+    }
+    if (start < gone->from) {
+        tkvi_end_slots(kv, list, ids, i); /* the next entry may begin later than this one ends */
+        if (!e->n_packed) e->end_slot = (uint8_t)tkvi_min(e->end_slot, e->first_slot + gone->from - start);
+        else tkvi_truncate_entry(kv, ids[i], gone->from);
+        return 1;
+    }
+    kept = tkvi_slots_between(kv, list, ids, i, gone->to, end);
+    if (!kept && i + 1 < list->n) return 0;
+    while (kept && !(kept >> slot & 1)) slot++;
+    if (kept) tkvi_cut_front(kv, ids[i], slot, tkvi_slot_index(kv, ids[i], slot));
+    else { /* the last entry tells the next position, also without tokens */ e->evicted_mask = ~(uint64_t)0;
+        e->n_packed = 0;
+        e->end_slot = (uint8_t)(e->first_slot + 1);
+        e->start = gone->to;
+    }
+    e->start -= n;
+    e->turned -= n;
+    tkvi_move_stamps_up(kv, ids[i], n);
+    return 1;
+}
+
+/* Takes a span out of a list. */
+static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *gone) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    tkvi_forget_meter_copies_in(kv, seq, layer, 0, TKVI_FOREVER);
+    for (i = 0; i < list->n; i++)
+        if (!tkvi_take_out(kv, seq, layer, i, gone)) {
+            if (i > 0) tkvi_end_slots(kv, list, ids, i - 1);
+            tkvi_unlist_block(kv, seq, layer, i--);
+        }
+    list->len = tkvi_move_up(gone, list->len);
+    list->chunk_start = tkvi_move_up(gone, list->chunk_start);
+    list->step_len = tkvi_move_up(gone, list->step_len);
+    list->expired = tkvi_move_up(gone, list->expired);
+    list->is_moved = list->n > 0;
+}
+
+/* Number of tokens that a sequence may hold. */
+static int tkvi_most_held(const tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return cfg->evict.policy == TKV_EVICT_SLIDING && cfg->evict.keep_tokens
+               ? tkvi_min(cfg->evict.keep_tokens, cfg->limits.max_tokens)
+               : cfg->limits.max_tokens;
+}
+
+/* 1 if the next token of a sequence begins a block in each layer. */
+static int tkvi_is_tail_full(const tkv_cache *kv, int seq) {
+    int layer, is_full = 1;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer)
+            is_full &= !tkvi_tail_free_slots(kv, &kv->tables.plan[layer], tkvi_list_of(kv, seq, layer),
+                                             tkvi_ids(kv, seq, layer));
+    return is_full;
+}
+
+/* Checks that the tokens behind a span can move up. */
+static tkv_status tkvi_check_slide(tkv_cache *kv, int seq, const tkvi_gone *gone) {
+    tkv_status st = tkvi_check_movable(kv);
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n && !st; i++) {
+            if (tkvi_block_end(kv, list, ids, i) <= gone->to) continue;
+            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+                st = tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index",
+                               tkvi_block_start(kv, ids, i), "");
+            if (gone->to + kv->pool.entry[ids[i]].shift < gone->to - gone->from)
+                st = tkvi_fail(kv, TKV_ERR_RANGE, "a token would get a position below 0: index",
+                               tkvi_block_start(kv, ids, i), "");
+        }
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) {
+    const tkv_config *cfg;
+    tkvi_gone gone;
+    tkv_status st;
+    int layer, len = 0, excess;
+    if (n_removed) *n_removed = 0;
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    cfg = &kv->tables.cfg;
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
+    if (n < 0 || n > cfg->limits.max_append)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 0 to max_append");
+    for (layer = 0; layer < cfg->model.n_layers; layer++)
+        len = tkvi_max(len, tkvi_list_of(kv, seq, layer)->len);
+    /* Best while the last block is full: then all of its tokens have one entry. */
+    excess = len - (tkvi_most_held(kv) - (tkvi_is_tail_full(kv, seq) ? tkvi_max(n, TKVI_BLOCK) : n));
+    if (excess <= 0) return tkvi_ok(kv);
+    gone.from = 0;
+    for (layer = 0; layer < cfg->model.n_layers; layer++)
+        gone.from = tkvi_max(gone.from, kv->tables.plan[layer].sink);
+    gone.to = gone.from + tkvi_round_up(excess, TKVI_BLOCK);
+    if (gone.to >= len)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
+                         cfg->limits.max_tokens, "");
+    st = tkvi_check_slide(kv, seq, &gone);
+    if (st) return st;
+    tkvi_reserve_slots(kv, seq, 0);
+    for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &gone);
+    tkvi_drop_states(&kv->states, seq, gone.from);
+    tkvi_release_unused(kv, seq);
+    if (n_removed) *n_removed = gone.to - gone.from;
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_STEP_SLIDE_H */
 /* ======== step/promote.h ======== */
 /*
  * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).

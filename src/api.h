@@ -751,9 +751,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
 /* Moves the tokens with positions first .. end - 1 by delta positions, in all layers; end TKV_UNLIMITED: all from
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
- * one: its key has RoPE for that position. It begins a new block if the last token has moved. cfg.model.rope must be
- * the model's. States stay, because a recurrence knows the order of tokens and not their positions; a state with
- * rotated keys must be put again. A reservation ends.
+ * one: its key has RoPE for that position. cfg.model.rope must be the model's. States stay, because a recurrence knows
+ * the order of tokens and not their positions; a state with rotated keys must be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
@@ -778,6 +777,24 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries
  * Cost: O(blocks), in all layers. */
 TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at);
+/* Makes room for n more tokens in a sequence without end. If it would hold more than max_tokens (with policy
+ * "sliding" cfg.evict.keep_tokens, if given), the oldest tokens behind the sinks go, a multiple of 64 of them. All
+ * later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
+ * touched. So only tokens that are held count against max_tokens. Call it before each step: the new tokens then have
+ * the positions from tkv_get_length on, and the model rotates their keys for these. cfg.model.rope must be set. A
+ * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed.
+ *   n           0 to max_append
+ *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
+ * Errors, nothing changed:
+ *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_RANGE         a position would be negative, after a shift
+ *   TKV_ERR_NO_SOURCE     a token that stays is discarded
+ *   TKV_ERR_CAPACITY      max_tokens is too small: no token would stay behind the sinks
+ *   TKV_ERR_STATE         a step is open
+ *   TKV_ERR_ARG           no such sequence, or n
+ * Cost: O(blocks), in all layers, once in 64 tokens.
+ * Source: StreamingLLM, arXiv 2309.17453, section 3.2. */
+TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed);
 /* positions[i]: the position of the token with index start + i. A token that is gone has the position that follows from
  * its neighbours.
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */

@@ -179,6 +179,7 @@
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
 #define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
 #define tkv_seq_shift TKV_NAME_(tkv_seq_shift)
+#define tkv_seq_slide TKV_NAME_(tkv_seq_slide)
 #define tkv_seq_truncate TKV_NAME_(tkv_seq_truncate)
 #define tkv_set_budget TKV_NAME_(tkv_set_budget)
 #define tkv_set_hot_tokens TKV_NAME_(tkv_set_hot_tokens)

@@ -128,6 +128,7 @@ extern "C" {
 #include "step/states.h"
 #include "step/fork.h"
 #include "step/move.h"
+#include "step/slide.h"
 #include "step/promote.h"
 #include "step/recompute.h"
 #include "step/ranking.h"

@@ -464,6 +464,9 @@ static void try_appends(rig *r) {
     SAFE("tkv_seq_list_states", "capacity", EVERY, CAPACITY, "AAAO..",
          tkv_seq_list_states(r->kv, 0, 0, r->o.list, x, &r->o.a));
 
+    EACH("tkv_seq_slide", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_slide(r->kv, x, 0, NULL));
+    EACH("tkv_seq_slide", "n", EVERY, 0, "AAAO..", tkv_seq_slide(r->kv, 0, x, NULL));
+
     EACH("tkv_get_length", "seq, all layers", EVERY, SEQS, "OOOOOO",
          tkv_get_length(r->kv, x, TKV_ALL_LAYERS));
     EACH("tkv_get_length", "seq", EVERY, SEQS, "OOOOOO", tkv_get_length(r->kv, x, 0));

@@ -929,6 +929,120 @@ TEST(empty_sequences_are_cut_and_moved) {
     tkv_destroy(kv);
 }
 
+/* >>sequences without end */
+static void slide_plain(plain_sequence *s, int from, int n) {
+    int t;
+    for (t = from + n; t < s->n; t++) {
+        s->token[t - n] = s->token[t];
+        s->token[t - n].position -= n;
+    }
+    s->n -= n;
+}
+
+/* A chat goes on for 20 times its memory. Attention is that over keys made at the positions of now. */
+TEST(a_sequence_slides_without_end) {
+    static const tkv_format formats[] = {TKV_F32, TKV_F16, TKV_KIVI4};
+    static plain_sequence s;
+    int f, round, in_place, n_removed, slid = 0;
+    for (f = 0; f < COUNT(formats); f++)
+        for (in_place = 0; in_place < 2; in_place++) {
+            static unsigned char arena[4 << 20];
+            tkv_config cfg = make_move_config(1), exact = make_move_config(1);
+            tkv_rng rng = tkv_rng_seed((uint64_t)f);
+            counting_allocator p;
+            tkv_cache *kv;
+            size_t size, most = 0;
+            int id = 0;
+            if (f) cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F16;
+            cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = formats[f];
+            cfg.limits.max_tokens = 500;
+            cfg.limits.max_append = 64;
+            if (in_place) {
+                cfg.evict.policy = TKV_EVICT_SLIDING; /* with data of tokens */
+                cfg.evict.keep_tokens = 400;
+                CHECK_EQ(tkv_get_required_bytes(&cfg, &size, NULL), TKV_OK);
+                CHECK(size <= sizeof arena);
+                CHECK_EQ(tkv_create_in_place(&cfg, arena, size, &kv, NULL, 0), TKV_OK);
+                last_config = cfg;
+            } else {
+                cfg.host.allocator = counting_allocator_of(&p);
+                kv = create_cache(&cfg);
+            }
+            memset(&s, 0, sizeof s);
+            for (round = 0; round < 300; round++) {
+                const int n = 1 + tkv_rng_below(&rng, 64);
+                CHECK_EQ(tkv_seq_slide(kv, 0, n, &n_removed), TKV_OK);
+                CHECK_EQ(n_removed % 64, 0);
+                if (n_removed) slide_plain(&s, 4, n_removed);
+                slid += n_removed;
+                append_plain(kv, 0, &s, id, n, 64);
+                id += n;
+                CHECK_LE(s.n, in_place ? 400 : 500);
+                CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), s.n);
+                if (!in_place && round < 150 && p.held > most) most = p.held;
+                if (round % 10) continue;
+                check_plain(kv, 0, &s, &exact, f == 2 ? 0.1 : f ? 1e-5 : 1e-9);
+            }
+            if (!in_place) CHECK_LE(p.held, 1.05 * (double)most); /* as in the first half */
+            tkv_destroy(kv);
+        }
+    CHECK(slid > 20 * 500);
+}
+
+/* Slides among cuts, removals, forks and jumps of positions, and with tokens evicted in the middle. */
+TEST(slides_of_torn_sequences) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(2), exact = make_move_config(2);
+    tkv_rng rng = tkv_rng_seed(77);
+    tkv_cache *kv;
+    int round, n_removed, t, id = 0, slid = 0, position[40];
+    cfg.limits.max_tokens = 400;
+    cfg.limits.max_append = 64;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    for (round = 0; round < 400; round++) {
+        const int op = tkv_rng_below(&rng, 6), len = tkv_get_length(kv, 0, 0);
+        if (op < 3) {
+            CHECK_EQ(tkv_seq_slide(kv, 0, 40, &n_removed), TKV_OK);
+            if (n_removed) { /* the oldest behind the sinks went; the array does not know how many had gone before */
+                static int index[MAX_TOKENS];
+                static plain_sequence kept;
+                const int n_live = live_positions(kv, 0, 0, index);
+                int n_front = 0, i;
+                while (n_front < 4 && n_front < n_live && index[n_front] == s.token[n_front].position)
+                    n_front++;
+                kept.n = 0;
+                for (i = 0; i < s.n; i++) {
+                    if (i >= n_front && i < n_front + s.n - n_live) continue; /* gone */
+                    kept.token[kept.n] = s.token[i];
+                    kept.token[kept.n++].position -= i < n_front ? 0 : n_removed;
+                }
+                s = kept;
+                slid++;
+            }
+            append_plain(kv, 0, &s, id, 40, 40);
+            id += 40;
+        } else if (op == 3 && len > 120) {
+            const int first = s.token[s.n / 2].position;
+            CHECK_EQ(tkv_seq_remove(kv, 0, first, first + 30), TKV_OK);
+            remove_plain(&s, first, first + 30);
+        } else if (op == 4 && len > 120) {
+            CHECK_EQ(tkv_seq_fork(kv, 0, 1, len - 20), TKV_OK);
+            CHECK_EQ(tkv_seq_fork(kv, 1, 0, len - 30), TKV_OK);
+            CHECK_EQ(live_positions(kv, 0, 0, (int *)k_want) <= s.n, 1);
+            s.n = live_positions(kv, 0, 0, (int *)k_want);
+        } else if (op == 5 && len > 120 && len < 330) {
+            for (t = 0; t < 30; t++) position[t] = s.token[s.n - 1].position + 1 + 3 * t;
+            CHECK_EQ(append_at_positions(kv, 0, &s, id, 30, position), TKV_OK);
+            id += 30;
+        }
+        if (s.n) check_plain(kv, 0, &s, &exact, 1e-9);
+        if (tkv_test_.n_bad) break;
+    }
+    CHECK(slid > 20);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(removed_tokens_are_not_seen);
@@ -953,5 +1067,7 @@ int main(int argc, char **argv) {
     RUN(a_token_can_be_in_several_sequences);
     RUN(copies_are_refused_with_a_reason);
     RUN(empty_sequences_are_cut_and_moved);
+    RUN(a_sequence_slides_without_end);
+    RUN(slides_of_torn_sequences);
     return tkv_test_end();
 }

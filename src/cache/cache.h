@@ -896,6 +896,10 @@ static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, 
     }
 }
 
+/* Entries that a block takes in place. Tokens of a block that move apart, or before it is full, have entries of their
+ * own. */
+static int tkvi_entries_of_block(const tkv_config *cfg) { return cfg->model.rope.dim ? 2 : 1; }
+
 /* Largest sizes of a cache in place. */
 typedef struct tkvi_in_place_sizes {
     uint32_t page_cap, block_cap, list_cap;
@@ -907,7 +911,8 @@ typedef struct tkvi_in_place_sizes {
 static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
                                        tkvi_in_place_sizes *sizes) {
     const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
-    const int64_t list_blocks = (int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4;
+    const int64_t list_blocks =
+        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(&derived->cfg);
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
     size_t without_pages = 0, lists, states;
@@ -929,7 +934,10 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
     for (; sizes->pages > derived->recode_pages;
          sizes->pages--) { /* the block and page tables need bytes, too */
         size_t pages = (size_t)sizes->pages * derived->page_bytes, n;
-        uint64_t fitting_blocks = tkvi_may_leave_ram(&derived->cfg) ? blocks : 64u * (uint64_t)sizes->pages;
+        uint64_t fitting_blocks =
+            tkvi_may_leave_ram(&derived->cfg)
+                ? blocks
+                : 64u * (uint64_t)sizes->pages * (uint64_t)tkvi_entries_of_block(&derived->cfg);
         sizes->block_cap =
             tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
         sizes->page_cap = tkvi_cap_for(sizes->pages);
@@ -1019,8 +1027,9 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     if (sizes->pages > pages_apart) sizes->pages = pages_apart; /* every tier of every list at its most */
     if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->page_cap = tkvi_cap_for(sizes->pages);
-    sizes->block_cap = tkvi_cap_for(blocks + derived->n_classes);
-    sizes->list_cap = tkvi_cap_for(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4);
+    sizes->block_cap = tkvi_cap_for(blocks * tkvi_entries_of_block(&derived->cfg) + derived->n_classes);
+    sizes->list_cap = tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) *
+                                   tkvi_entries_of_block(&derived->cfg));
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||

@@ -80,8 +80,7 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
         return 0; /* it is shared, and aged */
     if (kv->pool.entry[ids[last]].n_packed || kv->pool.entry[ids[last]].end_slot)
-        return 0;                                   /* truncation or removal took the blocks after it */
-    if (kv->pool.entry[ids[last]].turned) return 0; /* its tokens have moved, and new ones have not */
+        return 0; /* truncation or removal took the blocks after it */
     if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
         return 0; /* truncation removed the blocks after it */
     if (!kv->pool.keep_all && last >= list->sinks && tkvi_must_copy_tail(kv, list, ids) &&
@@ -89,6 +88,12 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
         return 0; /* in place, lists have no room for short blocks */
     capacity = last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
     return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
+}
+
+/* 1 if the next token takes a new entry in the last block: the tokens there have moved, and new ones have not. */
+static int tkvi_tail_needs_entry(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                                 const uint32_t *ids) {
+    return tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.entry[ids[list->n - 1]].turned != 0;
 }
 
 /* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
@@ -107,6 +112,7 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
+    if (tkvi_tail_needs_entry(kv, p, list, ids)) n_blocks++; /* as a block of its own */
     tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
@@ -128,8 +134,9 @@ static int tkvi_n_row_entries(tkv_cache *kv, const tkv_rows *row, int layer) {
         const int n = layer < 0 ? len_after - list->len : row->n;
         int sink;
         if (p->stored_layer == l && n > 0)
-            most = tkvi_max(most, list->n + 1 +
-                                      tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &sink));
+            most =
+                tkvi_max(most, list->n + 1 + tkvi_tail_needs_entry(kv, p, list, tkvi_ids(kv, row->seq, l)) +
+                                   tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &sink));
     }
     return most;
 }

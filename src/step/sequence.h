@@ -78,6 +78,7 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
         need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
     tkvi_compute_most_new_blocks(kv, seq, layer, most);
     if (sink) slots[layout[p->sink_layout].size_class]++;
+    slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] += tkvi_tail_needs_entry(kv, p, list, ids);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
         if (need[tier] > 0) slots[layout[p->now.layout[tier]].size_class] += need[tier];
@@ -233,6 +234,7 @@ static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
     tkvi_entry *e = &kv->pool.entry[id];
     e->start = list->len;
     e->shift = shift;
+    e->turned = 0;
     e->first_slot = (uint8_t)n_tokens;
     e->evicted_mask = 0;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
@@ -254,7 +256,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) tkvi_copy_shared(kv, id);
-        return kv->pool.entry[id].shift == position - list->len
+        return kv->pool.entry[id].shift == position - list->len && !kv->pool.entry[id].turned
                    ? id
                    : tkvi_open_entry(kv, seq, layer, position - list->len);
     }
@@ -710,7 +712,7 @@ static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
     uint64_t kept;
     int t;
     if (e->end_slot >= n) e->end_slot = 0;
-    while (e->n_packed > 1 && tkvi_slot_index(kv, id, e->n_packed - 1) >= len) e->n_packed--;
+    while (e->n_packed > e->first_slot + 1 && tkvi_slot_index(kv, id, e->n_packed - 1) >= len) e->n_packed--;
     for (t = 0; t < e->n_packed; t++) {
         if (tkvi_slot_index(kv, id, t) < len) continue;
         tkvi_set_slot_index(kv, id, t, e->start);

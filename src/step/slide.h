@@ -1,0 +1,178 @@
+/*
+ * step/slide.h - tkv_seq_slide: a sequence without end. The oldest tokens behind the sinks go, and all later ones move
+ * up, in index and in position (StreamingLLM, arXiv 2309.17453, section 3.2).
+ *
+ *     before    [sinks 0 .. 3][4 .. 67][68 .. 131][132 .. 195] ...
+ *     after     [sinks 0 .. 3]         [ 4 ..  67][ 68 .. 131] ...    both blocks have turned by -64
+ *
+ * No byte of a block changes: entries get another start, and attention turns its queries (step/move.h). A token that
+ * has moved up a thousand times is as precise as in the beginning.
+ */
+#ifndef TKVI_STEP_SLIDE_H
+#define TKVI_STEP_SLIDE_H
+
+#include "step/move.h"
+#include "step/states.h"
+
+/* Indices from .. to - 1 go. */
+typedef struct tkvi_gone {
+    int from, to;
+} tkvi_gone;
+
+/* The index that follows from `index` when a span has gone. */
+static int tkvi_move_up(const tkvi_gone *gone, int index) {
+    return index >= gone->to ? index - (gone->to - gone->from) : tkvi_min(index, gone->from);
+}
+
+/* Moves the stamps of an entry's tokens, which are lengths of the list. */
+static void tkvi_move_stamps_up(tkv_cache *kv, uint32_t id, int n) {
+    tkvi_token_meta *meta;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
+    meta = &kv->pool.token_meta[id];
+    meta->score_step = tkvi_max(0, meta->score_step - n);
+    meta->temporary_until = tkvi_max(0, meta->temporary_until - n);
+    if (meta->moved_at) meta->moved_at = tkvi_max(1, meta->moved_at - n);
+}
+
+/* Takes a span out of a packed entry that begins before it and ends behind it. */
+static void tkvi_take_out_of_packed(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                    const tkvi_gone *gone) {
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
+    int t;
+    e->evicted_mask |= tkvi_slots_between(kv, list, ids, i, gone->from, gone->to);
+    for (t = 0; t < e->n_packed; t++)
+        tkvi_set_slot_index(kv, ids[i], t, tkvi_move_up(gone, tkvi_slot_index(kv, ids[i], t)));
+}
+
+/* Takes a span out of entry i of a list. The entries behind it have not moved yet. Returns 0 if no token is left. */
+static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_gone *gone) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
+    const int n = gone->to - gone->from;
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
+    uint64_t kept;
+    int slot = 0;
+    if (end < gone->from) return 1;
+    if (start >= gone->to) {
+        e->start -= n;
+        e->turned -= n;
+        tkvi_move_stamps_up(kv, ids[i], n);
+        return 1;
+    }
+    if (start < gone->from && e->n_packed && end > gone->to) {
+        tkvi_take_out_of_packed(kv, list, ids, i, gone);
+        return 1;
+    }
+    if (start < gone->from) {
+        tkvi_end_slots(kv, list, ids, i); /* the next entry may begin later than this one ends */
+        if (!e->n_packed) e->end_slot = (uint8_t)tkvi_min(e->end_slot, e->first_slot + gone->from - start);
+        else tkvi_truncate_entry(kv, ids[i], gone->from);
+        return 1;
+    }
+    kept = tkvi_slots_between(kv, list, ids, i, gone->to, end);
+    if (!kept && i + 1 < list->n) return 0;
+    while (kept && !(kept >> slot & 1)) slot++;
+    if (kept) tkvi_cut_front(kv, ids[i], slot, tkvi_slot_index(kv, ids[i], slot));
+    else { /* the last entry tells the next position, also without tokens */ e->evicted_mask = ~(uint64_t)0;
+        e->n_packed = 0;
+        e->end_slot = (uint8_t)(e->first_slot + 1);
+        e->start = gone->to;
+    }
+    e->start -= n;
+    e->turned -= n;
+    tkvi_move_stamps_up(kv, ids[i], n);
+    return 1;
+}
+
+/* Takes a span out of a list. */
+static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *gone) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    tkvi_forget_meter_copies_in(kv, seq, layer, 0, TKVI_FOREVER);
+    for (i = 0; i < list->n; i++)
+        if (!tkvi_take_out(kv, seq, layer, i, gone)) {
+            if (i > 0) tkvi_end_slots(kv, list, ids, i - 1);
+            tkvi_unlist_block(kv, seq, layer, i--);
+        }
+    list->len = tkvi_move_up(gone, list->len);
+    list->chunk_start = tkvi_move_up(gone, list->chunk_start);
+    list->step_len = tkvi_move_up(gone, list->step_len);
+    list->expired = tkvi_move_up(gone, list->expired);
+    list->is_moved = list->n > 0;
+}
+
+/* Number of tokens that a sequence may hold. */
+static int tkvi_most_held(const tkv_cache *kv) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return cfg->evict.policy == TKV_EVICT_SLIDING && cfg->evict.keep_tokens
+               ? tkvi_min(cfg->evict.keep_tokens, cfg->limits.max_tokens)
+               : cfg->limits.max_tokens;
+}
+
+/* 1 if the next token of a sequence begins a block in each layer. */
+static int tkvi_is_tail_full(const tkv_cache *kv, int seq) {
+    int layer, is_full = 1;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer)
+            is_full &= !tkvi_tail_free_slots(kv, &kv->tables.plan[layer], tkvi_list_of(kv, seq, layer),
+                                             tkvi_ids(kv, seq, layer));
+    return is_full;
+}
+
+/* Checks that the tokens behind a span can move up. */
+static tkv_status tkvi_check_slide(tkv_cache *kv, int seq, const tkvi_gone *gone) {
+    tkv_status st = tkvi_check_movable(kv);
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n && !st; i++) {
+            if (tkvi_block_end(kv, list, ids, i) <= gone->to) continue;
+            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+                st = tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index",
+                               tkvi_block_start(kv, ids, i), "");
+            if (gone->to + kv->pool.entry[ids[i]].shift < gone->to - gone->from)
+                st = tkvi_fail(kv, TKV_ERR_RANGE, "a token would get a position below 0: index",
+                               tkvi_block_start(kv, ids, i), "");
+        }
+    }
+    return st;
+}
+
+TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) {
+    const tkv_config *cfg;
+    tkvi_gone gone;
+    tkv_status st;
+    int layer, len = 0, excess;
+    if (n_removed) *n_removed = 0;
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    cfg = &kv->tables.cfg;
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
+    if (n < 0 || n > cfg->limits.max_append)
+        return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 0 to max_append");
+    for (layer = 0; layer < cfg->model.n_layers; layer++)
+        len = tkvi_max(len, tkvi_list_of(kv, seq, layer)->len);
+    /* Best while the last block is full: then all of its tokens have one entry. */
+    excess = len - (tkvi_most_held(kv) - (tkvi_is_tail_full(kv, seq) ? tkvi_max(n, TKVI_BLOCK) : n));
+    if (excess <= 0) return tkvi_ok(kv);
+    gone.from = 0;
+    for (layer = 0; layer < cfg->model.n_layers; layer++)
+        gone.from = tkvi_max(gone.from, kv->tables.plan[layer].sink);
+    gone.to = gone.from + tkvi_round_up(excess, TKVI_BLOCK);
+    if (gone.to >= len)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
+                         cfg->limits.max_tokens, "");
+    st = tkvi_check_slide(kv, seq, &gone);
+    if (st) return st;
+    tkvi_reserve_slots(kv, seq, 0);
+    for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &gone);
+    tkvi_drop_states(&kv->states, seq, gone.from);
+    tkvi_release_unused(kv, seq);
+    if (n_removed) *n_removed = gone.to - gone.from;
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_STEP_SLIDE_H */
