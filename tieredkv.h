@@ -1691,7 +1691,7 @@ typedef struct tkv_append_params {
      * earlier tokens: call tkv_seq_reset before a new text. */
     const int *positions;
     /* NULL, or the position of each new token, in the order of the batch: 0 to 2^30 - 1. They may repeat and jump.
-     * NULL: each follows the one before. A jump takes an entry of 64 bytes. */
+     * NULL: each follows the one before. A jump takes an entry of 64 bytes. Reservations of the sequences end. */
     const int *token_positions;
     /* NULL, or the row of k and v of the first token of each entry, 0 or more, for batches with padding. NULL: the
      * entries follow one another. */
@@ -26700,6 +26700,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         kv->seq[request.rows[i].seq].used = kv->call.clock;
         kv->seq[request.rows[i].seq].is_appending = request.rows[i].n > 0;
     }
+    for (i = 0; i < request.n_rows && p->token_positions; i++)
+        tkvi_reserve_slots(kv, request.rows[i].seq, 0); /* it was counted for whole blocks */
     st = tkvi_append_rows(kv, p, &request, total, &k, &v);
     for (i = 0; i < request.n_rows; i++) kv->seq[request.rows[i].seq].is_appending = 0;
     for (i = 0; i < request.n_rows; i++)

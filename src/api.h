@@ -611,7 +611,7 @@ typedef struct tkv_append_params {
      * earlier tokens: call tkv_seq_reset before a new text. */
     const int *positions;
     /* NULL, or the position of each new token, in the order of the batch: 0 to 2^30 - 1. They may repeat and jump.
-     * NULL: each follows the one before. A jump takes an entry of 64 bytes. */
+     * NULL: each follows the one before. A jump takes an entry of 64 bytes. Reservations of the sequences end. */
     const int *token_positions;
     /* NULL, or the row of k and v of the first token of each entry, 0 or more, for batches with padding. NULL: the
      * entries follow one another. */

@@ -487,11 +487,11 @@ static tkv_status call_append_at(int seq, int layer) {
     p.v = v_in;
     p.token_positions = positions;
     st = tkv_append_ex(kv, &p);
+    reserved[seq] = 0;
     if (st == TKV_ERR_RANGE) CHECK(window_of(layer));
     if (st) return st;
     has_moved[seq] = 1;
     append_to_model(seq, layer, 0, n, positions);
-    if (min_len(seq) >= reserved[seq] && !in_step[seq]) reserved[seq] = 0;
     return st;
 }
 

@@ -541,6 +541,8 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         kv->seq[request.rows[i].seq].used = kv->call.clock;
         kv->seq[request.rows[i].seq].is_appending = request.rows[i].n > 0;
     }
+    for (i = 0; i < request.n_rows && p->token_positions; i++)
+        tkvi_reserve_slots(kv, request.rows[i].seq, 0); /* it was counted for whole blocks */
     st = tkvi_append_rows(kv, p, &request, total, &k, &v);
     for (i = 0; i < request.n_rows; i++) kv->seq[request.rows[i].seq].is_appending = 0;
     for (i = 0; i < request.n_rows; i++)
