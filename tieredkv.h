@@ -22046,6 +22046,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
     int i, t, newest = tkvi_token_score_newest(kv, list, ids);
+    TKVI_ASSERT((uint32_t)list->n <= kv->work.choice_cap); /* it grows with the lists */
     *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
@@ -25633,6 +25634,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
             memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
                    kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
+        TKVI_ASSERT((uint32_t)list->n < kv->seq[seq].cap); /* the request was provided */
         ids[list->n++] = id;
         return id;
     }
@@ -25804,6 +25806,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
         tkvi_store_tokens(kv, rows[i].seq, layer, k, v, first, rows[i].n);
     }
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
+    TKVI_ASSERT(!has_budget || kv->pool.keep_all || kv->heap.held <= budget);
     return tkvi_ok(kv);
 }
 
@@ -26504,6 +26507,7 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     uint32_t *new_ids = tkvi_ids(kv, dst, layer);
     const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
     int i;
+    TKVI_ASSERT((uint32_t)n <= kv->seq[dst].cap);
     for (i = 0; i < n; i++)
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;
@@ -26708,6 +26712,7 @@ static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot)
     const uint64_t before = tkvi_slots_before(slot);
     const int start = tkvi_slot_index(kv, id, slot);
     tkvi_entry *a = &kv->pool.entry[id], *b = &kv->pool.entry[new_id];
+    TKVI_ASSERT((uint32_t)list->n < kv->seq[seq].cap);
     tkvi_forget_meter_copies(kv, seq, layer, a->start);
     memmove(ids + i + 2, ids + i + 1, (size_t)(list->n - i - 1) * sizeof *ids);
     ids[i + 1] = new_id;

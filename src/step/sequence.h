@@ -229,6 +229,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
             memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
                    kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
+        TKVI_ASSERT((uint32_t)list->n < kv->seq[seq].cap); /* the request was provided */
         ids[list->n++] = id;
         return id;
     }
@@ -400,6 +401,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
         tkvi_store_tokens(kv, rows[i].seq, layer, k, v, first, rows[i].n);
     }
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
+    TKVI_ASSERT(!has_budget || kv->pool.keep_all || kv->heap.held <= budget);
     return tkvi_ok(kv);
 }
 
