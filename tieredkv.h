@@ -22679,6 +22679,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
     int i, t, newest = tkvi_token_score_newest(kv, list, ids);
+    TKVI_ASSERT((uint32_t)list->n <= kv->work.choice_cap); /* it grows with the lists */
     *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {
@@ -26429,6 +26430,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
             memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
                    kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
+        TKVI_ASSERT((uint32_t)list->n < kv->seq[seq].cap); /* the request was provided */
         ids[list->n++] = id;
         return id;
     }
@@ -26645,6 +26647,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
                           p->token_positions ? p->token_positions + first : NULL);
     }
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
+    TKVI_ASSERT(!has_budget || kv->pool.keep_all || kv->heap.held <= budget);
     return tkvi_ok(kv);
 }
 
@@ -27550,6 +27553,7 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     uint32_t *new_ids = tkvi_ids(kv, dst, layer);
     const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
     int i;
+    TKVI_ASSERT((uint32_t)n <= kv->seq[dst].cap);
     for (i = 0; i < n; i++)
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;
@@ -27791,6 +27795,7 @@ static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot)
     const uint64_t before = tkvi_slots_before(slot);
     const int start = tkvi_slot_index(kv, id, slot);
     tkvi_entry *a = &kv->pool.entry[id];
+    TKVI_ASSERT((uint32_t)list->n < kv->seq[seq].cap);
     tkvi_forget_meter_copies(kv, seq, layer, a->start);
     memmove(ids + i + 2, ids + i + 1, (size_t)(list->n - i - 1) * sizeof *ids);
     ids[i + 1] = new_id;

@@ -289,6 +289,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkv_evict_view v;
     int i, t, newest = tkvi_token_score_newest(kv, list, ids);
+    TKVI_ASSERT((uint32_t)list->n <= kv->work.choice_cap); /* it grows with the lists */
     *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
     for (i = 0; i < list->n; i++) {

@@ -202,6 +202,7 @@ static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot)
     const uint64_t before = tkvi_slots_before(slot);
     const int start = tkvi_slot_index(kv, id, slot);
     tkvi_entry *a = &kv->pool.entry[id];
+    TKVI_ASSERT((uint32_t)list->n < kv->seq[seq].cap);
     tkvi_forget_meter_copies(kv, seq, layer, a->start);
     memmove(ids + i + 2, ids + i + 1, (size_t)(list->n - i - 1) * sizeof *ids);
     ids[i + 1] = new_id;

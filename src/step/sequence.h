@@ -270,6 +270,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
             memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
                    kv->tables.layout[layout].bytes.total);
         list->sinks += sink;
+        TKVI_ASSERT((uint32_t)list->n < kv->seq[seq].cap); /* the request was provided */
         ids[list->n++] = id;
         return id;
     }
@@ -486,6 +487,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
                           p->token_positions ? p->token_positions + first : NULL);
     }
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
+    TKVI_ASSERT(!has_budget || kv->pool.keep_all || kv->heap.held <= budget);
     return tkvi_ok(kv);
 }
 
