@@ -123,6 +123,28 @@ TEST(states_come_back) {
     tkv_destroy(kv);
 }
 
+TEST(reports_know_states) {
+    static char text[16384];
+    char want[80];
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 1);
+    tkv_cache *kv;
+    cfg.limits.max_states = 2;
+    kv = create_cache(&cfg);
+    CHECK_EQ(put_position(kv, 0, 1, 10, 700), TKV_OK);
+    CHECK_EQ(put_position(kv, 0, 1, 20, 700), TKV_OK);
+    CHECK_EQ(put_position(kv, 0, 1, 30, 700), TKV_OK);
+    sprintf(want, "\"states\": %d", 2 * STATEFUL * (64 + 704));
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_JSON, NULL, text, sizeof text, NULL), TKV_OK);
+    CHECK(strstr(text, want) != NULL);
+    CHECK(strstr(text, "\"thinned\": 3") != NULL);
+    sprintf(want, "tkv_memory_bytes{part=\"states\"} %d\n", 2 * STATEFUL * (64 + 704));
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, NULL, text, sizeof text, NULL), TKV_OK);
+    CHECK(strstr(text, want) != NULL);
+    CHECK(strstr(text, "\ntkv_states_thinned_total 3\n") != NULL);
+    tkv_destroy(kv);
+}
+
 /* A position counts only if every stateful layer has it, in every sequence of the cache. */
 TEST(a_position_is_found_when_all_layers_have_it) {
     tkv_layer_config layers[LAYERS];
@@ -169,6 +191,8 @@ TEST(states_are_refused_with_a_reason) {
     tkv_layer_config layers[LAYERS];
     tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
     tkv_cache *kv;
+    char reason[200];
+    size_t bytes;
     cfg.limits.max_tokens = 1000;
     cfg.limits.state_bytes = 1000;
     kv = create_cache(&cfg);
@@ -195,6 +219,19 @@ TEST(states_are_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_list_states(kv, 0, 0, NULL, 1, NULL), TKV_ERR_ARG);
     check_cache_at(kv, "after refusals", 0);
     tkv_destroy(kv);
+    cfg.limits.max_states = -1;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "limits.max_states is -1; it must be 1 to 65536, or 0 for 64");
+    cfg.limits.max_states = 0;
+    cfg.limits.state_bytes = cfg.budget.bytes = 1000000; /* in place: nothing is left for tokens */
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_BUDGET);
+    CHECK_EQ(tkv_create_in_place(&cfg, bytes_in, sizeof bytes_in, &kv, reason, sizeof reason),
+             TKV_ERR_BUDGET);
+    CHECK_STR(reason,
+              "budget.bytes has no room for limits.state_bytes, the index of limits.max_tokens, and pages");
+    cfg.limits.state_bytes = (size_t)-1;
+    cfg.budget.bytes = 0;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
 }
 
 /* >>fork and cut */
@@ -760,6 +797,7 @@ TEST(a_hybrid_of_30_layers_keeps_64_positions_under_a_budget) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(states_come_back);
+    RUN(reports_know_states);
     RUN(a_position_is_found_when_all_layers_have_it);
     RUN(states_are_refused_with_a_reason);
     RUN(forks_share_states);
