@@ -1539,9 +1539,9 @@ typedef struct tkv_host_config { /* the program around the cache */
     tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
     tkv_nonfinite nonfinite;
     int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
-    /* 1: overwrites keys and values with zeros when their memory becomes free: recoded, cut, evicted or reset. Learned
-     * tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until their
-     * block moves. */
+    /* 1: overwrites keys, values and states with zeros when their memory becomes free: recoded, cut, evicted or reset.
+     * Learned tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until
+     * their block moves. */
     int wipe_freed;
 } tkv_host_config;
 
@@ -17836,6 +17836,7 @@ static void tkvi_compact_region(tkvi_states *s) {
         link = &to->after;
     }
     *link = NULL;
+    if (s->wipes_freed) tkvi_wipe(at, (size_t)(s->region + s->region_bytes - at));
 }
 
 static void tkvi_leave_region(tkvi_states *s, const tkvi_state *state) {
@@ -17897,7 +17898,7 @@ static void tkvi_release_state(tkvi_states *s, tkvi_held_state *held) {
     if (tkvi_can_thin(state)) s->spare_bytes += bytes;
     if (state->n_holders) return;
     s->held_bytes -= bytes;
-    if (s->wipes_freed) tkvi_wipe(tkvi_bytes_of_state(state), state->size);
+    if (s->wipes_freed) tkvi_wipe(tkvi_bytes_of_state(state), tkvi_align_up(state->size));
     if (s->region) tkvi_leave_region(s, state);
     else tkvi_put(s->heap, state, bytes);
 }

@@ -464,9 +464,9 @@ typedef struct tkv_host_config { /* the program around the cache */
     tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
     tkv_nonfinite nonfinite;
     int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
-    /* 1: overwrites keys and values with zeros when their memory becomes free: recoded, cut, evicted or reset. Learned
-     * tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until their
-     * block moves. */
+    /* 1: overwrites keys, values and states with zeros when their memory becomes free: recoded, cut, evicted or reset.
+     * Learned tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until
+     * their block moves. */
     int wipe_freed;
 } tkv_host_config;
 
