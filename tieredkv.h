@@ -851,6 +851,7 @@
  *
  *   tkv_get_memory    bytes by tier and by purpose; their sum is what the allocator handed out
  *   tkv_get_layer     tokens and blocks of one layer of a sequence by tier, and its bytes
+ *   tkv_seq_get_memory   bytes of a sequence, its own ones apart from those that it shares
  *   tkv_get_tiers     the tier of each token, or its state (tkv_token_state)
  *   tkv_get_budget    level, pressure, and counts of what was recoded, offloaded, discarded, evicted and refused
  *   tkv_get_quality   the figures of the meter
@@ -1036,15 +1037,18 @@
 #define tkv_seq_abort TKV_NAME_(tkv_seq_abort)
 #define tkv_seq_begin TKV_NAME_(tkv_seq_begin)
 #define tkv_seq_commit TKV_NAME_(tkv_seq_commit)
+#define tkv_seq_copy TKV_NAME_(tkv_seq_copy)
 #define tkv_seq_discard TKV_NAME_(tkv_seq_discard)
 #define tkv_seq_find_discarded TKV_NAME_(tkv_seq_find_discarded)
 #define tkv_seq_find_state TKV_NAME_(tkv_seq_find_state)
 #define tkv_seq_flush TKV_NAME_(tkv_seq_flush)
 #define tkv_seq_fork TKV_NAME_(tkv_seq_fork)
 #define tkv_seq_free_bytes TKV_NAME_(tkv_seq_free_bytes)
+#define tkv_seq_get_memory TKV_NAME_(tkv_seq_get_memory)
 #define tkv_seq_get_state TKV_NAME_(tkv_seq_get_state)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_list_states TKV_NAME_(tkv_seq_list_states)
+#define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
 #define tkv_seq_put_state TKV_NAME_(tkv_seq_put_state)
 #define tkv_seq_recompute TKV_NAME_(tkv_seq_recompute)
@@ -1681,14 +1685,22 @@ typedef struct tkv_append_params {
     const void *k, *v;
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride; /* may be negative */
-    /* NULL, or the position of the first new token: one for seq, or one per entry of the batch. It must be the
-     * length of the layer (tkv_get_length). Attention sees all earlier tokens: call tkv_seq_reset before a new
-     * text. */
+    /* NULL, or the position of the first new token: one for seq, or one per entry of the batch. It must follow the
+     * position of the last token: the length of the layer (tkv_get_length) if no token has moved. Attention sees all
+     * earlier tokens: call tkv_seq_reset before a new text. */
     const int *positions;
+    /* NULL, or the position of each new token, in the order of the batch: 0 to 2^30 - 1. They may repeat and jump.
+     * NULL: each follows the one before. A jump takes an entry of 64 bytes. */
+    const int *token_positions;
+    /* NULL, or the row of k and v of the first token of each entry, 0 or more, for batches with padding. NULL: the
+     * entries follow one another. */
+    const int *first_rows;
 } tkv_append_params;
 /* Appends tokens of one or several sequences to one layer, all of them or none.
  * Errors: as tkv_append, and
- *   TKV_ERR_RANGE   a position is not the length of the layer, even if n is 0; tkv_get_last_error names both numbers
+ *   TKV_ERR_RANGE   one of `positions` does not follow the last token, even if n is 0; tkv_get_last_error names both
+ *                   numbers. Or one of token_positions is out of range, or near positions that have expired
+ *   TKV_ERR_UNSUPPORTED   token_positions jump, and there are anchors
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
@@ -1713,6 +1725,7 @@ typedef struct tkv_attend_params {
     int seq, n;            /* one sequence ... */
     const tkv_rows *batch; /* ... or several (then seq and n are ignored); a sequence may be in it twice */
     int n_batch;           /* entries, at most max_seqs */
+    const int *first_rows; /* NULL, or the row of q, out, masks and lse of the first query of each entry */
     const void *q;         /* rows: the queries of all entries, one after the other */
     tkv_type q_type;
     ptrdiff_t q_row_stride, q_head_stride; /* in elements, may be negative; 0: packed */
@@ -1721,6 +1734,9 @@ typedef struct tkv_attend_params {
     ptrdiff_t out_row_stride, out_head_stride; /* in elements, may be negative; 0: packed */
     float scale;                               /* factor on q.k; 0: the cache's */
     int non_causal;                            /* 1: every query sees every key (cross-attention, encoders) */
+    /* NULL, or for each row the number of tokens, by index, that it sees: more than its own index. So tokens of an
+     * image see all of it in a causal chunk. NULL: a row sees the tokens up to its own. */
+    const int *row_ends;
     int window;    /* a query sees this many newest keys; 0: the layer's window; TKV_OFF: no window */
     float softcap; /* 0: no soft cap */
     const float *alibi_slopes; /* NULL, or one finite slope per query head */
@@ -1784,10 +1800,10 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
  * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
- * tokens. A last block that is exact and has fewer than 48 tokens is copied when one of them writes; in place, any
- * that is not full. A fuller one stays shared, and the next token begins a new block. Scores, pins and evictions go
- * along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all layers have one. What dst
- * held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ * tokens. The first that appends goes on in the last block, if that is exact and not full. The others get a copy of it
+ * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins
+ * and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all layers have
+ * one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
  * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
@@ -1796,8 +1812,8 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_RANGE      a window expired tokens that the last one of n_tokens sees, as in tkv_seq_truncate
  *   TKV_ERR_STATE      a step of src or dst is open
  *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
- *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 28 bytes a block and layer, with
- *                      eviction, importance or anchors 440 bytes more; or for the list of its states
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 64 bytes a block and layer, with
+ *                      eviction, importance or anchors 432 bytes more; or for the list of its states
  * Cost: O(blocks of n_tokens), in all layers. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
 /* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
@@ -1826,6 +1842,21 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for new entries: two a layer if positions ascend
  * Cost: O(blocks), in all layers. Attention turns its queries once for each run of blocks that moved alike. */
 TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta);
+/* Appends the tokens of src with positions first .. end - 1 to dst, in all layers; end TKV_UNLIMITED: all from `first`
+ * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
+ * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
+ * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
+ * and values are those of the text that it was read in. Pins stay behind. Reservations of src and dst end.
+ * Errors, nothing changed (with a budget, blocks may be coded again):
+ *   TKV_ERR_UNSUPPORTED   at is not `first` and cfg.model.rope is not set; or there are anchors
+ *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or tokens of the range, or of dst, have expired
+ *   TKV_ERR_NO_SOURCE     a token is discarded
+ *   TKV_ERR_CAPACITY      dst would exceed max_tokens
+ *   TKV_ERR_STATE         a step of src or dst is open
+ *   TKV_ERR_ARG           no such sequence, src is dst, a number is negative, or end is less than first
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries
+ * Cost: O(blocks), in all layers. */
+TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at);
 /* positions[i]: the position of the token with index start + i. A token that is gone has the position that follows from
  * its neighbours.
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
@@ -1891,6 +1922,15 @@ typedef struct tkv_memory_info {         /* bytes, if a field has no other unit 
 } tkv_memory_info;
 /* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
 TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out);
+typedef struct tkv_seq_memory_info { /* bytes of a sequence's blocks in RAM, all layers */
+    size_t own;                      /* blocks that no other sequence holds: tkv_seq_reset frees them */
+    size_t shared;                   /* blocks that other sequences hold too (tkv_seq_fork) */
+    size_t share; /* its part of `shared`: each block counts divided by its holders, rounded down */
+} tkv_seq_memory_info;
+/* Reports what a sequence holds alone and what it shares. `own` and `share` of all sequences add up to the bytes of all
+ * blocks, but for rounding. Pages, index and tables belong to the cache: see tkv_get_memory.
+ * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence). */
+TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out);
 
 /* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
  * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the
@@ -2128,9 +2168,9 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
  * one half of a budget, as in rules/evict.h, hence "twice". Tokens are evicted only if that surely makes room. So an
  * append can be refused although eviction would have made room. That is rare: 1 in 50 refusals at most, in random
  * caches (tests/test_resorts.c). It is more often so with "snapkv", "pyramidkv", "keydiff", "user", "knorm" with
- * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before.
- * TKV_EVICT_SCORES uses tkv_get_importance. Policies
- * treat all heads of a layer as one.
+ * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before. With windows it
+ * is 1 in 5 for "snapkv", 1 in 20 for "knorm" and "random".
+ * TKV_EVICT_SCORES uses tkv_get_importance. Policies treat all heads of a layer as one.
  *
  * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
  * those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond the model's
@@ -18143,6 +18183,8 @@ static void tkvi_thin_list(tkvi_states *s, int seq, int n_kept) {
 #define TKVI_CACHE_CACHE_H
 
 
+#define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
+
 /* Searches in a list. Each begins behind the blocks that it has passed, so it looks at one or two blocks. */
 typedef enum tkvi_search {
     TKVI_RECODED,       /* passed: blocks as small as the level requires (reclaim/stale.h) */
@@ -18201,6 +18243,7 @@ static void tkvi_count_split(tkvi_list *list, int i) {
 
 /* Removes the blocks first .. end - 1 from a list. The caller releases them. */
 static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+    if (first == end) return; /* a sequence that never had a token has no ids */
     memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
     tkvi_uncount_blocks(list, first, end);
 }
@@ -18532,6 +18575,13 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_TIER_HOT;
     if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
     return i < list->sinks + list->archive + list->warm ? TKV_TIER_WARM : TKV_TIER_HOT;
+}
+
+/* The tier of the tokens of block i: that of the list, or that which the block is coded for if a colder list had it
+ * before (tkv_seq_copy). */
+static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkv_tier tier = tkvi_tier_at(list, i), coded = (tkv_tier)tkvi_block_of(kv, ids[i])->tier;
+    return coded > tier ? coded : tier;
 }
 
 /* Tables are learned from at most this many blocks of a head. */
@@ -19305,12 +19355,13 @@ typedef struct tkvi_sight {
 } tkvi_sight;
 
 /* The indices of the keys in block i that a query sees by causality and window: low .. high-1. Causality goes by index
- * in blocks with tokens of the queries, and by position in all older ones. index, position: of the query. */
+ * in blocks with tokens of the queries, and by position in all older ones. end: indices from here on are hidden from
+ * the query. position: of the query. */
 static void tkvi_visible_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
-                            const tkvi_sight *sight, int index, int position, int *low, int *high) {
+                            const tkvi_sight *sight, int end, int position, int *low, int *high) {
     const int shift = kv->pool.entry[ids[i]].shift;
     *low = sight->window ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
-    *high = index + 1;
+    *high = end;
     if (tkvi_block_end(kv, list, ids, i) <= sight->first_query)
         *high = tkvi_max(0, tkvi_min(*high, position - shift + 1));
     if (sight->non_causal) *high = list->len;
@@ -19327,9 +19378,10 @@ typedef struct tkvi_tile_view {
     int rows;                /* number of rows */
     int index[TKVI_ROWS];    /* of each row's query */
     int position[TKVI_ROWS]; /* of each row's query */
-    tkvi_sight sight;        /* what they see by causality and window (tkvi_visible_keys) */
-    const float *q;          /* [rows][q_stride] scaled queries; in `begin` only */
-    int q_stride;            /* head_dim, rounded up to 16 */
+    int end[TKVI_ROWS]; /* indices from here on are hidden from the row; index + 1 but for params.row_ends */
+    tkvi_sight sight;   /* what they see by causality and window (tkvi_visible_keys) */
+    const float *q;     /* [rows][q_stride] scaled queries; in `begin` only */
+    int q_stride;       /* head_dim, rounded up to 16 */
     const tkvi_sums *sums;   /* results of the first pass without sink logits; in `begin` only; can be NULL */
     float origin[TKVI_ROWS]; /* scale q.ref of each row; scores are relative to it (attention/attend.h) */
     float lse[TKVI_ROWS];    /* log-sum-exp relative to it, with sink logits; TKVI_HIDDEN: sees no key */
@@ -19378,7 +19430,7 @@ typedef struct tkvi_consumer {
 
 /* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
 static void tkvi_visible_keys(const tkvi_tile_view *v, int i, int r, int *low, int *high) {
-    tkvi_visible_in(v->kv, v->list, v->ids, i, &v->sight, v->index[r], v->position[r], low, high);
+    tkvi_visible_in(v->kv, v->list, v->ids, i, &v->sight, v->end[r], v->position[r], low, high);
 }
 
 /* Bits of all rows. */
@@ -22152,8 +22204,11 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     tkvi_recoding r;
     if (tkvi_is_offloaded(b)) return 1; /* its bytes are not in RAM */
     if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return 1; /* same format */
-    /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
-    if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return 1;
+    /* A cache created with a budget never demotes to more bytes, even after the budget is removed. Nor does a copied
+     * block of sinks take the bytes of a whole block. */
+    if ((kv->tables.recode_pages || kv->tables.layout[b->layout].tokens < TKVI_BLOCK) &&
+        !tkvi_is_smaller(kv, b->layout, layout))
+        return 1;
     if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
     tkvi_copy_for_meter(kv, seq, layer, id);
     kv->counts.demoted++;
@@ -22444,7 +22499,7 @@ static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint3
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, shift = 0;
     tkvi_list_positions(kv, list, ids, i);
-    for (t = e->n_packed; t-- > 0;)
+    for (t = e->n_packed; t-- > e->first_slot;) /* slots before it belong to another entry */
         if (!(e->evicted_mask >> t & 1)) shift = token_meta->positions[t];
     for (t = 0; t < e->n_packed; t++)
         token_meta->positions[t] =
@@ -22804,7 +22859,8 @@ static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
 typedef struct tkvi_request {
     const tkv_rows *rows; /* sequences and the tokens that their lists must take */
     int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
-    tkvi_demand fixed;    /* other blocks and bytes; with layer -1 the blocks of the rows too */
+    int n_jumps;       /* entries that a list may take beside those of its blocks, for jumps of positions */
+    tkvi_demand fixed; /* other blocks and bytes; with layer -1 the blocks of the rows too */
 } tkvi_request;
 
 static tkvi_request tkvi_no_request(void) {
@@ -22838,22 +22894,45 @@ static size_t tkvi_growth_bytes(uint32_t cap, int64_t n_entries, size_t entry_by
  * that it is copied, or a list forked at every token would have a block for each. */
 #define TKVI_FULL_ENOUGH (TKVI_BLOCK / 4 * 3)
 
+/* 1 if entry i of a list sees the slots of its block that follow those of entry i - 1. */
+static int tkvi_goes_on(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_entry *before = &kv->pool.entry[ids[i - 1]], *e = &kv->pool.entry[ids[i]];
+    return before->block == e->block && tkvi_block_tokens(kv, list, ids, i - 1) <= e->first_slot;
+}
+
+/* 1 if others hold the block of the last entry of a list too. Entries before it that see other slots of the block,
+ * because their positions differ, do not count. */
+static int tkvi_is_tail_shared(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    int first = list->n - 1;
+    while (first > 0 && tkvi_goes_on(kv, list, ids, first)) first--;
+    return tkvi_block_of(kv, ids[first])->refs > (uint32_t)(list->n - first);
+}
+
+/* 1 if the last block must be copied before a token is stored there: an entry of another list has its next slot. */
+static int tkvi_must_copy_tail(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    const int last = list->n - 1;
+    return tkvi_is_tail_shared(kv, list, ids) &&
+           tkvi_block_of(kv, ids[last])->n_shared_slots != tkvi_block_tokens(kv, list, ids, last);
+}
+
 /* Number of tokens that the last block of a list can still take. */
 static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids) {
     int last = list->n - 1, capacity;
     if (last < 0) return 0;
+    if (last >= list->sinks && tkvi_block_of(kv, ids[last])->tier != TKV_TIER_HOT)
+        return 0; /* a flush recoded it before it was full, or it was copied from older tokens */
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
-        return 0; /* a flush recoded it before it was full */
+        return 0; /* it is shared, and aged */
     if (kv->pool.entry[ids[last]].n_packed || kv->pool.entry[ids[last]].end_slot)
         return 0;                                   /* truncation or removal took the blocks after it */
     if (kv->pool.entry[ids[last]].turned) return 0; /* its tokens have moved, and new ones have not */
     if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
         return 0; /* truncation removed the blocks after it */
-    if (tkvi_block_of(kv, ids[last])->refs > 1 && !kv->pool.keep_all && last >= list->sinks &&
+    if (!kv->pool.keep_all && last >= list->sinks && tkvi_must_copy_tail(kv, list, ids) &&
         list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
         return 0; /* in place, lists have no room for short blocks */
-    capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
+    capacity = last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
     return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
 }
 
@@ -22874,8 +22953,7 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
     tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
-    if (tkvi_tail_free_slots(kv, p, list, ids) &&
-        tkvi_block_of(kv, ids[list->n - 1])->refs > 1) /* it is copied */
+    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
@@ -22915,6 +22993,12 @@ static tkvi_demand tkvi_demand_of(const tkv_cache *kv, const tkvi_request *reque
 /* Block numbers that the longest list of a row must hold: tkvi_n_row_entries, or fewer after blocks are freed. */
 typedef int (*tkvi_row_need)(tkv_cache *kv, const tkv_rows *row, int layer);
 
+/* The same for row i of a request, with jumps of positions. 0: the row needs none. */
+static int tkvi_n_list_entries(tkv_cache *kv, const tkvi_request *request, int i, tkvi_row_need row_need) {
+    const int n = row_need(kv, &request->rows[i], request->layer);
+    return n ? n + request->n_jumps : 0;
+}
+
 /* Bytes of new arrays of the index (block table, lists, space of choices) that serve a request. n_entries: of the block
  * table. */
 static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request, int64_t n_entries,
@@ -22922,7 +23006,7 @@ static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request
     size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, n_entries, tkvi_block_entry_bytes(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < request->n_rows; i++) {
-        const int n = row_need(kv, &request->rows[i], request->layer);
+        const int n = tkvi_n_list_entries(kv, request, i, row_need);
         bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n, sizeof(uint32_t)) *
                  (size_t)kv->tables.cfg.model.n_layers;
         most = tkvi_max(most, n);
@@ -22938,7 +23022,7 @@ static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n
         return 0;
     for (i = 0; i < request->n_rows; i++)
         if (request->rows[i].n &&
-            !tkvi_grow_lists(kv, request->rows[i].seq, row_need(kv, &request->rows[i], request->layer)))
+            !tkvi_grow_lists(kv, request->rows[i].seq, tkvi_n_list_entries(kv, request, i, row_need)))
             return 0;
     return 1;
 }
@@ -23411,14 +23495,30 @@ static void tkvi_end_stretch(const tkv_cache *kv, tkvi_stretch *stretch, int end
     memset(stretch, 0, sizeof *stretch);
 }
 
+/* Number of blocks at the front of a list that the demand of a request counts as expired. */
+static int tkvi_n_expired_by(const tkv_cache *kv, const tkvi_request *request, int seq, int layer) {
+    int i, n = 0;
+    for (i = 0; i < request->n_rows && request->layer == layer; i++)
+        if (request->rows[i].seq == seq && request->rows[i].n && !kv->seq[seq].in_step)
+            n = tkvi_n_expiring(kv, seq, layer);
+    return n;
+}
+
+/* Adds a block to a demand again that was counted as expired. */
+static void tkvi_demand_again(const tkv_cache *kv, const tkvi_block *b, tkvi_demand *demand) {
+    demand->entries++;
+    if (b->refs == 1 && !tkvi_is_offloaded(b)) demand->slots[kv->tables.layout[b->layout].size_class]++;
+}
+
 /* Subtracts from a demand what stage 6 surely frees of a list: eviction of all tokens that may be evicted, and merging.
- * victims: those of the policy, or NULL. Without them each stretch may keep all n_staying tokens. */
-static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discarded_to, int n_staying,
-                                  const tkvi_choice *victims, tkvi_demand *demand) {
+ * victims: those of the policy, or NULL. Without them each stretch may keep all n_staying tokens. n_expired: blocks
+ * that the demand counts as expired. One of them may stay, as it can get the tokens or positions of the next one. */
+static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expired, int discarded_to,
+                                  int n_staying, const tkvi_choice *victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_stretch stretch;
-    int i, t, token = 0, n_outside = 0;
+    int i, t, token = 0, n_outside = 0, last_expired = -1;
     memset(&stretch, 0, sizeof stretch);
     for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
@@ -23429,6 +23529,13 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
+        if (i < n_expired) {
+            if (victims && used) last_expired = i;
+            /* which one stays is unknown: one of each format */
+            if (!victims && (i + 1 == n_expired || b->layout != tkvi_block_of(kv, ids[i + 1])->layout))
+                tkvi_demand_again(kv, b, demand);
+            continue;
+        }
         if (stretch.n_blocks &&
             (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier ||
              !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
@@ -23452,11 +23559,14 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         stretch.is_anchored |= kv->pool.token_meta[ids[i]].anchored_mask != 0;
     }
     if (stretch.n_blocks) tkvi_end_stretch(kv, &stretch, list->len, victims ? -1 : n_staying, demand);
+    if (last_expired >= 0) tkvi_demand_again(kv, tkvi_block_of(kv, ids[last_expired]), demand);
     if (!victims) demand->entries -= tkvi_max(0, n_outside - n_staying);
 }
 
-/* Subtracts what stages 5 and 6 surely free of a list. knows_victims: 1 asks the policy which tokens it evicts. */
-static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_victims, tkvi_demand *demand) {
+/* Subtracts what stages 5 and 6 surely free of a list. n_expired: as above. knows_victims: 1 asks the policy which
+ * tokens it evicts. */
+static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int n_expired, int knows_victims,
+                               tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n_staying, discarded_to = 0;
@@ -23471,7 +23581,8 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_vict
     if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || !list->n) return;
     n_staying = tkvi_n_staying(kv, seq, layer, 0);
     if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, 0, &choice);
-    tkvi_subtract_evicted(kv, seq, layer, discarded_to, n_staying, knows_victims ? &choice : NULL, demand);
+    tkvi_subtract_evicted(kv, seq, layer, n_expired, discarded_to, n_staying, knows_victims ? &choice : NULL,
+                          demand);
 }
 
 /* Block numbers that the longest list of a row needs when stage 6 surely freed blocks. */
@@ -23479,7 +23590,7 @@ static int tkvi_n_entries_after(tkv_cache *kv, const tkv_rows *row, int layer, i
     int l, most = 0;
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
         tkvi_demand demand = tkvi_no_demand();
-        if (tkvi_list_of(kv, row->seq, l)->n) tkvi_subtract_loss(kv, row->seq, l, knows_victims, &demand);
+        if (tkvi_list_of(kv, row->seq, l)->n) tkvi_subtract_loss(kv, row->seq, l, 0, knows_victims, &demand);
         most = tkvi_max(most, tkvi_n_row_entries(kv, row, l) + (int)demand.entries);
     }
     return most;
@@ -23506,7 +23617,8 @@ static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request 
     int seq, layer;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            tkvi_subtract_loss(kv, seq, layer, knows_victims, &demand);
+            tkvi_subtract_loss(kv, seq, layer, tkvi_n_expired_by(kv, request, seq, layer), knows_victims,
+                               &demand);
     bounds.row_need = knows_victims ? tkvi_n_entries_by_victims : tkvi_n_entries_by_counts;
     bounds.pages = tkvi_pages_for_demand(&kv->pool, &demand);
     bounds.entries = tkvi_entries_for_demand(&kv->pool, &demand);
@@ -23797,6 +23909,9 @@ static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_
         st = tkvi_prepare_any_loss(kv, request, budget);
     }
     if (st == TKV_ERR_BUDGET) return tkvi_refuse_over_budget(kv, tkvi_bytes_for(kv, request));
+    if (st && kv->pool.keep_all)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY,
+                         "the memory given to tkv_create_in_place has no room for entries", 0, NULL);
     if (st) return tkvi_fail(kv, st, "the allocator gave no memory within the budget", 0, NULL);
     for (;;) {
         const tkvi_demand demand = tkvi_demand_of(kv, request);
@@ -24077,9 +24192,25 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int 
     return list->expired + kv->pool.entry[ids[0]].shift > lowest ? list->expired - 1 : oldest;
 }
 
+/* Row of q, out, masks and lse of the first query of a batch entry. before: queries of the entries before it. */
+static int tkvi_first_row(const tkv_attend_params *p, int item, int before) {
+    return p->first_rows ? p->first_rows[item] : before;
+}
+
+/* 1 if first_rows and row_ends are valid for a batch entry. len: tokens of the sequence. */
+static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int n, int len) {
+    int query;
+    if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n)) return 0;
+    for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {
+        const int end = p->row_ends[tkvi_first_row(p, item, before) + query];
+        if (end <= len - n + query || end > len) return 0;
+    }
+    return 1;
+}
+
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
-    int i, longest = 0;
+    int i, longest = 0, n_queries = 0;
     int64_t rows = 0;
     if (!kv || !p) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
@@ -24106,6 +24237,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
+        if (!tkvi_are_rows_valid(p, i, n_queries, c->rows[i].n, len)) return TKV_ERR_ARG;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, c->rows[i].n, c->window);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
@@ -24113,11 +24245,13 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
+        if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
+        n_queries += c->rows[i].n;
         longest = tkvi_max(longest, len);
     }
     if (!p->q || !p->out || (p->scores && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
-    if (rows > TKVI_FOREVER || p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
+    if (p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
     if (p->mask_bits && p->n_mask_bits > cfg->limits.max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
     for (i = 0; p->alibi_slopes && i < cfg->model.n_heads; i++)
@@ -24162,9 +24296,10 @@ typedef struct tkvi_work_tile {
     int k_pad, v_pad;        /* head dimensions, rounded up to 16 */
     int chunk, n_chunks;     /* blocks per split; number of splits */
     tkvi_sight sight;        /* what queries see by causality and window */
-    int oldest, newest;      /* indices of the oldest and newest query */
+    int first_end, last_end; /* least and greatest end of a query */
     int lowest, highest;     /* least and greatest position of a query */
     int shift[TKVI_PREFILL]; /* of each row's query: its position less its index */
+    int end[TKVI_PREFILL];   /* indices from here on are hidden from the row */
     int changes;             /* 1: softcap, ALiBi or masks change the scores */
     uint32_t far_rows;       /* bit r: row r adds to far_attention */
 } tkvi_work_tile;
@@ -24185,30 +24320,32 @@ static int tkvi_row_position(const tkvi_work_tile *u, int r) { return tkvi_index
 
 /* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
 static void tkvi_visible(const tkvi_work_tile *u, int i, int r, int *low, int *high) {
-    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, tkvi_index_of(u, r), tkvi_row_position(u, r),
-                    low, high);
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, u->end[r], tkvi_row_position(u, r), low,
+                    high);
 }
 
 /* As tkvi_visible, for keys that some row sees (all 0), or that all rows see (all 1). */
 static void tkvi_visible_rows(const tkvi_work_tile *u, int i, int all, int *low, int *high) {
     int none;
-    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, all ? u->oldest : u->newest,
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, all ? u->first_end : u->last_end,
                     all ? u->lowest : u->highest, &none, high);
-    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, u->newest, all ? u->highest : u->lowest, low,
-                    &none);
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, u->last_end, all ? u->highest : u->lowest,
+                    low, &none);
 }
 
-/* Sets the indices and positions of the tile's queries. */
+/* Sets what depends on the indices and positions of the tile's queries. */
 static void tkvi_place_rows(tkvi_work_tile *u) {
     const tkv_cache *kv = u->call->kv;
+    const int *row_ends = u->call->p->row_ends;
     int r;
-    u->oldest = tkvi_index_of(u, 0);
-    u->newest = tkvi_index_of(u, u->rows - 1);
-    u->lowest = TKVI_FOREVER;
-    u->highest = 0;
+    u->first_end = u->lowest = TKVI_FOREVER;
+    u->last_end = u->highest = 0;
     for (r = 0; r < u->rows; r++) {
         const int index = tkvi_index_of(u, r), position = tkvi_index_position(kv, u->list, u->ids, index);
         u->shift[r] = position - index;
+        u->end[r] = row_ends ? row_ends[u->seq_row + tkvi_query_of(u, r)] : index + 1;
+        u->first_end = tkvi_min(u->first_end, u->end[r]);
+        u->last_end = tkvi_max(u->last_end, u->end[r]);
         u->lowest = tkvi_min(u->lowest, position);
         u->highest = tkvi_max(u->highest, position);
     }
@@ -24240,6 +24377,7 @@ static void tkvi_view_init(const tkvi_work_tile *u, tkvi_tile_view *v) {
     for (r = 0; r < u->rows; r++) {
         v->index[r] = tkvi_index_of(u, r);
         v->position[r] = tkvi_row_position(u, r);
+        v->end[r] = u->end[r];
     }
 }
 
@@ -24906,7 +25044,7 @@ static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
-            tkvi_work_tile_init(u, c, i, row, number / tiles, number % tiles);
+            tkvi_work_tile_init(u, c, i, tkvi_first_row(c->p, i, row), number / tiles, number % tiles);
             return;
         }
         number -= tiles * heads;
@@ -25662,9 +25800,10 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     const int len = list->len, first = len - c->rows[item].n, at = first + query;
     const int of_key = j + kv->pool.entry[ids[i]].shift, of_query = tkvi_index_position(kv, list, ids, at);
     const int by_index = tkvi_block_end(kv, list, ids, i) > first;
+    const int end = p->row_ends ? p->row_ends[row] : at + 1;
     double s = 0.0, add = 0.0;
     *seen = 0;
-    if (!p->non_causal && (j > at || (!by_index && of_key > of_query))) return 0.0;
+    if (!p->non_causal && (j >= end || (!by_index && of_key > of_query))) return 0.0;
     if (c->window && of_query - of_key >= c->window) return 0.0;
     if (p->mask) {
         const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
@@ -25770,16 +25909,17 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
 
 TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p) {
     tkvi_call c;
-    int item, query, head, row = 0;
+    int item, query, head, n_before = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
     for (item = 0; item < c.n_rows; item++) {
         if (p->scores)
             memset(p->scores + item * c.score_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
-        for (query = 0; query < c.rows[item].n; query++, row++)
+        for (query = 0; query < c.rows[item].n; query++)
             for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)
-                st = tkvi_ref_row(&c, item, row, query, head);
+                st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
+        n_before += c.rows[item].n;
     }
     return st;
 }
@@ -26046,8 +26186,8 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     memset(need, 0, sizeof need);
     blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
-    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_block_of(kv, ids[list->n - 1])->refs > 1)
-        need[TKV_TIER_HOT]++;
+    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_is_tail_shared(kv, list, ids))
+        need[TKV_TIER_HOT]++; /* it is copied if another list appends first */
     /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
     end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
@@ -26162,14 +26302,24 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, first + c);
 }
 
-static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
+static int tkvi_is_source_finite(const tkvi_source *s, int first, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
     int t, h, finite = 1;
-    for (t = 0; t < n; t++)
+    for (t = first; t < first + n; t++)
         for (h = 0; h < heads; h++) {
             tkvi_load_row(s, t, h, row);
             finite &= tkvi_is_all_finite(row, s->dim);
         }
+    return finite;
+}
+
+/* 1 if all rows of an append are finite. */
+static int tkvi_are_rows_finite(const tkv_append_params *p, const tkvi_request *request, const tkvi_source *s,
+                                int heads) {
+    int i, first = 0, finite = 1;
+    for (i = 0; i < request->n_rows; first += request->rows[i].n, i++)
+        finite &=
+            tkvi_is_source_finite(s, p->first_rows ? p->first_rows[i] : first, request->rows[i].n, heads);
     return finite;
 }
 
@@ -26192,22 +26342,51 @@ static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
            kv->tables.layout[shared->layout].bytes.total);
 }
 
-/* Returns the block that takes the next token: the last one if it has a free slot, else a new one. If other lists
- * hold the last block, this list gets a copy of it first. */
-static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
+/* The position that follows the last token of a list. */
+static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return list->len + (list->n ? kv->pool.entry[tkvi_ids(kv, seq, layer)[list->n - 1]].shift : 0);
+}
+
+/* Makes an entry for the free slots of the last block of a list: the next token does not follow the last one. */
+static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const uint32_t last = ids[list->n - 1];
+    const int n_tokens = tkvi_block_tokens(kv, list, ids, list->n - 1);
+    const uint32_t id = tkvi_share_entry(&kv->pool, last, n_tokens);
+    tkvi_entry *e = &kv->pool.entry[id];
+    e->start = list->len;
+    e->shift = shift;
+    e->first_slot = (uint8_t)n_tokens;
+    e->evicted_mask = 0;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *meta = &kv->pool.token_meta[id];
+        meta->pinned_mask = meta->temporary_mask = meta->anchored_mask = 0;
+    }
+    list->sinks += list->n == list->sinks;
+    ids[list->n++] = id;
+    return id;
+}
+
+/* Returns the entry that takes the next token: the last one if its block has a free slot, else one with a new block. If
+ * other lists hold the last block, this list gets a copy of it first. */
+static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
+    list->is_moved |= position != list->len;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
-        if (tkvi_block_of(kv, id)->refs > 1) tkvi_copy_shared(kv, id);
-        return id;
+        if (tkvi_must_copy_tail(kv, list, ids)) tkvi_copy_shared(kv, id);
+        return kv->pool.entry[id].shift == position - list->len
+                   ? id
+                   : tkvi_open_entry(kv, seq, layer, position - list->len);
     }
     {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
-        id = tkvi_new_entry(&kv->pool, layout, list->len,
-                            list->n ? kv->pool.entry[ids[list->n - 1]].shift : 0);
+        id = tkvi_new_entry(&kv->pool, layout, list->len, position - list->len);
         /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
          * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
         if (sink || (TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write))
@@ -26232,18 +26411,21 @@ static float tkvi_mean_key_norm(const tkvi_source *k, int token, int heads, int 
     return (float)(sum / heads);
 }
 
-/* Stores n tokens, from row `first` of k and v on, at the end of the list. Cannot fail. */
+/* Stores n tokens, from row `first` of k and v on, at the end of the list. positions: of the tokens; NULL: they follow
+ * the last one. Cannot fail. */
 static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
-                              int first, int n) {
+                              int first, int n, const int *positions) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
-        const uint32_t id = tkvi_open_block(kv, seq, layer);
+        const uint32_t id =
+            tkvi_open_block(kv, seq, layer, positions ? positions[t] : tkvi_next_position(kv, seq, layer));
         tkvi_block *b = tkvi_block_of(kv, id);
         const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int slot = list->len - kv->pool.entry[id].start + kv->pool.entry[id].first_slot;
+        if (b->n_shared_slots <= slot) b->n_shared_slots = (uint8_t)(slot + 1);
         /* The slot may have had a token that truncation removed. */
         kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
         if (TKVI_HAS_EVICT && kv->pool.token_meta) {
@@ -26276,32 +26458,59 @@ static void tkvi_start_metering(tkv_cache *kv, int seq) {
 /* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
  * without tkv_seq_reset would attend to the old one. */
 static tkv_status tkvi_refuse_position(tkv_cache *kv, int seq, int layer, int position) {
-    const int len = tkvi_list_of(kv, seq, layer)->len;
+    const int next = tkvi_next_position(kv, seq, layer);
     tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     tkvi_append_text(&t, "sequence ");
     tkvi_append_int(&t, seq);
     tkvi_append_text(&t, ", layer ");
     tkvi_append_int(&t, layer);
     tkvi_append_text(&t, " holds ");
-    tkvi_append_int(&t, len);
+    tkvi_append_int(&t, tkvi_list_of(kv, seq, layer)->len);
     tkvi_append_text(&t, " tokens, so the next position is ");
-    tkvi_append_int(&t, len);
+    tkvi_append_int(&t, next);
     tkvi_append_text(&t, ", not ");
     tkvi_append_int(&t, position);
-    tkvi_append_text(&t, position < len ? ": call tkv_seq_reset or tkv_seq_truncate first"
-                                        : ": append those before it first");
+    tkvi_append_text(&t, position < next ? ": call tkv_seq_reset or tkv_seq_truncate first"
+                                         : ": append those before it first");
     return TKV_ERR_RANGE;
 }
 
-/* Checks the sequences and numbers of tokens of an append; *total is the sum of the numbers. */
-static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                                  const int *positions, int *total) {
+/* Checks the positions of n new tokens. *n_jumps: those that do not follow the token before. */
+static tkv_status tkvi_check_positions(tkv_cache *kv, int seq, int layer, const int *positions, int n,
+                                       int *n_jumps) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const int window = kv->tables.plan[layer].kept_window;
+    int t, next = tkvi_next_position(kv, seq, layer);
+    *n_jumps = 0;
+    for (t = 0; t < n; t++) {
+        if (positions[t] < 0 || positions[t] >= TKVI_POSITIONS)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "token_positions has", positions[t],
+                             "; positions are 0 to 2^30 - 1");
+        if (list->n && list->expired &&
+            positions[t] - (list->expired + kv->pool.entry[tkvi_ids(kv, seq, layer)[0]].shift) < window)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "tokens that the window of position", positions[t],
+                             " reaches have expired");
+        *n_jumps += positions[t] != next;
+        next = positions[t] + 1;
+    }
+    if (*n_jumps && kv->tables.cfg.tiers.n_anchors)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "set tiers.n_anchors to 0: positions cannot jump with anchors", 0, NULL);
+    return TKV_OK;
+}
+
+/* Checks the sequences, numbers and positions of tokens of an append. *total: sum of the numbers. */
+static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkvi_request *request,
+                                  int *total) {
     const tkv_config *cfg = &kv->tables.cfg;
+    const tkv_rows *rows = request->rows;
+    const int layer = request->layer;
     int i, j;
     *total = 0;
-    for (i = 0; i < n_rows; i++) {
+    for (i = 0; i < request->n_rows; i++) {
         const tkvi_list *list;
-        int n_free;
+        const uint32_t *ids;
+        int n_free, n_jumps = 0;
         if (!tkvi_has_seq(kv, rows[i].seq))
             return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
         if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
@@ -26309,8 +26518,9 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
             if (rows[j].seq == rows[i].seq)
                 return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
         list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (positions && positions[i] != list->len)
-            return tkvi_refuse_position(kv, rows[i].seq, layer, positions[i]);
+        ids = tkvi_ids(kv, rows[i].seq, layer);
+        if (p->positions && p->positions[i] != tkvi_next_position(kv, rows[i].seq, layer))
+            return tkvi_refuse_position(kv, rows[i].seq, layer, p->positions[i]);
         n_free = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
         if (rows[i].n > n_free)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", n_free,
@@ -26320,6 +26530,19 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
                              cfg->limits.max_tokens - list->len, " more tokens");
         if (rows[i].n > TKVI_FOREVER - *total)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
+        if (p->first_rows && (p->first_rows[i] < 0 || p->first_rows[i] > TKVI_FOREVER - rows[i].n))
+            return tkvi_fail(kv, TKV_ERR_ARG, "first_rows has", p->first_rows[i], "");
+        if (p->token_positions) {
+            tkv_status st = tkvi_check_positions(kv, rows[i].seq, layer, p->token_positions + *total,
+                                                 rows[i].n, &n_jumps);
+            if (st) return st;
+        }
+        if (request->n_rows > 1 && rows[i].n && list->n && tkvi_is_tail_shared(kv, list, ids)) {
+            n_jumps++; /* another row may append to this block first, and then this row needs one of its own */
+            request->fixed.slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
+        }
+        request->n_jumps = tkvi_max(request->n_jumps, n_jumps);
+        request->fixed.entries += n_jumps;
         *total += rows[i].n;
     }
     return TKV_OK;
@@ -26345,9 +26568,9 @@ static tkv_status tkvi_refuse_tokens(tkv_cache *kv, int n) {
     return tkvi_refuse_no_memory(kv, "the allocator gave no memory for", n, " more tokens");
 }
 
-/* The steps of an append after validation: reclaim, age, store. first: row of k and v of the first token. */
-static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, int total,
-                                   const tkvi_source *k, const tkvi_source *v) {
+/* The steps of an append after validation: reclaim, age, store. */
+static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, const tkvi_request *request,
+                                   int total, const tkvi_source *k, const tkvi_source *v) {
     const int layer = request->layer;
     const tkv_rows *rows = request->rows;
     const int hot = kv->tables.plan[layer].now.layout[TKV_TIER_HOT], has_budget = tkvi_has_budget(kv);
@@ -26357,7 +26580,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
     tkv_status st = TKV_OK;
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
-        is_covered = tkvi_use_reservations(kv, request);
+        is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;
         if (!is_covered) st = tkvi_check_request(kv, request, budget);
         if (st) return st;
     }
@@ -26382,7 +26605,8 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
         if (rows[i].n == 0) continue;
         tkvi_start_metering(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) tkvi_evict_excess(kv, rows[i].seq, layer, rows[i].n);
-        tkvi_store_tokens(kv, rows[i].seq, layer, k, v, first, rows[i].n);
+        tkvi_store_tokens(kv, rows[i].seq, layer, k, v, p->first_rows ? p->first_rows[i] : first, rows[i].n,
+                          p->token_positions ? p->token_positions + first : NULL);
     }
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
     return tkvi_ok(kv);
@@ -26424,15 +26648,15 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
         return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
-    st = tkvi_check_rows(kv, p->layer, request.rows, request.n_rows, p->positions, &total);
+    st = tkvi_check_rows(kv, p, &request, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     k = tkvi_describe_source(kv, p->k, p->k_type, cfg->model.head_dim, p->k_token_stride, p->k_head_stride);
     v = tkvi_describe_source(kv, p->v, p->v_type, cfg->model.v_head_dim, p->v_token_stride, p->v_head_stride);
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_is_source_finite(&k, total, cfg->model.n_kv_heads) ||
-         !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
+        (!tkvi_are_rows_finite(p, &request, &k, cfg->model.n_kv_heads) ||
+         !tkvi_are_rows_finite(p, &request, &v, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->call.append_layer = p->layer;
@@ -26440,7 +26664,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         kv->seq[request.rows[i].seq].used = kv->call.clock;
         kv->seq[request.rows[i].seq].is_appending = request.rows[i].n > 0;
     }
-    st = tkvi_append_rows(kv, &request, total, &k, &v);
+    st = tkvi_append_rows(kv, p, &request, total, &k, &v);
     for (i = 0; i < request.n_rows; i++) kv->seq[request.rows[i].seq].is_appending = 0;
     for (i = 0; i < request.n_rows; i++)
         tkvi_release_unused(kv, request.rows[i].seq); /* only after all rows, because rows share pages */
@@ -26633,7 +26857,7 @@ static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t s
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int t, h;
     if (!kv->tables.cfg.host.wipe_freed || b->refs > 1 || tkvi_is_offloaded(b) ||
-        tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
+        !tkvi_is_exact(layout->record[0].k.format) || !tkvi_is_exact(layout->record[0].v.format))
         return;
     for (t = 0; t < layout->tokens; t++)
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads && slots >> t & 1; h++) {
@@ -26663,7 +26887,7 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     while (n_kept > 0 && tkvi_block_start(kv, ids, n_kept - 1) >= len) n_kept--;
     for (i = n_kept; i < list->n; i++) tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
-    tkvi_unlist_blocks(list, ids, n_kept, list->n);
+    if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
         if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
@@ -26752,7 +26976,8 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
     const int last = tkvi_min(n_tokens, list->len) - 1;
-    if (!list->is_moved || last < 0) return fewest;
+    if (!list->is_moved || !list->n || last < 0)
+        return fewest; /* a cut can leave no block, but tokens gone */
     return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
 }
 
@@ -27326,8 +27551,8 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
 #endif /* TKVI_STEP_FORK_H */
 /* ======== step/move.h ======== */
 /*
- * step/move.h - tkv_seq_remove and tkv_seq_shift: tokens of a sequence leave it, or get other positions. No byte of a
- * block changes.
+ * step/move.h - tkv_seq_remove, tkv_seq_shift and tkv_seq_copy: tokens of a sequence leave it, get other positions, or
+ * join another sequence. No byte of a block changes.
  *
  *     list             [ A ][ B ][ C ]            index 0 .. 191, position = index + shift of the entry
  *     remove 70 .. 99  [ A ][ B ][ C ]            30 bits in the mask of B's entry
@@ -27342,8 +27567,6 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
 #ifndef TKVI_STEP_MOVE_H
 #define TKVI_STEP_MOVE_H
 
-
-#define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
 
 /* Positions first .. end - 1. */
 typedef struct tkvi_range {
@@ -27505,6 +27728,23 @@ static int tkvi_split_slot(const tkv_cache *kv, const tkvi_list *list, const uin
     return 0;
 }
 
+/* Takes the slots before `slot` from an entry. start: index at which the entry begins then. */
+static void tkvi_cut_front(tkv_cache *kv, uint32_t id, int slot, int start) {
+    tkvi_entry *e = &kv->pool.entry[id];
+    const uint64_t kept = ~(uint64_t)0 << slot;
+    e->first_slot = (uint8_t)slot;
+    e->evicted_mask &= kept;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *meta = &kv->pool.token_meta[id];
+        int t;
+        for (t = slot; t < e->n_packed; t++)
+            meta->positions[t] = (uint16_t)(meta->positions[t] - (start - e->start));
+        meta->pinned_mask &= kept;
+        meta->temporary_mask &= kept;
+    }
+    e->start = start;
+}
+
 /* Gives the slots of block i from `slot` on an entry of their own, behind it. There must be room for it. */
 static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -27512,27 +27752,19 @@ static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot)
     const uint32_t id = ids[i], new_id = tkvi_share_entry(&kv->pool, id, tkvi_block_tokens(kv, list, ids, i));
     const uint64_t before = tkvi_slots_before(slot);
     const int start = tkvi_slot_index(kv, id, slot);
-    tkvi_entry *a = &kv->pool.entry[id], *b = &kv->pool.entry[new_id];
+    tkvi_entry *a = &kv->pool.entry[id];
     tkvi_forget_meter_copies(kv, seq, layer, a->start);
     memmove(ids + i + 2, ids + i + 1, (size_t)(list->n - i - 1) * sizeof *ids);
     ids[i + 1] = new_id;
     tkvi_count_split(list, i);
-    b->first_slot = (uint8_t)slot;
-    b->evicted_mask &= ~before;
+    tkvi_cut_front(kv, new_id, slot, start);
     a->evicted_mask &= before;
     a->end_slot = 0;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
-        tkvi_token_meta *of_a = &kv->pool.token_meta[id], *of_b = &kv->pool.token_meta[new_id];
-        int t;
-        for (t = slot; t < b->n_packed; t++)
-            of_b->positions[t] = (uint16_t)(of_b->positions[t] - (start - a->start));
-        of_a->pinned_mask &= before;
-        of_a->temporary_mask &= before;
-        of_b->pinned_mask &= ~before;
-        of_b->temporary_mask &= ~before;
+        kv->pool.token_meta[id].pinned_mask &= before;
+        kv->pool.token_meta[id].temporary_mask &= before;
     }
     if (a->n_packed) a->n_packed = (int8_t)slot;
-    b->start = start;
 }
 
 /* 1 if blocks i and i + 1 are entries of one block that can be one entry again. */
@@ -27647,11 +27879,8 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta) {
-    tkvi_move move;
-    tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
-    int layer;
-    if (st) return st;
+/* Checks that tokens can get other positions. */
+static tkv_status tkvi_check_movable(tkv_cache *kv) {
     if (!kv->tables.rope)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set cfg.model.rope: keys cannot move without the model's RoPE", 0, NULL);
@@ -27659,6 +27888,15 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: anchors cannot move, and there are",
                          kv->tables.cfg.tiers.n_anchors, "");
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta) {
+    tkvi_move move;
+    tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
+    int layer;
+    if (!st) st = tkvi_check_movable(kv);
+    if (st) return st;
     move.seq = seq;
     move.delta = delta;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
@@ -27668,6 +27906,183 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st || !delta) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for a last block that takes more tokens */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) tkvi_move_in_list(kv, layer, &move);
+    return tkvi_ok(kv);
+}
+
+/* >>copying */
+typedef struct tkvi_copy {
+    int src, dst, delta; /* delta: position in dst less position in src */
+    tkvi_range range;    /* positions in src */
+} tkvi_copy;
+
+/* The indices before the first block that have positions in the range of a copy: *from .. *to - 1. Their tokens are
+ * gone, but they take indices, so that a token has the same index in all layers. */
+static void tkvi_indices_before(const tkv_cache *kv, const tkvi_copy *copy, int layer, int *from, int *to) {
+    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    const int shift = list->n ? kv->pool.entry[ids[0]].shift : 0;
+    const int end = list->n ? tkvi_block_start(kv, ids, 0) : list->len;
+    *from = tkvi_clamp_index((int64_t)copy->range.first - shift, 0, end);
+    *to = tkvi_clamp_index((int64_t)copy->range.end - shift, *from, end);
+}
+
+/* Number of indices of a layer that a copy takes. */
+static int tkvi_n_copied(const tkv_cache *kv, int layer, const tkvi_copy *copy) {
+    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    int i, from, to, n;
+    tkvi_indices_before(kv, copy, layer, &from, &to);
+    n = to - from;
+    for (i = 0; i < list->n; i++) {
+        tkvi_indices_in(kv, list, tkvi_ids(kv, copy->src, layer), i, &copy->range, &from, &to);
+        n += to - from;
+    }
+    return n;
+}
+
+/* Entries that a copy takes, in all layers. Returns the length of the longest list of dst then. */
+static int tkvi_count_copies(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    const tkvi_copy *copy = (const tkvi_copy *)what;
+    int layer, i, from, to, longest = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+        const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+        int n = 0;
+        for (i = 0; i < list->n; i++) {
+            tkvi_indices_in(kv, list, ids, i, &copy->range, &from, &to);
+            n += from < to && tkvi_slots_between(kv, list, ids, i, from, to);
+        }
+        demand->entries += n;
+        longest = tkvi_max(longest, tkvi_list_of(kv, copy->dst, layer)->n + n);
+    }
+    return longest;
+}
+
+/* Gives dst the tokens of block i of src with indices from .. to - 1, at indices from `at` on. */
+static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int i, int from, int to,
+                            int at) {
+    const tkvi_list *src = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
+    const uint64_t slots = tkvi_slots_between(kv, src, ids, i, from, to);
+    const uint32_t id = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, src, ids, i));
+    const int is_sink = i < src->sinks && dst->n == dst->sinks;
+    tkvi_entry *e = &kv->pool.entry[id];
+    int slot = e->n_packed ? 0 : e->first_slot + from - e->start;
+    while (e->n_packed && !(slots >> slot & 1)) slot++;
+    kv->pool.n_late -= (uint32_t)(kv->pool.n_late && tkvi_is_late(&kv->pool, id));
+    e->tier = TKV_TIER_HOT;
+    kv->pool.n_late += (uint32_t)tkvi_is_late(&kv->pool, id);
+    tkvi_cut_front(kv, id, slot, from);
+    tkvi_truncate_entry(kv, id, to);
+    e->start = at;
+    e->shift += from - at + copy->delta;
+    e->turned += copy->delta;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta)
+        kv->pool.token_meta[id].pinned_mask = kv->pool.token_meta[id].temporary_mask = 0;
+    tkvi_ids(kv, copy->dst, layer)[dst->n++] = id;
+    dst->sinks += is_sink;
+    dst->is_moved |= e->shift != 0 || e->turned != 0;
+    dst->len = at + to - from;
+    if (dst->n > 1 && tkvi_can_unite(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 2))
+        tkvi_unite_entries(kv, copy->dst, layer, dst->n - 2);
+}
+
+/* Copies the tokens of a layer. n: indices that dst gets. There must be room for the entries of tkvi_count_copies. */
+static void tkvi_copy_list(tkv_cache *kv, int layer, const tkvi_copy *copy, int n) {
+    const tkvi_list *src = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
+    const int len = dst->len;
+    int i, from, to, at;
+    tkvi_indices_before(kv, copy, layer, &from, &to);
+    at = len + to - from;
+    for (i = 0; i < src->n; i++) {
+        tkvi_indices_in(kv, src, ids, i, &copy->range, &from, &to);
+        if (from < to && tkvi_slots_between(kv, src, ids, i, from, to)) {
+            if (dst->n && at > dst->len) tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
+            tkvi_copy_entry(kv, layer, copy, i, from, to, at);
+        }
+        at += to - from;
+    }
+    if (dst->n && len + n > dst->len) tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
+    dst->len = len + n;
+}
+
+/* Checks that a copy can take the tokens of a layer. */
+static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *copy) {
+    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    const tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
+    int i, from, to;
+    if (list->n && list->expired && list->expired + kv->pool.entry[ids[0]].shift > copy->range.first)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of the range have expired: layer", layer, "");
+    if (dst->expired)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of dst have expired, so it takes none: layer", layer, "");
+    for (i = 0; i < list->n; i++) {
+        const int shift = kv->pool.entry[ids[i]].shift;
+        int64_t first, last;
+        tkvi_indices_in(kv, list, ids, i, &copy->range, &from, &to);
+        if (from == to) continue;
+        first = (int64_t)from + shift + copy->delta;
+        last = (int64_t)to - 1 + shift + copy->delta;
+        if (first < 0 || last >= TKVI_POSITIONS)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
+                             "; positions are 0 to 2^30 - 1");
+        if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
+                             "");
+    }
+    return TKV_OK;
+}
+
+/* Provides the entries of a copy. src counts as in a step meanwhile, so that reclaim evicts none of its tokens. */
+static tkv_status tkvi_provide_copy(tkv_cache *kv, const tkvi_copy *copy) {
+    tkv_status st;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+        list->step_len = list->len;
+    }
+    kv->seq[copy->src].in_step = 1;
+    st = tkvi_provide_entries(kv, copy->dst, tkvi_count_copies, copy, "no memory to copy tokens to sequence");
+    kv->seq[copy->src].in_step = 0;
+    return st;
+}
+
+TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at) {
+    tkvi_copy copy;
+    tkvi_demand demand = tkvi_no_demand();
+    tkv_status st = tkvi_check_range(kv, src, first, end, &copy.range);
+    int layer, n = 0, len = 0;
+    if (st) return st;
+    if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
+    if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");
+    if (kv->seq[dst].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", dst, "");
+    if (at < 0) return tkvi_fail(kv, TKV_ERR_ARG, "at is", at, "; positions are not negative");
+    copy.src = src;
+    copy.dst = dst;
+    copy.delta = at - first;
+    if (copy.delta && (st = tkvi_check_movable(kv)) != TKV_OK) return st;
+    if (kv->tables.cfg.tiers.n_anchors)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "set tiers.n_anchors to 0: copies have no anchors", 0,
+                         NULL);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
+        st = tkvi_check_copy(kv, layer, &copy);
+        n = tkvi_max(n, tkvi_n_copied(kv, layer, &copy));
+        len = tkvi_max(len, tkvi_list_of(kv, dst, layer)->len);
+    }
+    if (!st && n > kv->tables.cfg.limits.max_tokens - len)
+        st = tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
+                       kv->tables.cfg.limits.max_tokens - len, " more tokens");
+    if (!st) (void)tkvi_count_copies(kv, &copy, &demand);
+    if (!st && demand.entries) st = tkvi_provide_copy(kv, &copy);
+    if (st || !demand.entries) return st ? st : tkvi_ok(kv);
+    tkvi_reserve_slots(kv, src, 0); /* they were counted for blocks that no other list holds */
+    tkvi_reserve_slots(kv, dst, 0);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
+    kv->seq[dst].used = ++kv->call.clock;
     return tkvi_ok(kv);
 }
 
@@ -28136,8 +28551,8 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     from_k = tkvi_describe_source(kv, k, TKV_TYPE_F32, kv->tables.cfg.model.head_dim, 0, 0);
     from_v = tkvi_describe_source(kv, v, TKV_TYPE_F32, kv->tables.cfg.model.v_head_dim, 0, 0);
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_is_source_finite(&from_k, n, kv->tables.cfg.model.n_kv_heads) ||
-         !tkvi_is_source_finite(&from_v, n, kv->tables.cfg.model.n_kv_heads)))
+        (!tkvi_is_source_finite(&from_k, 0, n, kv->tables.cfg.model.n_kv_heads) ||
+         !tkvi_is_source_finite(&from_v, 0, n, kv->tables.cfg.model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->call.clock;
@@ -28553,7 +28968,8 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
             const int at = live >> slot & 1 ? tkvi_slot_index(kv, ids[i], slot) - start : -1;
             if (at >= 0 && at < n)
-                tiers[at] = (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_tier_at(list, i));
+                tiers[at] =
+                    (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_token_tier(kv, list, ids, i));
         }
     }
     return TKV_OK;
@@ -28608,12 +29024,13 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 }
 
 /* >>bytes */
-/* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
+/* Adds bytes and tokens of a block. bytes: what the formats use, the rest is padding; NULL: they are counted. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
                            int is_offloaded) {
     tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
     if (is_offloaded) m->offloaded.tokens += tokens;
+    if (!bytes) return;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
@@ -28633,6 +29050,30 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
     m->ratio_f32 = 2.0 * m->ratio;
 }
 
+/* A run: the entries of a list that hold the block of its entry i. A move of a part of a block makes several, which are
+ * neighbours (step/move.h). */
+typedef struct tkvi_run_of_block {
+    uint32_t n;
+    int first;       /* index of its first entry in the list */
+    int counts_once; /* 1: what counts each block once counts it in this list */
+} tkvi_run_of_block;
+
+static tkvi_run_of_block tkvi_find_run(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                                       int i) {
+    const tkvi_entry *entry = kv->pool.entry;
+    const uint32_t block = entry[ids[i]].block;
+    tkvi_run_of_block run;
+    while (i > 0 && entry[ids[i - 1]].block == block) i--;
+    run.n = 0;
+    run.first = i;
+    run.counts_once = 0;
+    for (; i < list->n && entry[ids[i]].block == block; i++) {
+        run.counts_once |= entry[ids[i]].is_first;
+        run.n++;
+    }
+    return run;
+}
+
 /* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -28640,8 +29081,10 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (!tkvi_is_discarded(b) && (!once || kv->pool.entry[ids[i]].is_first))
-            tkvi_add_block(out, (tkv_tier)b->tier, &kv->tables.layout[b->layout].bytes,
+        const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+        if (!tkvi_is_discarded(b) && (!once || run.counts_once))
+            tkvi_add_block(out, (tkv_tier)b->tier,
+                           i == run.first ? &kv->tables.layout[b->layout].bytes : NULL,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -28667,6 +29110,25 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     return TKV_OK;
 }
 
+TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out) {
+    int layer, i;
+    if (!out || !tkvi_has_seq(kv, seq)) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+            const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+            const size_t bytes = kv->tables.layout[b->layout].bytes.total;
+            if (run.first < i || tkvi_is_discarded(b) || tkvi_is_offloaded(b)) continue;
+            *(run.n == b->refs ? &out->own : &out->shared) += bytes;
+            if (run.n < b->refs) out->share += bytes * run.n / b->refs;
+        }
+    }
+    return TKV_OK;
+}
+
 /* Sums up the blocks of one layer of one sequence. */
 static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -28674,7 +29136,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     size_t bytes = 0;
     int i;
     for (i = 0; i < list->n; i++)
-        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) && tkvi_find_run(kv, list, ids, i).first == i)
             bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
@@ -28687,7 +29149,7 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     for (i = 0; i < list->n; i++) {
-        tkv_tier tier = tkvi_tier_at(list, i);
+        const tkv_tier tier = tkvi_token_tier(kv, list, ids, i);
         if (tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) {
             out->discarded += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
             continue;
@@ -29092,7 +29554,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, slot, last;
+    int i, t, slot, last, is_sink_layout;
     if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
@@ -29120,7 +29582,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_entry *e = &kv->pool.entry[ids[i]];
-        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
+        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= e->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
@@ -29143,13 +29605,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (e->tier != (uint8_t)tier || b->tier > e->tier)
+        if (e->tier != (uint8_t)tier)
             return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
         if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
             return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
-        if (i < list->sinks ? kv->tables.layout[b->layout].key != p->sink_layout
-                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
-                                                      kv->tables.layout[b->layout].key))
+        is_sink_layout = kv->tables.layout[b->layout].key == p->sink_layout;
+        if (i < list->sinks ? !is_sink_layout
+                            : !is_sink_layout && /* a copied block of sinks */
+                                  !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
+                                                          kv->tables.layout[b->layout].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);

@@ -606,14 +606,22 @@ typedef struct tkv_append_params {
     const void *k, *v;
     tkv_type k_type, v_type;
     ptrdiff_t k_token_stride, k_head_stride, v_token_stride, v_head_stride; /* may be negative */
-    /* NULL, or the position of the first new token: one for seq, or one per entry of the batch. It must be the
-     * length of the layer (tkv_get_length). Attention sees all earlier tokens: call tkv_seq_reset before a new
-     * text. */
+    /* NULL, or the position of the first new token: one for seq, or one per entry of the batch. It must follow the
+     * position of the last token: the length of the layer (tkv_get_length) if no token has moved. Attention sees all
+     * earlier tokens: call tkv_seq_reset before a new text. */
     const int *positions;
+    /* NULL, or the position of each new token, in the order of the batch: 0 to 2^30 - 1. They may repeat and jump.
+     * NULL: each follows the one before. A jump takes an entry of 64 bytes. */
+    const int *token_positions;
+    /* NULL, or the row of k and v of the first token of each entry, 0 or more, for batches with padding. NULL: the
+     * entries follow one another. */
+    const int *first_rows;
 } tkv_append_params;
 /* Appends tokens of one or several sequences to one layer, all of them or none.
  * Errors: as tkv_append, and
- *   TKV_ERR_RANGE   a position is not the length of the layer, even if n is 0; tkv_get_last_error names both numbers
+ *   TKV_ERR_RANGE   one of `positions` does not follow the last token, even if n is 0; tkv_get_last_error names both
+ *                   numbers. Or one of token_positions is out of range, or near positions that have expired
+ *   TKV_ERR_UNSUPPORTED   token_positions jump, and there are anchors
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
@@ -638,6 +646,7 @@ typedef struct tkv_attend_params {
     int seq, n;            /* one sequence ... */
     const tkv_rows *batch; /* ... or several (then seq and n are ignored); a sequence may be in it twice */
     int n_batch;           /* entries, at most max_seqs */
+    const int *first_rows; /* NULL, or the row of q, out, masks and lse of the first query of each entry */
     const void *q;         /* rows: the queries of all entries, one after the other */
     tkv_type q_type;
     ptrdiff_t q_row_stride, q_head_stride; /* in elements, may be negative; 0: packed */
@@ -646,6 +655,9 @@ typedef struct tkv_attend_params {
     ptrdiff_t out_row_stride, out_head_stride; /* in elements, may be negative; 0: packed */
     float scale;                               /* factor on q.k; 0: the cache's */
     int non_causal;                            /* 1: every query sees every key (cross-attention, encoders) */
+    /* NULL, or for each row the number of tokens, by index, that it sees: more than its own index. So tokens of an
+     * image see all of it in a causal chunk. NULL: a row sees the tokens up to its own. */
+    const int *row_ends;
     int window;    /* a query sees this many newest keys; 0: the layer's window; TKV_OFF: no window */
     float softcap; /* 0: no soft cap */
     const float *alibi_slopes; /* NULL, or one finite slope per query head */
@@ -709,10 +721,10 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
  * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
- * tokens. A last block that is exact and has fewer than 48 tokens is copied when one of them writes; in place, any
- * that is not full. A fuller one stays shared, and the next token begins a new block. Scores, pins and evictions go
- * along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all layers have one. What dst
- * held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ * tokens. The first that appends goes on in the last block, if that is exact and not full. The others get a copy of it
+ * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins
+ * and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all layers have
+ * one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
  * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
@@ -721,8 +733,8 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_RANGE      a window expired tokens that the last one of n_tokens sees, as in tkv_seq_truncate
  *   TKV_ERR_STATE      a step of src or dst is open
  *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
- *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 28 bytes a block and layer, with
- *                      eviction, importance or anchors 440 bytes more; or for the list of its states
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 64 bytes a block and layer, with
+ *                      eviction, importance or anchors 432 bytes more; or for the list of its states
  * Cost: O(blocks of n_tokens), in all layers. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
 /* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
@@ -751,6 +763,21 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for new entries: two a layer if positions ascend
  * Cost: O(blocks), in all layers. Attention turns its queries once for each run of blocks that moved alike. */
 TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta);
+/* Appends the tokens of src with positions first .. end - 1 to dst, in all layers; end TKV_UNLIMITED: all from `first`
+ * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
+ * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
+ * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
+ * and values are those of the text that it was read in. Pins stay behind. Reservations of src and dst end.
+ * Errors, nothing changed (with a budget, blocks may be coded again):
+ *   TKV_ERR_UNSUPPORTED   at is not `first` and cfg.model.rope is not set; or there are anchors
+ *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or tokens of the range, or of dst, have expired
+ *   TKV_ERR_NO_SOURCE     a token is discarded
+ *   TKV_ERR_CAPACITY      dst would exceed max_tokens
+ *   TKV_ERR_STATE         a step of src or dst is open
+ *   TKV_ERR_ARG           no such sequence, src is dst, a number is negative, or end is less than first
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries
+ * Cost: O(blocks), in all layers. */
+TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at);
 /* positions[i]: the position of the token with index start + i. A token that is gone has the position that follows from
  * its neighbours.
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
@@ -816,6 +843,15 @@ typedef struct tkv_memory_info {         /* bytes, if a field has no other unit 
 } tkv_memory_info;
 /* Reports the memory of the cache, exact to the byte. Cost: O(blocks). */
 TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out);
+typedef struct tkv_seq_memory_info { /* bytes of a sequence's blocks in RAM, all layers */
+    size_t own;                      /* blocks that no other sequence holds: tkv_seq_reset frees them */
+    size_t shared;                   /* blocks that other sequences hold too (tkv_seq_fork) */
+    size_t share; /* its part of `shared`: each block counts divided by its holders, rounded down */
+} tkv_seq_memory_info;
+/* Reports what a sequence holds alone and what it shares. `own` and `share` of all sequences add up to the bytes of all
+ * blocks, but for rounding. Pages, index and tables belong to the cache: see tkv_get_memory.
+ * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence). */
+TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out);
 
 /* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
  * held / bytes allowed. Level 0 is the loosest. While the average pressure is at or above the next threshold, the
@@ -1053,9 +1089,9 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
  * one half of a budget, as in rules/evict.h, hence "twice". Tokens are evicted only if that surely makes room. So an
  * append can be refused although eviction would have made room. That is rare: 1 in 50 refusals at most, in random
  * caches (tests/test_resorts.c). It is more often so with "snapkv", "pyramidkv", "keydiff", "user", "knorm" with
- * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before.
- * TKV_EVICT_SCORES uses tkv_get_importance. Policies
- * treat all heads of a layer as one.
+ * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before. With windows it
+ * is 1 in 5 for "snapkv", 1 in 20 for "knorm" and "random".
+ * TKV_EVICT_SCORES uses tkv_get_importance. Policies treat all heads of a layer as one.
  *
  * The remaining tokens keep their positions, for masks and windows too. Keys keep their rotation, so distances are
  * those of the text. StreamingLLM instead rotates keys to their places in the cache, for texts beyond the model's

@@ -849,6 +849,7 @@
  *
  *   tkv_get_memory    bytes by tier and by purpose; their sum is what the allocator handed out
  *   tkv_get_layer     tokens and blocks of one layer of a sequence by tier, and its bytes
+ *   tkv_seq_get_memory   bytes of a sequence, its own ones apart from those that it shares
  *   tkv_get_tiers     the tier of each token, or its state (tkv_token_state)
  *   tkv_get_budget    level, pressure, and counts of what was recoded, offloaded, discarded, evicted and refused
  *   tkv_get_quality   the figures of the meter

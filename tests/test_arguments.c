@@ -51,6 +51,7 @@ typedef struct outputs { /* the output arguments of all functions */
     uint8_t code[65536], tiers[CAPACITY];
     tkv_layer_info layer;
     tkv_memory_info memory;
+    tkv_seq_memory_info seq_memory;
     tkv_quality_info quality;
     tkv_advice advice;
     tkv_feedback_info feedback;
@@ -435,6 +436,11 @@ static void try_appends(rig *r) {
     EACH("tkv_seq_shift", "first", EVERY, LENGTH, "AAA*****", tkv_seq_shift(r->kv, 0, x, INT_MAX, 1));
     EACH("tkv_seq_shift", "end", EVERY, LENGTH, "A*A*****", tkv_seq_shift(r->kv, 0, 0, x, 1));
 
+    EACH("tkv_seq_copy", "src", EVERY, SEQS, "AAAAAA", tkv_seq_copy(r->kv, x, 0, 0, 1, 0));
+    EACH("tkv_seq_copy", "first", EVERY, LENGTH, "AAA***", tkv_seq_copy(r->kv, 0, x, INT_MAX, 1, 0));
+    EACH("tkv_seq_copy", "end", EVERY, LENGTH, "A*A***", tkv_seq_copy(r->kv, 0, 0, x, 1, 0));
+    EACH("tkv_seq_copy", "dst", EVERY, SEQS, "AAAAAA", tkv_seq_copy(r->kv, 0, 0, 1, x, 0));
+    EACH("tkv_seq_copy", "at", EVERY, LENGTH, "AAA***", tkv_seq_copy(r->kv, 0, 0, 1, 1, x));
     EACH("tkv_seq_put_state", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_put_state(r->kv, x, 0, 1, k_in, 9));
     EACH("tkv_seq_put_state", "layer", EVERY, LAYERS, "AAAAAAOO", tkv_seq_put_state(r->kv, 0, x, 1, k_in, 9));
     EACH("tkv_seq_put_state", "layer", EVERY, TKV_ALL_LAYERS, "...A",
@@ -584,6 +590,7 @@ static void try_reports(rig *r) {
     SAFE("tkv_get_layer", "seq", EVERY, SEQS, "AAAAAA", tkv_get_layer(r->kv, x, 0, &r->o.layer));
     SAFE("tkv_get_layer", "layer", EVERY, LAYERS, "AAAAAAOA", tkv_get_layer(r->kv, 0, x, &r->o.layer));
     SAFE("tkv_get_layer", "layer", EVERY, TKV_ALL_LAYERS, "...A", tkv_get_layer(r->kv, 0, x, &r->o.layer));
+    SAFE("tkv_seq_get_memory", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_get_memory(r->kv, x, &r->o.seq_memory));
     SAFE("tkv_get_positions", "seq", EVERY, SEQS, "AAAAAA", tkv_get_positions(r->kv, x, 0, 0, 1, r->o.list));
     SAFE("tkv_get_positions", "layer", EVERY, LAYERS, "AAAAAAOA",
          tkv_get_positions(r->kv, 0, x, 0, 1, r->o.list));

@@ -1,5 +1,6 @@
 /*
- * test_fork.c - tkv_seq_fork: shared tokens, beam search, shared bytes, refusals, failed allocations.
+ * test_fork.c - tkv_seq_fork: shared tokens, beam search, shared bytes (tkv_seq_get_memory), refusals, failed
+ * allocations.
  *
  * Forks under random calls: test_everything.c. Shared blocks seen from inside: white_cache.c.
  */
@@ -190,6 +191,86 @@ TEST(characters_share_their_prompt) {
     }
 }
 
+/* What each sequence holds alone and shares, added up over all of them. */
+static void check_bytes_add_up(tkv_cache *kv, int n_seqs) {
+    size_t all = 0, once = 0, most_rounded = 0;
+    tkv_memory_info memory;
+    int seq, layer, tier;
+    for (seq = 0; seq < n_seqs; seq++) {
+        tkv_seq_memory_info m;
+        size_t of_layers = 0;
+        CHECK_EQ(tkv_seq_get_memory(kv, seq, &m), TKV_OK);
+        for (layer = 0; layer < WIDE_LAYERS; layer++) {
+            tkv_layer_info info;
+            CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
+            of_layers += info.memory.total;
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) most_rounded += (size_t)info.blocks[tier];
+        }
+        CHECK_EQ(m.own + m.shared, of_layers);
+        CHECK(m.share <= m.shared);
+        all += m.own + m.share;
+    }
+    CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++)
+        once += memory.tier[tier].codes + memory.tier[tier].metadata;
+    CHECK(all <= once && once - all <= most_rounded); /* heads of 64 channels have no padding */
+}
+
+/* Tokens that tkv_get_memory counts: those of a shared block once. */
+static size_t tokens_held(tkv_cache *kv) {
+    tkv_memory_info m;
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+    return m.tier[0].tokens + m.tier[1].tokens + m.tier[2].tokens;
+}
+
+/* Bytes of a sequence's own are told apart from shared ones. */
+TEST(own_bytes_are_told_from_shared_ones) {
+    enum { N = 4 };
+    tkv_config cfg = make_sized_config(WIDE_LAYERS, 8, 2, 64, N + 1, 64);
+    tkv_seq_memory_info m, before;
+    tkv_cache *kv;
+    size_t n_tokens;
+    int i;
+    cfg.model.rope.dim = 64;
+    kv = create_cache(&cfg);
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, &m), TKV_OK);
+    CHECK(m.own == 0 && m.shared == 0 && m.share == 0);
+    append_wide(kv, 0, 1, 512, 64);
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, &before), TKV_OK);
+    CHECK(before.own > 0 && before.shared == 0 && before.share == 0);
+    for (i = 1; i < N; i++) CHECK_EQ(tkv_seq_fork(kv, 0, i, TKV_UNLIMITED), TKV_OK);
+    for (i = 0; i < N; i++) {
+        CHECK_EQ(tkv_seq_get_memory(kv, i, &m), TKV_OK);
+        CHECK(m.own == 0);
+        CHECK_EQ(m.shared, before.own);
+        CHECK_EQ(m.share, before.own / N);
+    }
+    check_bytes_add_up(kv, N);
+    for (i = 0; i < N; i++) append_wide(kv, i, 2 + i, 40 * (i + 1), 8);
+    check_bytes_add_up(kv, N);
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, &before), TKV_OK);
+    CHECK_EQ(tkv_seq_get_memory(kv, N - 1, &m), TKV_OK);
+    CHECK(before.own > 0 && m.own > before.own && m.shared > 0);
+    n_tokens = tokens_held(kv);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 100, 470, 7),
+             TKV_OK); /* shared blocks have two entries in sequence 0 now */
+    check_bytes_add_up(kv, N);
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, &m), TKV_OK);
+    CHECK_EQ(m.own, before.own);
+    CHECK_EQ(m.shared, before.shared);
+    CHECK_EQ(tokens_held(kv), n_tokens);
+    for (i = 1; i < N; i++) CHECK_EQ(tkv_seq_reset(kv, i), TKV_OK);
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, &m), TKV_OK);
+    CHECK_EQ(m.own, before.own + before.shared); /* also of blocks with two entries */
+    CHECK(m.shared == 0 && m.share == 0);
+    CHECK_EQ(tokens_held(kv), WIDE_LAYERS * 552); /* also of blocks with two entries */
+    check_bytes_add_up(kv, N);
+    CHECK_EQ(tkv_seq_get_memory(kv, N + 1, &m), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_get_memory(NULL, 0, &m), TKV_ERR_ARG);
+    tkv_destroy(kv);
+}
+
 /* >>failures */
 /* Whether a fork gets its memory or not, no other sequence changes; without it, none does. */
 TEST(forks_without_memory_change_nothing) {
@@ -285,6 +366,7 @@ int main(int argc, char **argv) {
     RUN(forks_see_their_own_tokens);
     RUN(beam_search_by_forks);
     RUN(characters_share_their_prompt);
+    RUN(own_bytes_are_told_from_shared_ones);
     RUN(forks_without_memory_change_nothing);
     RUN(forks_are_refused_with_a_reason);
     RUN(a_budget_counts_shared_tokens_once);

@@ -42,6 +42,31 @@ static void make_token(int id, int layer, int position, float *k, float *v) {
     }
 }
 
+/* Appends n tokens to a sequence of a cache and to the array, at the positions given. */
+static tkv_status append_at_positions(tkv_cache *kv, int seq, plain_sequence *s, int first_id, int n,
+                                      const int *positions) {
+    tkv_append_params p;
+    tkv_status st = TKV_OK;
+    int t, layer;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.n = n;
+    p.k = k_in;
+    p.v = v_in;
+    p.token_positions = positions;
+    for (layer = 0; layer < last_config.model.n_layers && !st; layer++) {
+        for (t = 0; t < n; t++)
+            make_token(first_id + t, layer, positions[t], k_in + t * K_ROW, v_in + t * V_ROW);
+        p.layer = layer;
+        st = tkv_append_ex(kv, &p);
+    }
+    for (t = 0; t < n && !st; t++) {
+        s->token[s->n].id = first_id + t;
+        s->token[s->n++].position = positions[t];
+    }
+    return st;
+}
+
 /* Appends n new tokens to a sequence of a cache and to the array. first_id: of the first new token. */
 static void append_plain(tkv_cache *kv, int seq, plain_sequence *s, int first_id, int n, int chunk) {
     int t, layer;
@@ -416,6 +441,48 @@ TEST(moves_without_memory_change_nothing) {
     CHECK(failed > 1);
 }
 
+/* A block whose first slots belong to no entry any more gives a part of its tokens to the block before it. */
+TEST(evicted_neighbours_of_split_blocks_merge) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1), exact = make_move_config(1);
+    uint64_t victims[8];
+    tkv_cache *kv;
+    int i;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 400, 100);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 144, TKV_UNLIMITED, 10), TKV_OK); /* splits the block of 132 .. 195 */
+    CHECK_EQ(tkv_seq_remove(kv, 0, 132, 144), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 154, TKV_UNLIMITED, -10), TKV_OK);
+    remove_plain(&s, 132, 144);
+    memset(victims, 0, sizeof victims);
+    for (i = 80; i < 107; i++) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 400), TKV_OK);
+    remove_plain(&s, 80, 107);
+    check_cache_at(kv, "merged", 0);
+    check_plain(kv, 0, &s, &exact, 1e-10);
+    append_plain(kv, 0, &s, 1000, 30, 7);
+    check_plain(kv, 0, &s, &exact, 1e-10);
+    tkv_destroy(kv);
+}
+
+/* A cut that leaves a length but no block, in a sequence that had moved. */
+TEST(cuts_before_the_first_moved_token) {
+    tkv_config cfg = make_move_config(2);
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 0, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 100, TKV_UNLIMITED, -100), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 50), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 50);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, 40), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 30), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 20, 20), TKV_OK);
+    check_cache_at(kv, "cut", 0);
+    tkv_destroy(kv);
+}
+
 /* Refusals name their reason and change nothing. */
 TEST(moves_are_refused_with_a_reason) {
     tkv_config cfg = make_config(2, 2);
@@ -449,6 +516,419 @@ TEST(moves_are_refused_with_a_reason) {
     tkv_destroy(kv);
 }
 
+/* >>positions of new tokens */
+/* Positions repeat and jump forward, as those of images do: each token sees all before it. */
+TEST(tokens_take_the_positions_given) {
+    static plain_sequence s;
+    static int got[MAX_TOKENS];
+    int round, t, meta;
+    for (meta = 0; meta < 2; meta++) {
+        tkv_config cfg = make_move_config(2);
+        tkv_rng rng = tkv_rng_seed(5);
+        int at = 7, wrong = 0, position[100];
+        tkv_cache *kv;
+        if (meta) cfg.importance.sample_every = 1;
+        kv = create_cache(&cfg);
+        memset(&s, 0, sizeof s);
+        for (round = 0; round < 20; round++) {
+            const int n = 1 + tkv_rng_below(&rng, 60), kind = tkv_rng_below(&rng, 3);
+            for (t = 0; t < n; t++) {
+                position[t] = at;
+                if (kind == 0) at++;                              /* text */
+                if (kind == 1) at += t % 8 == 7;                  /* rows of an image */
+                if (kind == 2) at += 1 + tkv_rng_below(&rng, 40); /* gaps */
+            }
+            at++;
+            CHECK_EQ(append_at_positions(kv, 0, &s, 1000 * round, n, position), TKV_OK);
+            check_plain(kv, 0, &s, &cfg, 1e-9);
+            if (round % 5 == 3) {
+                CHECK_EQ(tkv_seq_truncate(kv, 0, s.n - 9), TKV_OK);
+                s.n -= 9;
+                at = s.token[s.n - 1].position + 1;
+            }
+            if (round == 10) CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        }
+        CHECK_EQ(tkv_get_positions(kv, 0, 1, 0, s.n, got), TKV_OK);
+        for (t = 0; t < s.n; t++) wrong += got[t] != s.token[t].position;
+        CHECK_EQ(wrong, 0);
+        append_plain(kv, 0, &s, 90000, 30, 7); /* goes on behind the last position */
+        check_plain(kv, 0, &s, &cfg, 1e-9);
+        tkv_destroy(kv);
+    }
+}
+
+/* Positions that go back: the kernels agree with the reference, in coded tiers, and later tokens see only lower ones. */
+TEST(positions_can_go_back) {
+    static plain_sequence s;
+    tkv_config cfg = make_config(2, 1);
+    tkv_rng rng = tkv_rng_seed(8);
+    tkv_attend_params p;
+    tkv_cache *kv;
+    int round, t, position[64], first;
+    float scores[MAX_TOKENS], lse[2 * KV_HEADS], q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
+    cfg.model.rope.dim = DIM;
+    cfg.host.precise = 1;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    for (round = 0; round < 40; round++) {
+        const int n = 1 + tkv_rng_below(&rng, 40);
+        first = tkv_rng_below(&rng, 500);
+        for (t = 0; t < n; t++) position[t] = first + t;
+        CHECK_EQ(append_at_positions(kv, 0, &s, 100 * round, n, position), TKV_OK);
+        check_cache_at(kv, "went back", round);
+        memset(&p, 0, sizeof p);
+        CHECK_LE(reference_error(kv, 0, round % 2, &p, n < 8 ? 1 : 8), 0.005);
+    }
+    /* A query at position 250, in a block of its own. */
+    CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+    position[0] = 250;
+    CHECK_EQ(append_at_positions(kv, 0, &s, 5000, 1, position), TKV_OK);
+    memset(&p, 0, sizeof p);
+    tkv_rng_fill(&rng, q, COUNT(q), 0.1);
+    p.n = 1;
+    p.q = q;
+    p.out = out;
+    p.lse = lse;
+    p.scores = scores;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    for (t = 0; t < s.n; t++) CHECK_EQ(scores[t] > 0.0f, s.token[t].position <= 250);
+    position[0] = -1;
+    CHECK_EQ(append_at_positions(kv, 0, &s, 0, 1, position), TKV_ERR_RANGE);
+    CHECK_STR(tkv_get_last_error(kv), "token_positions has -1; positions are 0 to 2^30 - 1");
+    position[0] = 1 << 30;
+    CHECK_EQ(append_at_positions(kv, 0, &s, 0, 1, position), TKV_ERR_RANGE);
+    tkv_destroy(kv);
+}
+
+/* A window goes by position; positions near expired ones are refused. */
+TEST(windows_follow_the_positions_given) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1);
+    tkv_attend_params p;
+    tkv_cache *kv;
+    int t, position[100];
+    cfg.model.window = 100;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    memset(&p, 0, sizeof p);
+    append_plain(kv, 0, &s, 0, 700, 100);
+    for (t = 0; t < 100; t++) position[t] = 720 + 2 * t;
+    CHECK_EQ(append_at_positions(kv, 0, &s, 1000, 100, position), TKV_OK);
+    CHECK_LE(reference_error(kv, 0, 0, &p, 50), 1e-4);
+    position[0] = 300;
+    CHECK_EQ(append_at_positions(kv, 0, &s, 1000, 1, position), TKV_ERR_RANGE);
+    CHECK_STR(tkv_get_last_error(kv), "tokens that the window of position 300 reaches have expired");
+    tkv_destroy(kv);
+}
+
+/* Entries for jumps are provided before anything changes. */
+TEST(jumps_without_memory_change_nothing) {
+    int fail_at, failed = 0;
+    for (fail_at = 1; fail_at < 6; fail_at++) {
+        counting_allocator p;
+        tkv_config cfg = make_config(1, 1);
+        static plain_sequence s;
+        snapshot before, after;
+        tkv_status st;
+        tkv_cache *kv;
+        int t, position[60];
+        cfg.host.allocator = counting_allocator_of(&p);
+        kv = create_cache(&cfg);
+        memset(&s, 0, sizeof s);
+        append_plain(kv, 0, &s, 0, 300, 100);
+        before = snapshot_of_tokens(kv);
+        for (t = 0; t < 60; t++) position[t] = 1000 + 3 * t;
+        p.fail_at = fail_at;
+        st = append_at_positions(kv, 0, &s, 1000, 60, position);
+        p.fail_at = 0;
+        check_cache_at(kv, "allocation", fail_at);
+        if (st) {
+            CHECK_EQ(st, TKV_ERR_NOMEM);
+            after = snapshot_of_tokens(kv);
+            CHECK(is_same_snapshot(&before, &after));
+            free_snapshot(&after);
+            failed++;
+        }
+        free_snapshot(&before);
+        tkv_destroy(kv);
+        CHECK_EQ(p.held, 0);
+    }
+    CHECK(failed > 0);
+}
+
+/* Spans inside a causal chunk: each row sees to its row_ends, as with a mask over all keys. */
+TEST(rows_see_to_their_ends) {
+    enum { N = 60, LEN = 400 };
+    static float q[N * 2 * KV_HEADS * DIM], out[N * 2 * KV_HEADS * V_DIM], want[N * 2 * KV_HEADS * V_DIM];
+    static float mask[N * LEN];
+    static const tkv_format formats[] = {TKV_F32, TKV_KIVI4, TKV_INT8};
+    int f, t, j, n, ends[N];
+    tkv_rng rng = tkv_rng_seed(31);
+    for (f = 0; f < COUNT(formats); f++)
+        for (n = 1; n <= N; n += 59) { /* one row, and rows for the kernels of many */
+            tkv_config cfg = make_config(1, 1);
+            tkv_attend_params p;
+            tkv_cache *kv;
+            cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = formats[f];
+            cfg.host.precise = 1;
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 3, LEN - N, 80), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 3, N, N), TKV_OK);
+            tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+            for (t = 0; t < n; t++) {
+                const int index = LEN - n + t;
+                ends[t] =
+                    index % 20 < 12 ? index / 20 * 20 + 12 : index + 1; /* the first 12 of 20 are a span */
+                if (ends[t] > LEN) ends[t] = LEN;
+                for (j = 0; j < LEN; j++) mask[t * LEN + j] = j < ends[t] ? 0.0f : -1e30f;
+            }
+            memset(&p, 0, sizeof p);
+            p.n = n;
+            p.q = q;
+            p.out = want;
+            p.non_causal = 1;
+            p.mask = mask;
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+            p.out = out;
+            p.non_causal = 0;
+            p.mask = NULL;
+            p.row_ends = ends;
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+            CHECK_LE(mean_squared_difference(out, want, n * 2 * KV_HEADS * V_DIM), 1e-10);
+            CHECK_LE(reference_error(kv, 0, 0, &p, n), 0.005);
+            ends[0] = LEN - n; /* a row sees itself */
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+            ends[0] = LEN + 1;
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+            tkv_destroy(kv);
+        }
+}
+
+/* A batch with padding on the left gives what it gives without. */
+TEST(padded_batches_equal_packed_ones) {
+    enum { WIDTH = 40, SEQS = 3 };
+    static float q[SEQS * WIDTH * 2 * KV_HEADS * DIM], out[SEQS * WIDTH * 2 * KV_HEADS * V_DIM],
+        want[SEQS * WIDTH * 2 * KV_HEADS * V_DIM], lse[SEQS * WIDTH * 2 * KV_HEADS];
+    static float packed[SEQS * WIDTH * 2 * KV_HEADS * DIM];
+    static float k[SEQS * WIDTH * K_ROW], v[SEQS * WIDTH * V_ROW];
+    const int n[SEQS] = {40, 7, 23};
+    tkv_config cfg = make_f32_config(1, 2 * SEQS);
+    tkv_cache *kv = create_cache(&cfg);
+    tkv_rng rng = tkv_rng_seed(2);
+    tkv_append_params a;
+    tkv_attend_params p;
+    tkv_rows rows[SEQS];
+    int i, j, first[SEQS], n_before = 0;
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    for (i = 0; i < COUNT(k); i++) k[i] = (float)NAN;
+    for (i = 0; i < COUNT(v); i++) v[i] = (float)NAN;
+    for (i = 0; i < COUNT(out); i++) out[i] = 77.0f;
+    for (i = 0; i < SEQS; i++) {
+        rows[i].seq = i;
+        rows[i].n = n[i];
+        first[i] = i * WIDTH + WIDTH - n[i];
+        fill_rows(i, 0, 0, n[i], k + first[i] * K_ROW, v + first[i] * V_ROW);
+        CHECK_EQ(tkv_append(kv, SEQS + i, 0, k + first[i] * K_ROW, v + first[i] * V_ROW, n[i]), TKV_OK);
+        memcpy(packed + n_before * 2 * KV_HEADS * DIM, q + first[i] * 2 * KV_HEADS * DIM,
+               (size_t)(n[i] * 2 * KV_HEADS * DIM) * sizeof *q);
+        n_before += n[i];
+    }
+    memset(&a, 0, sizeof a);
+    a.batch = rows;
+    a.n_batch = SEQS;
+    a.k = k;
+    a.v = v;
+    a.first_rows = first;
+    CHECK_EQ(tkv_append_ex(kv, &a), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.batch = rows;
+    p.n_batch = SEQS;
+    p.q = q;
+    p.out = out;
+    p.lse = lse;
+    p.first_rows = first;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    for (i = 0; i < SEQS; i++) rows[i].seq = SEQS + i;
+    p.q = packed;
+    p.out = want;
+    p.first_rows = NULL;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    for (i = 0, n_before = 0; i < SEQS; n_before += n[i++]) {
+        const float *row = out + i * WIDTH * 2 * KV_HEADS * V_DIM;
+        const int pad = (WIDTH - n[i]) * 2 * KV_HEADS * V_DIM;
+        CHECK_MEM(row + pad, want + n_before * 2 * KV_HEADS * V_DIM,
+                  (size_t)(n[i] * 2 * KV_HEADS * V_DIM) * sizeof(float));
+        for (j = 0; j < pad; j++) CHECK(row[j] == 77.0f);
+    }
+    first[1] = -1;
+    p.first_rows = first;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+    CHECK_EQ(tkv_append_ex(kv, &a), TKV_ERR_ARG);
+    tkv_destroy(kv);
+}
+
+/* >>copies */
+static void copy_plain(const plain_sequence *from, int first, int end, plain_sequence *to, int at) {
+    int t;
+    for (t = 0; t < from->n; t++)
+        if (from->token[t].position >= first && from->token[t].position < end) {
+            to->token[to->n] = from->token[t];
+            to->token[to->n++].position += at - first;
+        }
+}
+
+/* A document is read once and joins prompts of several lengths. Attention is that over keys made at the new positions.
+ * Each sequence goes on for itself. */
+TEST(copied_tokens_attend_as_if_read_there) {
+    static plain_sequence s[4];
+    int meta, seq, round;
+    for (meta = 0; meta < 2; meta++) {
+        tkv_config cfg = make_move_config(4);
+        tkv_cache *kv;
+        if (meta) cfg.importance.sample_every = 1;
+        kv = create_cache(&cfg);
+        memset(s, 0, sizeof s);
+        append_plain(kv, 0, &s[0], 0, 500, 100);
+        CHECK_EQ(tkv_seq_remove(kv, 0, 130, 141), TKV_OK);
+        remove_plain(&s[0], 130, 141);
+        for (seq = 1; seq < 4; seq++) {
+            const int first = 37 * seq, end = 400 + 20 * seq, at = seq == 3 ? 0 : 70 * seq;
+            if (seq < 3) append_plain(kv, seq, &s[seq], 10000 * seq, 70 * seq, 50);
+            CHECK_EQ(tkv_seq_copy(kv, 0, first, end, seq, at), TKV_OK);
+            copy_plain(&s[0], first, end, &s[seq], at);
+            check_plain(kv, seq, &s[seq], &cfg, 1e-9);
+        }
+        for (round = 0; round < 4; round++)
+            for (seq = 0; seq < 4; seq++) {
+                append_plain(kv, seq, &s[seq], 1000 * round + 100000 * seq, 25, 10);
+                check_plain(kv, seq, &s[seq], &cfg, 1e-9);
+            }
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        for (seq = 1; seq < 4; seq++) check_plain(kv, seq, &s[seq], &cfg, 1e-9);
+        tkv_destroy(kv);
+    }
+}
+
+/* Copies of coded tokens read as they do in the source, and stay so while both go on. */
+TEST(copies_of_coded_tokens_keep_their_bytes) {
+    static float k[MAX_TOKENS * K_ROW], v[MAX_TOKENS * V_ROW];
+    tkv_config cfg = make_config(2, 2);
+    tkv_memory_info before, after;
+    tkv_cache *kv;
+    uint8_t tier[600];
+    int t;
+    cfg.model.rope.dim = DIM;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 900, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 2, 30, 30), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 1, 100, 500, k, v), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 100, 600, 1, 100), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 530);
+    CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
+    CHECK_LE(after.total, before.total + 2 * 12 * 200);
+    CHECK_EQ(tkv_read(kv, 1, 1, 30, 500, k_out, v_out), TKV_OK);
+    CHECK_MEM(k_out, k, 500 * K_ROW * sizeof(float));
+    CHECK_MEM(v_out, v, 500 * V_ROW * sizeof(float));
+    CHECK_EQ(tkv_get_tiers(kv, 1, 0, 0, 530, tier), TKV_OK);
+    CHECK_EQ(tier[10], TKV_TIER_HOT);
+    CHECK_EQ(tier[40], TKV_TIER_ARCHIVE); /* as in the source */
+    for (t = 0; t < 20; t++) {
+        CHECK_EQ(append_to_all_layers(kv, t % 2, 3, 60, 30), TKV_OK);
+        check_cache_at(kv, "both go on", t);
+    }
+    CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_FULL), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 1, 1, 30, 300, k_out, v_out), TKV_OK);
+    CHECK_LE(mean_squared_difference(k_out, k, 300 * K_ROW), 0.5);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    check_cache_at(kv, "the source is gone", 0);
+    tkv_destroy(kv);
+}
+
+/* Tokens of several sequences: they are appended to one, and the others take them over at each step. That takes the
+ * bytes of one sequence. */
+TEST(a_token_can_be_in_several_sequences) {
+    static plain_sequence s;
+    counting_allocator p;
+    tkv_config cfg = make_move_config(4);
+    tkv_cache *kv;
+    size_t one;
+    int step, seq;
+    cfg.host.allocator = counting_allocator_of(&p);
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 400, 1);
+    one = p.held;
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    memset(&s, 0, sizeof s);
+    for (step = 0; step < 400; step++) {
+        append_plain(kv, 0, &s, step, 1, 1);
+        for (seq = 1; seq < 4; seq++) CHECK_EQ(tkv_seq_copy(kv, 0, step, step + 1, seq, step), TKV_OK);
+        if (step % 50 == 49)
+            for (seq = 0; seq < 4; seq++) check_plain(kv, seq, &s, &cfg, 1e-10);
+    }
+    CHECK_LE(p.held, 1.3 * (double)one);
+    append_plain(kv, 2, &s, 7000, 3, 1); /* from here on alone */
+    check_plain(kv, 2, &s, &cfg, 1e-10);
+    CHECK_EQ(tkv_get_length(kv, 1, 0), 400);
+    tkv_destroy(kv);
+    CHECK_EQ(p.held, 0);
+}
+
+TEST(copies_are_refused_with_a_reason) {
+    tkv_config cfg = make_config(2, 2);
+    tkv_cache *kv = create_cache(&cfg);
+    snapshot before;
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 40, 40), TKV_OK);
+    before = snapshot_of(kv);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 10, 50, 1, 40), TKV_ERR_UNSUPPORTED);
+    CHECK_STR(tkv_get_last_error(kv), "set cfg.model.rope: keys cannot move without the model's RoPE");
+    CHECK_EQ(tkv_seq_copy(kv, 0, 10, 50, 0, 10), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 10, 50, 1, -1), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(kv), "at is -1; positions are not negative");
+    CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 40, 50, 1, 40), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
+    check_unchanged(kv, &before, "refused");
+    CHECK_EQ(tkv_seq_copy(kv, 0, 40, 50, 1, 40), TKV_OK); /* the same positions need no RoPE */
+    tkv_destroy(kv);
+    cfg.limits.max_tokens = 320;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 40, 40), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 0, 300, 1, 0), TKV_ERR_CAPACITY);
+    CHECK_STR(tkv_get_last_error(kv), "max_tokens leaves room for 280 more tokens");
+    CHECK_EQ(tkv_seq_copy(kv, 0, 0, 280, 1, 0), TKV_OK);
+    tkv_destroy(kv);
+}
+
+/* Sequences that never had a token, or have lost all of them, can be cut, moved and forked. */
+TEST(empty_sequences_are_cut_and_moved) {
+    tkv_config cfg = make_move_config(3);
+    tkv_cache *kv = create_cache(&cfg);
+    static plain_sequence s;
+    int seq;
+    memset(&s, 0, sizeof s);
+    for (seq = 0; seq < 2; seq++) {
+        CHECK_EQ(tkv_seq_truncate(kv, seq, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, seq, 44), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(kv, seq, 0, TKV_UNLIMITED), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, seq, 0, TKV_UNLIMITED, 5), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, seq, 2, 7), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_get_length(kv, 2, TKV_ALL_LAYERS), 0);
+        check_cache_at(kv, "empty", seq);
+        if (seq == 1) break;
+        append_plain(kv, 1, &s, 0, 200, 50); /* what sequence 1 loses */
+        CHECK_EQ(tkv_seq_remove(kv, 1, 0, TKV_UNLIMITED), TKV_OK);
+    }
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 100, 50);
+    check_plain(kv, 0, &s, &cfg, 1e-10);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(removed_tokens_are_not_seen);
@@ -459,6 +939,19 @@ int main(int argc, char **argv) {
     RUN(kernels_agree_with_the_reference);
     RUN(a_thousand_moves_lose_nothing);
     RUN(moves_without_memory_change_nothing);
+    RUN(evicted_neighbours_of_split_blocks_merge);
+    RUN(cuts_before_the_first_moved_token);
     RUN(moves_are_refused_with_a_reason);
+    RUN(tokens_take_the_positions_given);
+    RUN(positions_can_go_back);
+    RUN(windows_follow_the_positions_given);
+    RUN(jumps_without_memory_change_nothing);
+    RUN(rows_see_to_their_ends);
+    RUN(padded_batches_equal_packed_ones);
+    RUN(copied_tokens_attend_as_if_read_there);
+    RUN(copies_of_coded_tokens_keep_their_bytes);
+    RUN(a_token_can_be_in_several_sequences);
+    RUN(copies_are_refused_with_a_reason);
+    RUN(empty_sequences_are_cut_and_moved);
     return tkv_test_end();
 }

@@ -57,6 +57,7 @@ typedef struct run_options {
     /* evict_first: reclaim_by_hand evicts before the other stages, and again after them */
     int offloads, discards, chunk, evict_first;
     int anchors; /* with anchors an append may be refused early */
+    int window;  /* 0: none */
     tkv_evict_policy policy;
     size_t extra_bytes; /* bytes above the smallest budget that tkv_create accepts */
 } run_options;
@@ -72,6 +73,7 @@ static tkv_config small_config(const run_options *r) {
     cfg.tiers.warm_tokens = 2 * BLOCK;
     cfg.evict.policy = r->policy;
     cfg.tiers.n_anchors = r->anchors;
+    cfg.model.window = r->window;
     cfg.budget.discard = r->discards;
     return cfg;
 }
@@ -221,6 +223,28 @@ TEST(refused_appends_had_no_memory) {
     printf("\n    %d runs, %d appends, %d refused, of these %d had memory, %d cost tokens", counts.n_runs,
            counts.n_appends, counts.n_refused, counts.n_had_memory, counts.n_changed);
     CHECK(counts.n_refused > counts.n_runs / 4);
+    CHECK_LE(counts.n_had_memory, counts.n_refused / 50); /* api.h */
+    CHECK_EQ(counts.n_changed, 0);
+}
+
+/* Expired tokens stay until an append succeeds, so eviction finds blocks that the demand counts as expired. They are not
+ * freed twice: else a refusal would come after tokens were lost (the library asserts that it does not). */
+TEST(expired_blocks_count_once) {
+    run_counts counts;
+    run_options r;
+    int step;
+    memset(&counts, 0, sizeof counts);
+    memset(&r, 0, sizeof r);
+    r.policy = TKV_EVICT_H2O;
+    r.chunk = CHUNK;
+    r.window = 120;
+    for (step = 0; step < 60; step++) {
+        r.extra_bytes = (size_t)step * 1009;
+        run_appends(&r, (uint64_t)step, 300, &counts);
+    }
+    printf("\n    %d runs, %d appends, %d refused, of these %d had memory", counts.n_runs, counts.n_appends,
+           counts.n_refused, counts.n_had_memory);
+    CHECK(counts.n_refused > 0);
     CHECK_LE(counts.n_had_memory, counts.n_refused / 50); /* api.h */
     CHECK_EQ(counts.n_changed, 0);
 }
@@ -396,6 +420,7 @@ TEST(failed_appends_keep_tokens) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(refused_appends_had_no_memory);
+    RUN(expired_blocks_count_once);
     RUN(a_full_index_evicts_offloaded_tokens);
     RUN(estimated_contexts_are_reached);
     RUN(failed_appends_keep_tokens);

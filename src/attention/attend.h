@@ -98,9 +98,25 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int 
     return list->expired + kv->pool.entry[ids[0]].shift > lowest ? list->expired - 1 : oldest;
 }
 
+/* Row of q, out, masks and lse of the first query of a batch entry. before: queries of the entries before it. */
+static int tkvi_first_row(const tkv_attend_params *p, int item, int before) {
+    return p->first_rows ? p->first_rows[item] : before;
+}
+
+/* 1 if first_rows and row_ends are valid for a batch entry. len: tokens of the sequence. */
+static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int n, int len) {
+    int query;
+    if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n)) return 0;
+    for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {
+        const int end = p->row_ends[tkvi_first_row(p, item, before) + query];
+        if (end <= len - n + query || end > len) return 0;
+    }
+    return 1;
+}
+
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
-    int i, longest = 0;
+    int i, longest = 0, n_queries = 0;
     int64_t rows = 0;
     if (!kv || !p) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
@@ -127,6 +143,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         len = list->len;
         if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
+        if (!tkvi_are_rows_valid(p, i, n_queries, c->rows[i].n, len)) return TKV_ERR_ARG;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
         oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, c->rows[i].n, c->window);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
@@ -134,11 +151,13 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
+        if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
+        n_queries += c->rows[i].n;
         longest = tkvi_max(longest, len);
     }
     if (!p->q || !p->out || (p->scores && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
-    if (rows > TKVI_FOREVER || p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
+    if (p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
     if (p->mask_bits && p->n_mask_bits > cfg->limits.max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
     for (i = 0; p->alibi_slopes && i < cfg->model.n_heads; i++)
@@ -183,9 +202,10 @@ typedef struct tkvi_work_tile {
     int k_pad, v_pad;        /* head dimensions, rounded up to 16 */
     int chunk, n_chunks;     /* blocks per split; number of splits */
     tkvi_sight sight;        /* what queries see by causality and window */
-    int oldest, newest;      /* indices of the oldest and newest query */
+    int first_end, last_end; /* least and greatest end of a query */
     int lowest, highest;     /* least and greatest position of a query */
     int shift[TKVI_PREFILL]; /* of each row's query: its position less its index */
+    int end[TKVI_PREFILL];   /* indices from here on are hidden from the row */
     int changes;             /* 1: softcap, ALiBi or masks change the scores */
     uint32_t far_rows;       /* bit r: row r adds to far_attention */
 } tkvi_work_tile;
@@ -206,30 +226,32 @@ static int tkvi_row_position(const tkvi_work_tile *u, int r) { return tkvi_index
 
 /* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
 static void tkvi_visible(const tkvi_work_tile *u, int i, int r, int *low, int *high) {
-    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, tkvi_index_of(u, r), tkvi_row_position(u, r),
-                    low, high);
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, u->end[r], tkvi_row_position(u, r), low,
+                    high);
 }
 
 /* As tkvi_visible, for keys that some row sees (all 0), or that all rows see (all 1). */
 static void tkvi_visible_rows(const tkvi_work_tile *u, int i, int all, int *low, int *high) {
     int none;
-    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, all ? u->oldest : u->newest,
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, all ? u->first_end : u->last_end,
                     all ? u->lowest : u->highest, &none, high);
-    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, u->newest, all ? u->highest : u->lowest, low,
-                    &none);
+    tkvi_visible_in(u->call->kv, u->list, u->ids, i, &u->sight, u->last_end, all ? u->highest : u->lowest,
+                    low, &none);
 }
 
-/* Sets the indices and positions of the tile's queries. */
+/* Sets what depends on the indices and positions of the tile's queries. */
 static void tkvi_place_rows(tkvi_work_tile *u) {
     const tkv_cache *kv = u->call->kv;
+    const int *row_ends = u->call->p->row_ends;
     int r;
-    u->oldest = tkvi_index_of(u, 0);
-    u->newest = tkvi_index_of(u, u->rows - 1);
-    u->lowest = TKVI_FOREVER;
-    u->highest = 0;
+    u->first_end = u->lowest = TKVI_FOREVER;
+    u->last_end = u->highest = 0;
     for (r = 0; r < u->rows; r++) {
         const int index = tkvi_index_of(u, r), position = tkvi_index_position(kv, u->list, u->ids, index);
         u->shift[r] = position - index;
+        u->end[r] = row_ends ? row_ends[u->seq_row + tkvi_query_of(u, r)] : index + 1;
+        u->first_end = tkvi_min(u->first_end, u->end[r]);
+        u->last_end = tkvi_max(u->last_end, u->end[r]);
         u->lowest = tkvi_min(u->lowest, position);
         u->highest = tkvi_max(u->highest, position);
     }
@@ -261,6 +283,7 @@ static void tkvi_view_init(const tkvi_work_tile *u, tkvi_tile_view *v) {
     for (r = 0; r < u->rows; r++) {
         v->index[r] = tkvi_index_of(u, r);
         v->position[r] = tkvi_row_position(u, r);
+        v->end[r] = u->end[r];
     }
 }
 
@@ -927,7 +950,7 @@ static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
-            tkvi_work_tile_init(u, c, i, row, number / tiles, number % tiles);
+            tkvi_work_tile_init(u, c, i, tkvi_first_row(c->p, i, row), number / tiles, number % tiles);
             return;
         }
         number -= tiles * heads;

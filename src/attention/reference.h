@@ -20,9 +20,10 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     const int len = list->len, first = len - c->rows[item].n, at = first + query;
     const int of_key = j + kv->pool.entry[ids[i]].shift, of_query = tkvi_index_position(kv, list, ids, at);
     const int by_index = tkvi_block_end(kv, list, ids, i) > first;
+    const int end = p->row_ends ? p->row_ends[row] : at + 1;
     double s = 0.0, add = 0.0;
     *seen = 0;
-    if (!p->non_causal && (j > at || (!by_index && of_key > of_query))) return 0.0;
+    if (!p->non_causal && (j >= end || (!by_index && of_key > of_query))) return 0.0;
     if (c->window && of_query - of_key >= c->window) return 0.0;
     if (p->mask) {
         const float bias = tkvi_mask_bias(p->mask[row * c->mask_stride + j]);
@@ -128,16 +129,17 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
 
 TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p) {
     tkvi_call c;
-    int item, query, head, row = 0;
+    int item, query, head, n_before = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
     for (item = 0; item < c.n_rows; item++) {
         if (p->scores)
             memset(p->scores + item * c.score_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
-        for (query = 0; query < c.rows[item].n; query++, row++)
+        for (query = 0; query < c.rows[item].n; query++)
             for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)
-                st = tkvi_ref_row(&c, item, row, query, head);
+                st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
+        n_before += c.rows[item].n;
     }
     return st;
 }

@@ -18,6 +18,8 @@
 #include "cache/meter.h"
 #include "cache/states.h"
 
+#define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
+
 /* Searches in a list. Each begins behind the blocks that it has passed, so it looks at one or two blocks. */
 typedef enum tkvi_search {
     TKVI_RECODED,       /* passed: blocks as small as the level requires (reclaim/stale.h) */
@@ -76,6 +78,7 @@ static void tkvi_count_split(tkvi_list *list, int i) {
 
 /* Removes the blocks first .. end - 1 from a list. The caller releases them. */
 static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
+    if (first == end) return; /* a sequence that never had a token has no ids */
     memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
     tkvi_uncount_blocks(list, first, end);
 }
@@ -407,6 +410,13 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_TIER_HOT;
     if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
     return i < list->sinks + list->archive + list->warm ? TKV_TIER_WARM : TKV_TIER_HOT;
+}
+
+/* The tier of the tokens of block i: that of the list, or that which the block is coded for if a colder list had it
+ * before (tkv_seq_copy). */
+static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkv_tier tier = tkvi_tier_at(list, i), coded = (tkv_tier)tkvi_block_of(kv, ids[i])->tier;
+    return coded > tier ? coded : tier;
 }
 
 /* Tables are learned from at most this many blocks of a head. */

@@ -36,12 +36,13 @@ typedef struct tkvi_sight {
 } tkvi_sight;
 
 /* The indices of the keys in block i that a query sees by causality and window: low .. high-1. Causality goes by index
- * in blocks with tokens of the queries, and by position in all older ones. index, position: of the query. */
+ * in blocks with tokens of the queries, and by position in all older ones. end: indices from here on are hidden from
+ * the query. position: of the query. */
 static void tkvi_visible_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
-                            const tkvi_sight *sight, int index, int position, int *low, int *high) {
+                            const tkvi_sight *sight, int end, int position, int *low, int *high) {
     const int shift = kv->pool.entry[ids[i]].shift;
     *low = sight->window ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
-    *high = index + 1;
+    *high = end;
     if (tkvi_block_end(kv, list, ids, i) <= sight->first_query)
         *high = tkvi_max(0, tkvi_min(*high, position - shift + 1));
     if (sight->non_causal) *high = list->len;
@@ -58,9 +59,10 @@ typedef struct tkvi_tile_view {
     int rows;                /* number of rows */
     int index[TKVI_ROWS];    /* of each row's query */
     int position[TKVI_ROWS]; /* of each row's query */
-    tkvi_sight sight;        /* what they see by causality and window (tkvi_visible_keys) */
-    const float *q;          /* [rows][q_stride] scaled queries; in `begin` only */
-    int q_stride;            /* head_dim, rounded up to 16 */
+    int end[TKVI_ROWS]; /* indices from here on are hidden from the row; index + 1 but for params.row_ends */
+    tkvi_sight sight;   /* what they see by causality and window (tkvi_visible_keys) */
+    const float *q;     /* [rows][q_stride] scaled queries; in `begin` only */
+    int q_stride;       /* head_dim, rounded up to 16 */
     const tkvi_sums *sums;   /* results of the first pass without sink logits; in `begin` only; can be NULL */
     float origin[TKVI_ROWS]; /* scale q.ref of each row; scores are relative to it (attention/attend.h) */
     float lse[TKVI_ROWS];    /* log-sum-exp relative to it, with sink logits; TKVI_HIDDEN: sees no key */
@@ -109,7 +111,7 @@ typedef struct tkvi_consumer {
 
 /* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
 static void tkvi_visible_keys(const tkvi_tile_view *v, int i, int r, int *low, int *high) {
-    tkvi_visible_in(v->kv, v->list, v->ids, i, &v->sight, v->index[r], v->position[r], low, high);
+    tkvi_visible_in(v->kv, v->list, v->ids, i, &v->sight, v->end[r], v->position[r], low, high);
 }
 
 /* Bits of all rows. */

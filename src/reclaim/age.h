@@ -132,8 +132,11 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     tkvi_recoding r;
     if (tkvi_is_offloaded(b)) return 1; /* its bytes are not in RAM */
     if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return 1; /* same format */
-    /* A cache created with a budget never demotes to more bytes, even after the budget is removed. */
-    if (kv->tables.recode_pages && !tkvi_is_smaller(kv, b->layout, layout)) return 1;
+    /* A cache created with a budget never demotes to more bytes, even after the budget is removed. Nor does a copied
+     * block of sinks take the bytes of a whole block. */
+    if ((kv->tables.recode_pages || kv->tables.layout[b->layout].tokens < TKVI_BLOCK) &&
+        !tkvi_is_smaller(kv, b->layout, layout))
+        return 1;
     if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
     tkvi_copy_for_meter(kv, seq, layer, id);
     kv->counts.demoted++;

@@ -225,14 +225,30 @@ static void tkvi_end_stretch(const tkv_cache *kv, tkvi_stretch *stretch, int end
     memset(stretch, 0, sizeof *stretch);
 }
 
+/* Number of blocks at the front of a list that the demand of a request counts as expired. */
+static int tkvi_n_expired_by(const tkv_cache *kv, const tkvi_request *request, int seq, int layer) {
+    int i, n = 0;
+    for (i = 0; i < request->n_rows && request->layer == layer; i++)
+        if (request->rows[i].seq == seq && request->rows[i].n && !kv->seq[seq].in_step)
+            n = tkvi_n_expiring(kv, seq, layer);
+    return n;
+}
+
+/* Adds a block to a demand again that was counted as expired. */
+static void tkvi_demand_again(const tkv_cache *kv, const tkvi_block *b, tkvi_demand *demand) {
+    demand->entries++;
+    if (b->refs == 1 && !tkvi_is_offloaded(b)) demand->slots[kv->tables.layout[b->layout].size_class]++;
+}
+
 /* Subtracts from a demand what stage 6 surely frees of a list: eviction of all tokens that may be evicted, and merging.
- * victims: those of the policy, or NULL. Without them each stretch may keep all n_staying tokens. */
-static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discarded_to, int n_staying,
-                                  const tkvi_choice *victims, tkvi_demand *demand) {
+ * victims: those of the policy, or NULL. Without them each stretch may keep all n_staying tokens. n_expired: blocks
+ * that the demand counts as expired. One of them may stay, as it can get the tokens or positions of the next one. */
+static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expired, int discarded_to,
+                                  int n_staying, const tkvi_choice *victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     tkvi_stretch stretch;
-    int i, t, token = 0, n_outside = 0;
+    int i, t, token = 0, n_outside = 0, last_expired = -1;
     memset(&stretch, 0, sizeof stretch);
     for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
@@ -243,6 +259,13 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
+        if (i < n_expired) {
+            if (victims && used) last_expired = i;
+            /* which one stays is unknown: one of each format */
+            if (!victims && (i + 1 == n_expired || b->layout != tkvi_block_of(kv, ids[i + 1])->layout))
+                tkvi_demand_again(kv, b, demand);
+            continue;
+        }
         if (stretch.n_blocks &&
             (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier ||
              !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
@@ -266,11 +289,14 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int discard
         stretch.is_anchored |= kv->pool.token_meta[ids[i]].anchored_mask != 0;
     }
     if (stretch.n_blocks) tkvi_end_stretch(kv, &stretch, list->len, victims ? -1 : n_staying, demand);
+    if (last_expired >= 0) tkvi_demand_again(kv, tkvi_block_of(kv, ids[last_expired]), demand);
     if (!victims) demand->entries -= tkvi_max(0, n_outside - n_staying);
 }
 
-/* Subtracts what stages 5 and 6 surely free of a list. knows_victims: 1 asks the policy which tokens it evicts. */
-static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_victims, tkvi_demand *demand) {
+/* Subtracts what stages 5 and 6 surely free of a list. n_expired: as above. knows_victims: 1 asks the policy which
+ * tokens it evicts. */
+static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int n_expired, int knows_victims,
+                               tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n_staying, discarded_to = 0;
@@ -285,7 +311,8 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int knows_vict
     if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || !list->n) return;
     n_staying = tkvi_n_staying(kv, seq, layer, 0);
     if (knows_victims) tkvi_choose_victims_or_oldest(kv, seq, layer, n_staying, 0, &choice);
-    tkvi_subtract_evicted(kv, seq, layer, discarded_to, n_staying, knows_victims ? &choice : NULL, demand);
+    tkvi_subtract_evicted(kv, seq, layer, n_expired, discarded_to, n_staying, knows_victims ? &choice : NULL,
+                          demand);
 }
 
 /* Block numbers that the longest list of a row needs when stage 6 surely freed blocks. */
@@ -293,7 +320,7 @@ static int tkvi_n_entries_after(tkv_cache *kv, const tkv_rows *row, int layer, i
     int l, most = 0;
     for (l = tkvi_max(layer, 0); l <= (layer < 0 ? kv->tables.cfg.model.n_layers - 1 : layer); l++) {
         tkvi_demand demand = tkvi_no_demand();
-        if (tkvi_list_of(kv, row->seq, l)->n) tkvi_subtract_loss(kv, row->seq, l, knows_victims, &demand);
+        if (tkvi_list_of(kv, row->seq, l)->n) tkvi_subtract_loss(kv, row->seq, l, 0, knows_victims, &demand);
         most = tkvi_max(most, tkvi_n_row_entries(kv, row, l) + (int)demand.entries);
     }
     return most;
@@ -320,7 +347,8 @@ static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request 
     int seq, layer;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            tkvi_subtract_loss(kv, seq, layer, knows_victims, &demand);
+            tkvi_subtract_loss(kv, seq, layer, tkvi_n_expired_by(kv, request, seq, layer), knows_victims,
+                               &demand);
     bounds.row_need = knows_victims ? tkvi_n_entries_by_victims : tkvi_n_entries_by_counts;
     bounds.pages = tkvi_pages_for_demand(&kv->pool, &demand);
     bounds.entries = tkvi_entries_for_demand(&kv->pool, &demand);
@@ -611,6 +639,9 @@ static tkv_status tkvi_reclaim(tkv_cache *kv, const tkvi_request *request, size_
         st = tkvi_prepare_any_loss(kv, request, budget);
     }
     if (st == TKV_ERR_BUDGET) return tkvi_refuse_over_budget(kv, tkvi_bytes_for(kv, request));
+    if (st && kv->pool.keep_all)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY,
+                         "the memory given to tkv_create_in_place has no room for entries", 0, NULL);
     if (st) return tkvi_fail(kv, st, "the allocator gave no memory within the budget", 0, NULL);
     for (;;) {
         const tkvi_demand demand = tkvi_demand_of(kv, request);

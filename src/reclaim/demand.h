@@ -14,7 +14,8 @@
 typedef struct tkvi_request {
     const tkv_rows *rows; /* sequences and the tokens that their lists must take */
     int n_rows, layer;    /* layer of the lists; -1: all, each up to rows[0].n tokens beyond the shortest */
-    tkvi_demand fixed;    /* other blocks and bytes; with layer -1 the blocks of the rows too */
+    int n_jumps;       /* entries that a list may take beside those of its blocks, for jumps of positions */
+    tkvi_demand fixed; /* other blocks and bytes; with layer -1 the blocks of the rows too */
 } tkvi_request;
 
 static tkvi_request tkvi_no_request(void) {
@@ -48,22 +49,45 @@ static size_t tkvi_growth_bytes(uint32_t cap, int64_t n_entries, size_t entry_by
  * that it is copied, or a list forked at every token would have a block for each. */
 #define TKVI_FULL_ENOUGH (TKVI_BLOCK / 4 * 3)
 
+/* 1 if entry i of a list sees the slots of its block that follow those of entry i - 1. */
+static int tkvi_goes_on(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_entry *before = &kv->pool.entry[ids[i - 1]], *e = &kv->pool.entry[ids[i]];
+    return before->block == e->block && tkvi_block_tokens(kv, list, ids, i - 1) <= e->first_slot;
+}
+
+/* 1 if others hold the block of the last entry of a list too. Entries before it that see other slots of the block,
+ * because their positions differ, do not count. */
+static int tkvi_is_tail_shared(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    int first = list->n - 1;
+    while (first > 0 && tkvi_goes_on(kv, list, ids, first)) first--;
+    return tkvi_block_of(kv, ids[first])->refs > (uint32_t)(list->n - first);
+}
+
+/* 1 if the last block must be copied before a token is stored there: an entry of another list has its next slot. */
+static int tkvi_must_copy_tail(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    const int last = list->n - 1;
+    return tkvi_is_tail_shared(kv, list, ids) &&
+           tkvi_block_of(kv, ids[last])->n_shared_slots != tkvi_block_tokens(kv, list, ids, last);
+}
+
 /* Number of tokens that the last block of a list can still take. */
 static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids) {
     int last = list->n - 1, capacity;
     if (last < 0) return 0;
+    if (last >= list->sinks && tkvi_block_of(kv, ids[last])->tier != TKV_TIER_HOT)
+        return 0; /* a flush recoded it before it was full, or it was copied from older tokens */
     if (last >= list->sinks && tkvi_tier_at(list, last) != TKV_TIER_HOT)
-        return 0; /* a flush recoded it before it was full */
+        return 0; /* it is shared, and aged */
     if (kv->pool.entry[ids[last]].n_packed || kv->pool.entry[ids[last]].end_slot)
         return 0;                                   /* truncation or removal took the blocks after it */
     if (kv->pool.entry[ids[last]].turned) return 0; /* its tokens have moved, and new ones have not */
     if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
         return 0; /* truncation removed the blocks after it */
-    if (tkvi_block_of(kv, ids[last])->refs > 1 && !kv->pool.keep_all && last >= list->sinks &&
+    if (!kv->pool.keep_all && last >= list->sinks && tkvi_must_copy_tail(kv, list, ids) &&
         list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
         return 0; /* in place, lists have no room for short blocks */
-    capacity = last < list->sinks ? p->sink : TKVI_BLOCK;
+    capacity = last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
     return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
 }
 
@@ -84,8 +108,7 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
     if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
     tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
-    if (tkvi_tail_free_slots(kv, p, list, ids) &&
-        tkvi_block_of(kv, ids[list->n - 1])->refs > 1) /* it is copied */
+    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
@@ -125,6 +148,12 @@ static tkvi_demand tkvi_demand_of(const tkv_cache *kv, const tkvi_request *reque
 /* Block numbers that the longest list of a row must hold: tkvi_n_row_entries, or fewer after blocks are freed. */
 typedef int (*tkvi_row_need)(tkv_cache *kv, const tkv_rows *row, int layer);
 
+/* The same for row i of a request, with jumps of positions. 0: the row needs none. */
+static int tkvi_n_list_entries(tkv_cache *kv, const tkvi_request *request, int i, tkvi_row_need row_need) {
+    const int n = row_need(kv, &request->rows[i], request->layer);
+    return n ? n + request->n_jumps : 0;
+}
+
 /* Bytes of new arrays of the index (block table, lists, space of choices) that serve a request. n_entries: of the block
  * table. */
 static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request, int64_t n_entries,
@@ -132,7 +161,7 @@ static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request
     size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, n_entries, tkvi_block_entry_bytes(&kv->tables.cfg));
     int i, most = 0;
     for (i = 0; i < request->n_rows; i++) {
-        const int n = row_need(kv, &request->rows[i], request->layer);
+        const int n = tkvi_n_list_entries(kv, request, i, row_need);
         bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n, sizeof(uint32_t)) *
                  (size_t)kv->tables.cfg.model.n_layers;
         most = tkvi_max(most, n);
@@ -148,7 +177,7 @@ static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n
         return 0;
     for (i = 0; i < request->n_rows; i++)
         if (request->rows[i].n &&
-            !tkvi_grow_lists(kv, request->rows[i].seq, row_need(kv, &request->rows[i], request->layer)))
+            !tkvi_grow_lists(kv, request->rows[i].seq, tkvi_n_list_entries(kv, request, i, row_need)))
             return 0;
     return 1;
 }

@@ -136,7 +136,7 @@ static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint3
     tkvi_token_meta *token_meta = &kv->pool.token_meta[ids[i]];
     int t, shift = 0;
     tkvi_list_positions(kv, list, ids, i);
-    for (t = e->n_packed; t-- > 0;)
+    for (t = e->n_packed; t-- > e->first_slot;) /* slots before it belong to another entry */
         if (!(e->evicted_mask >> t & 1)) shift = token_meta->positions[t];
     for (t = 0; t < e->n_packed; t++)
         token_meta->positions[t] =

@@ -83,7 +83,8 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
         for (slot = 0; slot < TKVI_BLOCK; slot++) {
             const int at = live >> slot & 1 ? tkvi_slot_index(kv, ids[i], slot) - start : -1;
             if (at >= 0 && at < n)
-                tiers[at] = (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_tier_at(list, i));
+                tiers[at] =
+                    (uint8_t)(discarded ? (int)TKV_TOKEN_DISCARDED : (int)tkvi_token_tier(kv, list, ids, i));
         }
     }
     return TKV_OK;
@@ -138,12 +139,13 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 }
 
 /* >>bytes */
-/* Adds the bytes and tokens of one block. Codes and metadata are what the formats use; the rest is padding. */
+/* Adds bytes and tokens of a block. bytes: what the formats use, the rest is padding; NULL: they are counted. */
 static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
                            int is_offloaded) {
     tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
     if (is_offloaded) m->offloaded.tokens += tokens;
+    if (!bytes) return;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
@@ -163,6 +165,30 @@ static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_b
     m->ratio_f32 = 2.0 * m->ratio;
 }
 
+/* A run: the entries of a list that hold the block of its entry i. A move of a part of a block makes several, which are
+ * neighbours (step/move.h). */
+typedef struct tkvi_run_of_block {
+    uint32_t n;
+    int first;       /* index of its first entry in the list */
+    int counts_once; /* 1: what counts each block once counts it in this list */
+} tkvi_run_of_block;
+
+static tkvi_run_of_block tkvi_find_run(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                                       int i) {
+    const tkvi_entry *entry = kv->pool.entry;
+    const uint32_t block = entry[ids[i]].block;
+    tkvi_run_of_block run;
+    while (i > 0 && entry[ids[i - 1]].block == block) i--;
+    run.n = 0;
+    run.first = i;
+    run.counts_once = 0;
+    for (; i < list->n && entry[ids[i]].block == block; i++) {
+        run.counts_once |= entry[ids[i]].is_first;
+        run.n++;
+    }
+    return run;
+}
+
 /* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -170,8 +196,10 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     int i;
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (!tkvi_is_discarded(b) && (!once || kv->pool.entry[ids[i]].is_first))
-            tkvi_add_block(out, (tkv_tier)b->tier, &kv->tables.layout[b->layout].bytes,
+        const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+        if (!tkvi_is_discarded(b) && (!once || run.counts_once))
+            tkvi_add_block(out, (tkv_tier)b->tier,
+                           i == run.first ? &kv->tables.layout[b->layout].bytes : NULL,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -197,6 +225,25 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     return TKV_OK;
 }
 
+TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out) {
+    int layer, i;
+    if (!out || !tkvi_has_seq(kv, seq)) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+            const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+            const size_t bytes = kv->tables.layout[b->layout].bytes.total;
+            if (run.first < i || tkvi_is_discarded(b) || tkvi_is_offloaded(b)) continue;
+            *(run.n == b->refs ? &out->own : &out->shared) += bytes;
+            if (run.n < b->refs) out->share += bytes * run.n / b->refs;
+        }
+    }
+    return TKV_OK;
+}
+
 /* Sums up the blocks of one layer of one sequence. */
 static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -204,7 +251,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     size_t bytes = 0;
     int i;
     for (i = 0; i < list->n; i++)
-        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) && tkvi_find_run(kv, list, ids, i).first == i)
             bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
@@ -217,7 +264,7 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i;
     for (i = 0; i < list->n; i++) {
-        tkv_tier tier = tkvi_tier_at(list, i);
+        const tkv_tier tier = tkvi_token_tier(kv, list, ids, i);
         if (tkvi_is_discarded(tkvi_block_of(kv, ids[i]))) {
             out->discarded += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
             continue;
@@ -622,7 +669,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, slot, last;
+    int i, t, slot, last, is_sink_layout;
     if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
@@ -650,7 +697,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_entry *e = &kv->pool.entry[ids[i]];
-        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->len - end, most;
+        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
         if (end <= e->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
@@ -673,13 +720,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
-        if (e->tier != (uint8_t)tier || b->tier > e->tier)
+        if (e->tier != (uint8_t)tier)
             return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
         if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
             return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
-        if (i < list->sinks ? kv->tables.layout[b->layout].key != p->sink_layout
-                            : !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
-                                                      kv->tables.layout[b->layout].key))
+        is_sink_layout = kv->tables.layout[b->layout].key == p->sink_layout;
+        if (i < list->sinks ? !is_sink_layout
+                            : !is_sink_layout && /* a copied block of sinks */
+                                  !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
+                                                          kv->tables.layout[b->layout].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);

@@ -1,6 +1,6 @@
 /*
- * step/move.h - tkv_seq_remove and tkv_seq_shift: tokens of a sequence leave it, or get other positions. No byte of a
- * block changes.
+ * step/move.h - tkv_seq_remove, tkv_seq_shift and tkv_seq_copy: tokens of a sequence leave it, get other positions, or
+ * join another sequence. No byte of a block changes.
  *
  *     list             [ A ][ B ][ C ]            index 0 .. 191, position = index + shift of the entry
  *     remove 70 .. 99  [ A ][ B ][ C ]            30 bits in the mask of B's entry
@@ -16,8 +16,6 @@
 #define TKVI_STEP_MOVE_H
 
 #include "step/fork.h"
-
-#define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
 
 /* Positions first .. end - 1. */
 typedef struct tkvi_range {
@@ -179,6 +177,23 @@ static int tkvi_split_slot(const tkv_cache *kv, const tkvi_list *list, const uin
     return 0;
 }
 
+/* Takes the slots before `slot` from an entry. start: index at which the entry begins then. */
+static void tkvi_cut_front(tkv_cache *kv, uint32_t id, int slot, int start) {
+    tkvi_entry *e = &kv->pool.entry[id];
+    const uint64_t kept = ~(uint64_t)0 << slot;
+    e->first_slot = (uint8_t)slot;
+    e->evicted_mask &= kept;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *meta = &kv->pool.token_meta[id];
+        int t;
+        for (t = slot; t < e->n_packed; t++)
+            meta->positions[t] = (uint16_t)(meta->positions[t] - (start - e->start));
+        meta->pinned_mask &= kept;
+        meta->temporary_mask &= kept;
+    }
+    e->start = start;
+}
+
 /* Gives the slots of block i from `slot` on an entry of their own, behind it. There must be room for it. */
 static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -186,27 +201,19 @@ static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot)
     const uint32_t id = ids[i], new_id = tkvi_share_entry(&kv->pool, id, tkvi_block_tokens(kv, list, ids, i));
     const uint64_t before = tkvi_slots_before(slot);
     const int start = tkvi_slot_index(kv, id, slot);
-    tkvi_entry *a = &kv->pool.entry[id], *b = &kv->pool.entry[new_id];
+    tkvi_entry *a = &kv->pool.entry[id];
     tkvi_forget_meter_copies(kv, seq, layer, a->start);
     memmove(ids + i + 2, ids + i + 1, (size_t)(list->n - i - 1) * sizeof *ids);
     ids[i + 1] = new_id;
     tkvi_count_split(list, i);
-    b->first_slot = (uint8_t)slot;
-    b->evicted_mask &= ~before;
+    tkvi_cut_front(kv, new_id, slot, start);
     a->evicted_mask &= before;
     a->end_slot = 0;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
-        tkvi_token_meta *of_a = &kv->pool.token_meta[id], *of_b = &kv->pool.token_meta[new_id];
-        int t;
-        for (t = slot; t < b->n_packed; t++)
-            of_b->positions[t] = (uint16_t)(of_b->positions[t] - (start - a->start));
-        of_a->pinned_mask &= before;
-        of_a->temporary_mask &= before;
-        of_b->pinned_mask &= ~before;
-        of_b->temporary_mask &= ~before;
+        kv->pool.token_meta[id].pinned_mask &= before;
+        kv->pool.token_meta[id].temporary_mask &= before;
     }
     if (a->n_packed) a->n_packed = (int8_t)slot;
-    b->start = start;
 }
 
 /* 1 if blocks i and i + 1 are entries of one block that can be one entry again. */
@@ -321,11 +328,8 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
     return TKV_OK;
 }
 
-TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta) {
-    tkvi_move move;
-    tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
-    int layer;
-    if (st) return st;
+/* Checks that tokens can get other positions. */
+static tkv_status tkvi_check_movable(tkv_cache *kv) {
     if (!kv->tables.rope)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set cfg.model.rope: keys cannot move without the model's RoPE", 0, NULL);
@@ -333,6 +337,15 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: anchors cannot move, and there are",
                          kv->tables.cfg.tiers.n_anchors, "");
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int delta) {
+    tkvi_move move;
+    tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
+    int layer;
+    if (!st) st = tkvi_check_movable(kv);
+    if (st) return st;
     move.seq = seq;
     move.delta = delta;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
@@ -342,6 +355,183 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st || !delta) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for a last block that takes more tokens */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) tkvi_move_in_list(kv, layer, &move);
+    return tkvi_ok(kv);
+}
+
+/* >>copying */
+typedef struct tkvi_copy {
+    int src, dst, delta; /* delta: position in dst less position in src */
+    tkvi_range range;    /* positions in src */
+} tkvi_copy;
+
+/* The indices before the first block that have positions in the range of a copy: *from .. *to - 1. Their tokens are
+ * gone, but they take indices, so that a token has the same index in all layers. */
+static void tkvi_indices_before(const tkv_cache *kv, const tkvi_copy *copy, int layer, int *from, int *to) {
+    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    const int shift = list->n ? kv->pool.entry[ids[0]].shift : 0;
+    const int end = list->n ? tkvi_block_start(kv, ids, 0) : list->len;
+    *from = tkvi_clamp_index((int64_t)copy->range.first - shift, 0, end);
+    *to = tkvi_clamp_index((int64_t)copy->range.end - shift, *from, end);
+}
+
+/* Number of indices of a layer that a copy takes. */
+static int tkvi_n_copied(const tkv_cache *kv, int layer, const tkvi_copy *copy) {
+    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    int i, from, to, n;
+    tkvi_indices_before(kv, copy, layer, &from, &to);
+    n = to - from;
+    for (i = 0; i < list->n; i++) {
+        tkvi_indices_in(kv, list, tkvi_ids(kv, copy->src, layer), i, &copy->range, &from, &to);
+        n += to - from;
+    }
+    return n;
+}
+
+/* Entries that a copy takes, in all layers. Returns the length of the longest list of dst then. */
+static int tkvi_count_copies(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    const tkvi_copy *copy = (const tkvi_copy *)what;
+    int layer, i, from, to, longest = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+        const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+        int n = 0;
+        for (i = 0; i < list->n; i++) {
+            tkvi_indices_in(kv, list, ids, i, &copy->range, &from, &to);
+            n += from < to && tkvi_slots_between(kv, list, ids, i, from, to);
+        }
+        demand->entries += n;
+        longest = tkvi_max(longest, tkvi_list_of(kv, copy->dst, layer)->n + n);
+    }
+    return longest;
+}
+
+/* Gives dst the tokens of block i of src with indices from .. to - 1, at indices from `at` on. */
+static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int i, int from, int to,
+                            int at) {
+    const tkvi_list *src = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
+    const uint64_t slots = tkvi_slots_between(kv, src, ids, i, from, to);
+    const uint32_t id = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, src, ids, i));
+    const int is_sink = i < src->sinks && dst->n == dst->sinks;
+    tkvi_entry *e = &kv->pool.entry[id];
+    int slot = e->n_packed ? 0 : e->first_slot + from - e->start;
+    while (e->n_packed && !(slots >> slot & 1)) slot++;
+    kv->pool.n_late -= (uint32_t)(kv->pool.n_late && tkvi_is_late(&kv->pool, id));
+    e->tier = TKV_TIER_HOT;
+    kv->pool.n_late += (uint32_t)tkvi_is_late(&kv->pool, id);
+    tkvi_cut_front(kv, id, slot, from);
+    tkvi_truncate_entry(kv, id, to);
+    e->start = at;
+    e->shift += from - at + copy->delta;
+    e->turned += copy->delta;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta)
+        kv->pool.token_meta[id].pinned_mask = kv->pool.token_meta[id].temporary_mask = 0;
+    tkvi_ids(kv, copy->dst, layer)[dst->n++] = id;
+    dst->sinks += is_sink;
+    dst->is_moved |= e->shift != 0 || e->turned != 0;
+    dst->len = at + to - from;
+    if (dst->n > 1 && tkvi_can_unite(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 2))
+        tkvi_unite_entries(kv, copy->dst, layer, dst->n - 2);
+}
+
+/* Copies the tokens of a layer. n: indices that dst gets. There must be room for the entries of tkvi_count_copies. */
+static void tkvi_copy_list(tkv_cache *kv, int layer, const tkvi_copy *copy, int n) {
+    const tkvi_list *src = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
+    const int len = dst->len;
+    int i, from, to, at;
+    tkvi_indices_before(kv, copy, layer, &from, &to);
+    at = len + to - from;
+    for (i = 0; i < src->n; i++) {
+        tkvi_indices_in(kv, src, ids, i, &copy->range, &from, &to);
+        if (from < to && tkvi_slots_between(kv, src, ids, i, from, to)) {
+            if (dst->n && at > dst->len) tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
+            tkvi_copy_entry(kv, layer, copy, i, from, to, at);
+        }
+        at += to - from;
+    }
+    if (dst->n && len + n > dst->len) tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
+    dst->len = len + n;
+}
+
+/* Checks that a copy can take the tokens of a layer. */
+static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *copy) {
+    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    const tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
+    int i, from, to;
+    if (list->n && list->expired && list->expired + kv->pool.entry[ids[0]].shift > copy->range.first)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of the range have expired: layer", layer, "");
+    if (dst->expired)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of dst have expired, so it takes none: layer", layer, "");
+    for (i = 0; i < list->n; i++) {
+        const int shift = kv->pool.entry[ids[i]].shift;
+        int64_t first, last;
+        tkvi_indices_in(kv, list, ids, i, &copy->range, &from, &to);
+        if (from == to) continue;
+        first = (int64_t)from + shift + copy->delta;
+        last = (int64_t)to - 1 + shift + copy->delta;
+        if (first < 0 || last >= TKVI_POSITIONS)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
+                             "; positions are 0 to 2^30 - 1");
+        if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
+                             "");
+    }
+    return TKV_OK;
+}
+
+/* Provides the entries of a copy. src counts as in a step meanwhile, so that reclaim evicts none of its tokens. */
+static tkv_status tkvi_provide_copy(tkv_cache *kv, const tkvi_copy *copy) {
+    tkv_status st;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+        list->step_len = list->len;
+    }
+    kv->seq[copy->src].in_step = 1;
+    st = tkvi_provide_entries(kv, copy->dst, tkvi_count_copies, copy, "no memory to copy tokens to sequence");
+    kv->seq[copy->src].in_step = 0;
+    return st;
+}
+
+TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at) {
+    tkvi_copy copy;
+    tkvi_demand demand = tkvi_no_demand();
+    tkv_status st = tkvi_check_range(kv, src, first, end, &copy.range);
+    int layer, n = 0, len = 0;
+    if (st) return st;
+    if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
+    if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");
+    if (kv->seq[dst].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", dst, "");
+    if (at < 0) return tkvi_fail(kv, TKV_ERR_ARG, "at is", at, "; positions are not negative");
+    copy.src = src;
+    copy.dst = dst;
+    copy.delta = at - first;
+    if (copy.delta && (st = tkvi_check_movable(kv)) != TKV_OK) return st;
+    if (kv->tables.cfg.tiers.n_anchors)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "set tiers.n_anchors to 0: copies have no anchors", 0,
+                         NULL);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
+        st = tkvi_check_copy(kv, layer, &copy);
+        n = tkvi_max(n, tkvi_n_copied(kv, layer, &copy));
+        len = tkvi_max(len, tkvi_list_of(kv, dst, layer)->len);
+    }
+    if (!st && n > kv->tables.cfg.limits.max_tokens - len)
+        st = tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
+                       kv->tables.cfg.limits.max_tokens - len, " more tokens");
+    if (!st) (void)tkvi_count_copies(kv, &copy, &demand);
+    if (!st && demand.entries) st = tkvi_provide_copy(kv, &copy);
+    if (st || !demand.entries) return st ? st : tkvi_ok(kv);
+    tkvi_reserve_slots(kv, src, 0); /* they were counted for blocks that no other list holds */
+    tkvi_reserve_slots(kv, dst, 0);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
+    kv->seq[dst].used = ++kv->call.clock;
     return tkvi_ok(kv);
 }
 

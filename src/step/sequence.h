@@ -61,8 +61,8 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     memset(need, 0, sizeof need);
     blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
     need[TKV_TIER_HOT] = blocks - sink;
-    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_block_of(kv, ids[list->n - 1])->refs > 1)
-        need[TKV_TIER_HOT]++;
+    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_is_tail_shared(kv, list, ids))
+        need[TKV_TIER_HOT]++; /* it is copied if another list appends first */
     /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
     end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
@@ -177,14 +177,24 @@ static void tkvi_load_row(const tkvi_source *s, int token, int head, float *row)
         for (c = 0; c < s->dim; c++) row[c] = tkvi_element(s->data, s->type, first + c);
 }
 
-static int tkvi_is_source_finite(const tkvi_source *s, int n, int heads) {
+static int tkvi_is_source_finite(const tkvi_source *s, int first, int n, int heads) {
     float row[TKV_MAX_HEAD_DIM];
     int t, h, finite = 1;
-    for (t = 0; t < n; t++)
+    for (t = first; t < first + n; t++)
         for (h = 0; h < heads; h++) {
             tkvi_load_row(s, t, h, row);
             finite &= tkvi_is_all_finite(row, s->dim);
         }
+    return finite;
+}
+
+/* 1 if all rows of an append are finite. */
+static int tkvi_are_rows_finite(const tkv_append_params *p, const tkvi_request *request, const tkvi_source *s,
+                                int heads) {
+    int i, first = 0, finite = 1;
+    for (i = 0; i < request->n_rows; first += request->rows[i].n, i++)
+        finite &=
+            tkvi_is_source_finite(s, p->first_rows ? p->first_rows[i] : first, request->rows[i].n, heads);
     return finite;
 }
 
@@ -207,22 +217,51 @@ static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
            kv->tables.layout[shared->layout].bytes.total);
 }
 
-/* Returns the block that takes the next token: the last one if it has a free slot, else a new one. If other lists
- * hold the last block, this list gets a copy of it first. */
-static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer) {
+/* The position that follows the last token of a list. */
+static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return list->len + (list->n ? kv->pool.entry[tkvi_ids(kv, seq, layer)[list->n - 1]].shift : 0);
+}
+
+/* Makes an entry for the free slots of the last block of a list: the next token does not follow the last one. */
+static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const uint32_t last = ids[list->n - 1];
+    const int n_tokens = tkvi_block_tokens(kv, list, ids, list->n - 1);
+    const uint32_t id = tkvi_share_entry(&kv->pool, last, n_tokens);
+    tkvi_entry *e = &kv->pool.entry[id];
+    e->start = list->len;
+    e->shift = shift;
+    e->first_slot = (uint8_t)n_tokens;
+    e->evicted_mask = 0;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *meta = &kv->pool.token_meta[id];
+        meta->pinned_mask = meta->temporary_mask = meta->anchored_mask = 0;
+    }
+    list->sinks += list->n == list->sinks;
+    ids[list->n++] = id;
+    return id;
+}
+
+/* Returns the entry that takes the next token: the last one if its block has a free slot, else one with a new block. If
+ * other lists hold the last block, this list gets a copy of it first. */
+static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
+    list->is_moved |= position != list->len;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
-        if (tkvi_block_of(kv, id)->refs > 1) tkvi_copy_shared(kv, id);
-        return id;
+        if (tkvi_must_copy_tail(kv, list, ids)) tkvi_copy_shared(kv, id);
+        return kv->pool.entry[id].shift == position - list->len
+                   ? id
+                   : tkvi_open_entry(kv, seq, layer, position - list->len);
     }
     {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
-        id = tkvi_new_entry(&kv->pool, layout, list->len,
-                            list->n ? kv->pool.entry[ids[list->n - 1]].shift : 0);
+        id = tkvi_new_entry(&kv->pool, layout, list->len, position - list->len);
         /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
          * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
         if (sink || (TKVI_HAS_OFFLOAD && kv->tables.cfg.offload.write))
@@ -247,18 +286,21 @@ static float tkvi_mean_key_norm(const tkvi_source *k, int token, int heads, int 
     return (float)(sum / heads);
 }
 
-/* Stores n tokens, from row `first` of k and v on, at the end of the list. Cannot fail. */
+/* Stores n tokens, from row `first` of k and v on, at the end of the list. positions: of the tokens; NULL: they follow
+ * the last one. Cannot fail. */
 static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_source *k, const tkvi_source *v,
-                              int first, int n) {
+                              int first, int n, const int *positions) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int t, h, saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
     if (!kv->seq[seq].in_step) list->chunk_start = list->len;
     for (t = 0; t < n; t++) {
-        const uint32_t id = tkvi_open_block(kv, seq, layer);
+        const uint32_t id =
+            tkvi_open_block(kv, seq, layer, positions ? positions[t] : tkvi_next_position(kv, seq, layer));
         tkvi_block *b = tkvi_block_of(kv, id);
         const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int slot = list->len - kv->pool.entry[id].start + kv->pool.entry[id].first_slot;
+        if (b->n_shared_slots <= slot) b->n_shared_slots = (uint8_t)(slot + 1);
         /* The slot may have had a token that truncation removed. */
         kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
         if (TKVI_HAS_EVICT && kv->pool.token_meta) {
@@ -291,32 +333,59 @@ static void tkvi_start_metering(tkv_cache *kv, int seq) {
 /* Writes the error for an append at the wrong position. The check exists because a program that begins a new text
  * without tkv_seq_reset would attend to the old one. */
 static tkv_status tkvi_refuse_position(tkv_cache *kv, int seq, int layer, int position) {
-    const int len = tkvi_list_of(kv, seq, layer)->len;
+    const int next = tkvi_next_position(kv, seq, layer);
     tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     tkvi_append_text(&t, "sequence ");
     tkvi_append_int(&t, seq);
     tkvi_append_text(&t, ", layer ");
     tkvi_append_int(&t, layer);
     tkvi_append_text(&t, " holds ");
-    tkvi_append_int(&t, len);
+    tkvi_append_int(&t, tkvi_list_of(kv, seq, layer)->len);
     tkvi_append_text(&t, " tokens, so the next position is ");
-    tkvi_append_int(&t, len);
+    tkvi_append_int(&t, next);
     tkvi_append_text(&t, ", not ");
     tkvi_append_int(&t, position);
-    tkvi_append_text(&t, position < len ? ": call tkv_seq_reset or tkv_seq_truncate first"
-                                        : ": append those before it first");
+    tkvi_append_text(&t, position < next ? ": call tkv_seq_reset or tkv_seq_truncate first"
+                                         : ": append those before it first");
     return TKV_ERR_RANGE;
 }
 
-/* Checks the sequences and numbers of tokens of an append; *total is the sum of the numbers. */
-static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows,
-                                  const int *positions, int *total) {
+/* Checks the positions of n new tokens. *n_jumps: those that do not follow the token before. */
+static tkv_status tkvi_check_positions(tkv_cache *kv, int seq, int layer, const int *positions, int n,
+                                       int *n_jumps) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const int window = kv->tables.plan[layer].kept_window;
+    int t, next = tkvi_next_position(kv, seq, layer);
+    *n_jumps = 0;
+    for (t = 0; t < n; t++) {
+        if (positions[t] < 0 || positions[t] >= TKVI_POSITIONS)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "token_positions has", positions[t],
+                             "; positions are 0 to 2^30 - 1");
+        if (list->n && list->expired &&
+            positions[t] - (list->expired + kv->pool.entry[tkvi_ids(kv, seq, layer)[0]].shift) < window)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "tokens that the window of position", positions[t],
+                             " reaches have expired");
+        *n_jumps += positions[t] != next;
+        next = positions[t] + 1;
+    }
+    if (*n_jumps && kv->tables.cfg.tiers.n_anchors)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "set tiers.n_anchors to 0: positions cannot jump with anchors", 0, NULL);
+    return TKV_OK;
+}
+
+/* Checks the sequences, numbers and positions of tokens of an append. *total: sum of the numbers. */
+static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkvi_request *request,
+                                  int *total) {
     const tkv_config *cfg = &kv->tables.cfg;
+    const tkv_rows *rows = request->rows;
+    const int layer = request->layer;
     int i, j;
     *total = 0;
-    for (i = 0; i < n_rows; i++) {
+    for (i = 0; i < request->n_rows; i++) {
         const tkvi_list *list;
-        int n_free;
+        const uint32_t *ids;
+        int n_free, n_jumps = 0;
         if (!tkvi_has_seq(kv, rows[i].seq))
             return tkvi_fail(kv, TKV_ERR_ARG, "there is no sequence", rows[i].seq, "");
         if (rows[i].n < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n is", rows[i].n, "; it must not be negative");
@@ -324,8 +393,9 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
             if (rows[j].seq == rows[i].seq)
                 return tkvi_fail(kv, TKV_ERR_ARG, "sequence", rows[i].seq, " is in the batch twice");
         list = tkvi_list_of(kv, rows[i].seq, layer);
-        if (positions && positions[i] != list->len)
-            return tkvi_refuse_position(kv, rows[i].seq, layer, positions[i]);
+        ids = tkvi_ids(kv, rows[i].seq, layer);
+        if (p->positions && p->positions[i] != tkvi_next_position(kv, rows[i].seq, layer))
+            return tkvi_refuse_position(kv, rows[i].seq, layer, p->positions[i]);
         n_free = cfg->limits.max_append - (kv->seq[rows[i].seq].in_step ? list->len - list->step_len : 0);
         if (rows[i].n > n_free)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "max_append leaves room for", n_free,
@@ -335,6 +405,19 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, int layer, const tkv_rows *rows
                              cfg->limits.max_tokens - list->len, " more tokens");
         if (rows[i].n > TKVI_FOREVER - *total)
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
+        if (p->first_rows && (p->first_rows[i] < 0 || p->first_rows[i] > TKVI_FOREVER - rows[i].n))
+            return tkvi_fail(kv, TKV_ERR_ARG, "first_rows has", p->first_rows[i], "");
+        if (p->token_positions) {
+            tkv_status st = tkvi_check_positions(kv, rows[i].seq, layer, p->token_positions + *total,
+                                                 rows[i].n, &n_jumps);
+            if (st) return st;
+        }
+        if (request->n_rows > 1 && rows[i].n && list->n && tkvi_is_tail_shared(kv, list, ids)) {
+            n_jumps++; /* another row may append to this block first, and then this row needs one of its own */
+            request->fixed.slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
+        }
+        request->n_jumps = tkvi_max(request->n_jumps, n_jumps);
+        request->fixed.entries += n_jumps;
         *total += rows[i].n;
     }
     return TKV_OK;
@@ -360,9 +443,9 @@ static tkv_status tkvi_refuse_tokens(tkv_cache *kv, int n) {
     return tkvi_refuse_no_memory(kv, "the allocator gave no memory for", n, " more tokens");
 }
 
-/* The steps of an append after validation: reclaim, age, store. first: row of k and v of the first token. */
-static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, int total,
-                                   const tkvi_source *k, const tkvi_source *v) {
+/* The steps of an append after validation: reclaim, age, store. */
+static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, const tkvi_request *request,
+                                   int total, const tkvi_source *k, const tkvi_source *v) {
     const int layer = request->layer;
     const tkv_rows *rows = request->rows;
     const int hot = kv->tables.plan[layer].now.layout[TKV_TIER_HOT], has_budget = tkvi_has_budget(kv);
@@ -372,7 +455,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
     tkv_status st = TKV_OK;
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
-        is_covered = tkvi_use_reservations(kv, request);
+        is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;
         if (!is_covered) st = tkvi_check_request(kv, request, budget);
         if (st) return st;
     }
@@ -397,7 +480,8 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkvi_request *request, i
         if (rows[i].n == 0) continue;
         tkvi_start_metering(kv, rows[i].seq);
         if (!kv->seq[rows[i].seq].in_step) tkvi_evict_excess(kv, rows[i].seq, layer, rows[i].n);
-        tkvi_store_tokens(kv, rows[i].seq, layer, k, v, first, rows[i].n);
+        tkvi_store_tokens(kv, rows[i].seq, layer, k, v, p->first_rows ? p->first_rows[i] : first, rows[i].n,
+                          p->token_positions ? p->token_positions + first : NULL);
     }
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
     return tkvi_ok(kv);
@@ -439,15 +523,15 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
                          " has no K and V of its own (share_kv or no_cache)");
     if ((unsigned)p->k_type > TKV_TYPE_BF16 || (unsigned)p->v_type > TKV_TYPE_BF16)
         return tkvi_fail(kv, TKV_ERR_ARG, "k_type and v_type must be tkv_type", 0, NULL);
-    st = tkvi_check_rows(kv, p->layer, request.rows, request.n_rows, p->positions, &total);
+    st = tkvi_check_rows(kv, p, &request, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     k = tkvi_describe_source(kv, p->k, p->k_type, cfg->model.head_dim, p->k_token_stride, p->k_head_stride);
     v = tkvi_describe_source(kv, p->v, p->v_type, cfg->model.v_head_dim, p->v_token_stride, p->v_head_stride);
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_is_source_finite(&k, total, cfg->model.n_kv_heads) ||
-         !tkvi_is_source_finite(&v, total, cfg->model.n_kv_heads)))
+        (!tkvi_are_rows_finite(p, &request, &k, cfg->model.n_kv_heads) ||
+         !tkvi_are_rows_finite(p, &request, &v, cfg->model.n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->call.append_layer = p->layer;
@@ -455,7 +539,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
         kv->seq[request.rows[i].seq].used = kv->call.clock;
         kv->seq[request.rows[i].seq].is_appending = request.rows[i].n > 0;
     }
-    st = tkvi_append_rows(kv, &request, total, &k, &v);
+    st = tkvi_append_rows(kv, p, &request, total, &k, &v);
     for (i = 0; i < request.n_rows; i++) kv->seq[request.rows[i].seq].is_appending = 0;
     for (i = 0; i < request.n_rows; i++)
         tkvi_release_unused(kv, request.rows[i].seq); /* only after all rows, because rows share pages */
@@ -648,7 +732,7 @@ static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t s
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int t, h;
     if (!kv->tables.cfg.host.wipe_freed || b->refs > 1 || tkvi_is_offloaded(b) ||
-        tkvi_tier_at(tkvi_list_of(kv, seq, layer), i) != TKV_TIER_HOT)
+        !tkvi_is_exact(layout->record[0].k.format) || !tkvi_is_exact(layout->record[0].v.format))
         return;
     for (t = 0; t < layout->tokens; t++)
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads && slots >> t & 1; h++) {
@@ -678,7 +762,7 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     while (n_kept > 0 && tkvi_block_start(kv, ids, n_kept - 1) >= len) n_kept--;
     for (i = n_kept; i < list->n; i++) tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
-    tkvi_unlist_blocks(list, ids, n_kept, list->n);
+    if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
         if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
@@ -767,7 +851,8 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
     const int last = tkvi_min(n_tokens, list->len) - 1;
-    if (!list->is_moved || last < 0) return fewest;
+    if (!list->is_moved || !list->n || last < 0)
+        return fewest; /* a cut can leave no block, but tokens gone */
     return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
 }
 

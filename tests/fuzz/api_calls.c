@@ -1,0 +1,1433 @@
+/*
+ * api_calls.c - a fuzz target: the bytes of an input choose a config and a series of calls, with valid and with wrong
+ * arguments, and a small model checks each answer.
+ *
+ * The model of a sequence is an array of tokens: an id, a position, a state. After each call:
+ *   - the cache passes its self-check, and holds the bytes that it reports, within its budget;
+ *   - lengths, positions and states are those of the model;
+ *   - exact tokens read back to the bit, compressed ones as the same tokens;
+ *   - a call that failed has changed nothing of this;
+ *   - a call with a sequence or layer that does not exist has failed.
+ * Attention must agree with tkv_attend_reference. Configs, tables and stores of thresholds are also read from the
+ * bytes of the input. Allocations and the store of offloaded blocks fail on demand.
+ *
+ * Coverage-guided, with clang (about a minute to build; `make fuzz` does the same for FUZZ_SECONDS):
+ *     clang -g -O1 -DTKV_NO_SIMD -include assert.h -DTKV_ASSERT=assert -fsanitize=fuzzer,address,undefined \
+ *         -fno-sanitize-recover=all tests/fuzz/api_calls.c examples/tieredkv.c -o api_calls -lm
+ *     ./api_calls -max_len=1024 corpus_folder
+ * As a plain program, with any compiler, for random inputs or for files that libFuzzer wrote:
+ *     cc -O1 -DTKV_FUZZ_MAIN -include assert.h -DTKV_ASSERT=assert tests/fuzz/api_calls.c examples/tieredkv.c \
+ *         -o api_calls -lm
+ *     ./api_calls --runs 1000 [--seed 1] [--bytes 400]
+ *     TKV_FUZZ_LOG=1 ./api_calls crash-file ...      prints each call
+ *
+ * To add a call: write a function call_x and a row in calls[]. Its arguments come from choose_int, which sometimes gives
+ * a wrong one and then sets call.is_hostile.
+ */
+#include "../kit.h"
+
+#include <limits.h>
+#include <math.h>
+
+enum {
+    SEQS = 3,
+    LAYERS = 4, /* 0 and 1 have a cache; with n_layers 4, layer 2 shares that of 0, and 3 has none */
+    CHUNK = 96,
+    LONGEST = 640,
+    MAX_HEADS = 4,
+    MAX_DIM = 32,
+    MAX_ROW = 2 * MAX_DIM, /* K or V of a token */
+    ROWS = 6,              /* queries of a call of attention */
+    WORDS = (LONGEST + 63) / 64,
+    MAX_BLOCKS = 96,
+    ALLOCATED = 64 << 20 /* a cache that asks for more bytes is refused */
+};
+
+/* >>input */
+static const uint8_t *in_bytes;
+static size_t n_in;
+
+static int next_byte(void) {
+    if (!n_in) return 0;
+    n_in--;
+    return *in_bytes++;
+}
+
+static int next_below(int n) { return n <= 256 ? next_byte() % n : (next_byte() * 256 + next_byte()) % n; }
+
+/* The current call: what it may do, and what happened during it. */
+static struct {
+    int is_hostile; /* an argument is out of range */
+    int must_fail;  /* no such sequence or layer */
+    int may_evict[SEQS], may_discard[SEQS], may_restore[SEQS];
+    int keeps_part; /* a call that fails may keep a part of its work */
+    int n_evicted, n_wrong;
+    char text[200];
+} call;
+
+/* A number from low to high; now and then another one. */
+static int choose_int(int low, int high) {
+    static const int wrong[] = {
+        INT_MIN, INT_MAX,       -1,      -2,      TKV_ALL_LAYERS, TKV_NO_SEQ, -5,    0,
+        1 << 30, (1 << 30) - 1, 1 << 20, LONGEST, LONGEST + 1,    CHUNK + 1,  65536, 4096};
+    const int byte = next_byte();
+    int value;
+    if (byte >= 244) value = wrong[next_byte() % COUNT(wrong)];
+    else if (high - low < 244) value = low + byte % (high - low + 1);
+    else value = low + (byte * 256 + next_byte()) % (high - low + 1);
+    if (value < low || value > high) call.is_hostile = 1;
+    return value;
+}
+
+static int choose_seq(void) {
+    const int seq = choose_int(0, SEQS - 1);
+    if (seq < 0 || seq >= SEQS) call.must_fail = 1;
+    return seq;
+}
+
+/* >>the model */
+enum { LIVE, GONE, DISCARDED, EXPIRED }; /* GONE: evicted or removed, which an event or the call said */
+
+typedef struct model_layer {
+    int len, step_len, exact_from; /* exact_from: tokens from here on were appended last */
+    uint32_t id[LONGEST];
+    int position[LONGEST], turned[LONGEST];
+    uint8_t state[LONGEST], is_pinned[LONGEST];
+} model_layer;
+
+static model_layer model[SEQS][2];
+static int in_step[SEQS], reserved[SEQS], may_share[SEQS], has_moved[SEQS], has_discards[SEQS];
+
+static tkv_config cfg;
+static tkv_layer_config layer_cfg[LAYERS];
+static tkv_level ladder[3];
+static tkv_cache *kv;
+static counting_allocator memory;
+static test_store store;
+static guarded_buffer arena;
+static tkv_remat remat;
+static int in_place, k_row, v_row, v_dim, remat_step, is_logging, fail_at_row;
+static uint32_t next_id;
+static size_t budget_before;
+static uint8_t image[1 << 17]; /* of tkv_save_calibration */
+static size_t image_size;
+static float k_in[SEQS * CHUNK * MAX_ROW + 64], v_in[SEQS * CHUNK * MAX_ROW + 64];
+static float k_out[LONGEST * MAX_ROW], v_out[LONGEST * MAX_ROW];
+
+static int min_of(int a, int b) { return a < b ? a : b; }
+static int max_of(int a, int b) { return a > b ? a : b; }
+static int is_layer(int layer) { return layer == 0 || layer == 1; }
+static int is_seq(int seq) { return seq >= 0 && seq < SEQS; }
+static int min_len(int seq) { return min_of(model[seq][0].len, model[seq][1].len); }
+static int max_len(int seq) { return max_of(model[seq][0].len, model[seq][1].len); }
+static int window_of(int layer) { return cfg.model.window ? cfg.model.window : layer_cfg[layer].window; }
+
+/* The layer that stores K and V of a layer; -1: it has none. */
+static int stored_layer(int layer) {
+    if (layer < 0 || layer >= cfg.model.n_layers) return -1;
+    return layer == 3 ? -1 : layer % 2 && layer < 2 ? 1 : layer == 2 ? 0 : layer;
+}
+
+static int choose_layer(void) {
+    const int layer = choose_int(0, cfg.model.n_layers - 1);
+    if (stored_layer(layer) < 0) call.must_fail = 1;
+    return layer;
+}
+
+/* A layer, or all of them. */
+static int choose_layers(void) {
+    const int layer = next_byte() % 2 ? choose_int(0, cfg.model.n_layers - 1) : TKV_ALL_LAYERS;
+    if (stored_layer(layer) < 0 && layer != TKV_ALL_LAYERS) call.must_fail = 1;
+    return layer;
+}
+
+/* K or V of a token: multiples of 1/64, which every exact format holds. */
+static void make_row(uint32_t id, int layer, int side, float *out) {
+    tkv_rng r = tkv_rng_seed(((uint64_t)id << 16) ^ (uint64_t)(layer * 2 + side) << 12);
+    const int n = side ? v_row : k_row;
+    uint64_t u = 0;
+    int i;
+    for (i = 0; i < n; i++) {
+        u = i % 8 ? u >> 8 : tkv_rng_u64(&r);
+        out[i] = (float)((int)(u & 255) - 128) / 64.0f;
+    }
+}
+
+/* The key of a token of the model at its present position. */
+static void make_moved_key(const model_layer *s, int layer, int token, float *out) {
+    const tkv_rope *rope = &cfg.model.rope;
+    const int pairs = rope->dim / 2, step = rope->interleaved ? 2 : 1, apart = rope->interleaved ? 1 : pairs;
+    int h, j;
+    make_row(s->id[token], layer, 0, out);
+    if (!s->turned[token]) return;
+    for (h = 0; h < k_row; h += cfg.model.head_dim)
+        for (j = 0; j < pairs; j++) {
+            const double angle = s->turned[token] * pow(10000.0, -(double)j / pairs);
+            float *x = out + h + j * step, *y = x + apart;
+            const double a = (double)*x, b = (double)*y;
+            *x = (float)(a * cos(angle) - b * sin(angle));
+            *y = (float)(b * cos(angle) + a * sin(angle));
+        }
+}
+
+static void truncate_model(int seq, int layer, int len) {
+    model_layer *s = &model[seq][layer];
+    s->len = min_of(s->len, len);
+    s->exact_from = min_of(s->exact_from, s->len);
+}
+
+static void reset_model(int seq) {
+    truncate_model(seq, 0, 0);
+    truncate_model(seq, 1, 0);
+    in_step[seq] = reserved[seq] = may_share[seq] = has_moved[seq] = has_discards[seq] = 0;
+}
+
+/* Appends tokens first_id, ... to the model, at the positions that the cache says. */
+static void append_to_model(int seq, int layer, uint32_t first_id, int n) {
+    model_layer *s = &model[seq][layer];
+    int i;
+    if (!in_step[seq] && n) s->exact_from = s->len;
+    CHECK_EQ(tkv_get_positions(kv, seq, layer, s->len, n, s->position + s->len), TKV_OK);
+    for (i = s->len; i < s->len + n; i++) {
+        s->id[i] = first_id + (uint32_t)(i - s->len);
+        s->turned[i] = s->is_pinned[i] = s->state[i] = 0;
+        if (i && (i > s->len || s->state[i - 1] == LIVE || s->state[i - 1] == DISCARDED))
+            CHECK_EQ(s->position[i], s->position[i - 1] + 1);
+    }
+    s->len += n;
+    if (min_len(seq) >= reserved[seq] && !in_step[seq]) reserved[seq] = 0;
+}
+
+static void record_event(void *user, const tkv_event *e) {
+    int i;
+    (void)user;
+    if (!e->text || !e->text[0]) call.n_wrong++;
+    if (e->kind != TKV_EVENT_EVICT) return;
+    call.n_evicted += e->n;
+    if (!is_seq(e->seq) || !is_layer(e->layer) || !call.may_evict[e->seq]) {
+        call.n_wrong++;
+        return;
+    }
+    for (i = 0; i < e->n; i++) {
+        model_layer *s = &model[e->seq][e->layer];
+        const int at = e->positions[i];
+        if (at < 0 || at >= s->len || s->state[at] == GONE || s->is_pinned[at]) call.n_wrong++;
+        else s->state[at] = GONE;
+    }
+}
+
+/* cfg.recompute */
+static int compute_rows(void *user, int seq, int layer, int head, const int *positions, int n, float *k,
+                        float *v) {
+    float row[MAX_ROW];
+    int t;
+    (void)user;
+    if (fail_at_row && --fail_at_row == 0) {
+        store.n_failed++;
+        return 1;
+    }
+    for (t = 0; t < n; t++) {
+        const uint32_t id = model[seq][layer].id[positions[t]];
+        make_row(id, layer, 0, row);
+        if (k)
+            memcpy(k + t * cfg.model.head_dim, row + head * cfg.model.head_dim,
+                   (size_t)cfg.model.head_dim * sizeof *k);
+        make_row(id, layer, 1, row);
+        if (v) memcpy(v + t * v_dim, row + head * v_dim, (size_t)v_dim * sizeof *v);
+    }
+    return 0;
+}
+
+/* >>checks after each call */
+static double relative_error(const float *x, const float *y, int n) {
+    double err_sq = 0.0, sum_sq = 0.0;
+    int i;
+    for (i = 0; i < n; i++) {
+        const double d = (double)x[i] - (double)y[i];
+        err_sq += d * d;
+        sum_sq += (double)y[i] * (double)y[i];
+    }
+    return err_sq / (sum_sq > 0.25 * n ? sum_sq : 0.25 * n);
+}
+
+static int is_readable(int state) { return state == LIVE || (state == DISCARDED && cfg.recompute.compute); }
+
+/* Reads the live tokens of a layer, and compares them with the model. */
+static void check_values(int seq, int layer, const uint8_t *tier) {
+    const model_layer *s = &model[seq][layer];
+    double sum = 0.0;
+    int i, j, n, n_encoded = 0;
+    for (i = 0; i < s->len; i += n) {
+        for (n = 1; i + n < s->len && s->state[i + n] == s->state[i]; n++) {}
+        if (!is_readable(s->state[i])) {
+            CHECK_EQ(tkv_read(kv, seq, layer, i, n, k_out, v_out),
+                     s->state[i] == DISCARDED ? TKV_ERR_NO_SOURCE : TKV_ERR_RANGE);
+            continue;
+        }
+        CHECK_EQ(tkv_read(kv, seq, layer, i, n, k_out, v_out), TKV_OK);
+        for (j = i; j < i + n; j++) {
+            const float *k = k_out + (j - i) * k_row, *v = v_out + (j - i) * v_row;
+            float want_k[MAX_ROW], want_v[MAX_ROW];
+            int same;
+            double e;
+            make_moved_key(s, layer, j, want_k);
+            make_row(s->id[j], layer, 1, want_v);
+            same = memcmp(v, want_v, (size_t)v_row * sizeof *v) == 0 &&
+                   (s->turned[j] ? relative_error(k, want_k, k_row) < 1e-8
+                                 : memcmp(k, want_k, (size_t)k_row * sizeof *k) == 0);
+            if (same) continue;
+            CHECK_MSG(tier[j] != TKV_TIER_HOT && s->state[j] == LIVE && j < s->exact_from,
+                      "sequence %d, layer %d: exact token %d of %d changed, tier %d, turned by %d", seq,
+                      layer, j, s->len, (int)tier[j], s->turned[j]);
+            e = relative_error(k, want_k, k_row);
+            sum += e > 2.0 ? 2.0 : e;
+            e = relative_error(v, want_v, v_row);
+            sum += e > 2.0 ? 2.0 : e;
+            n_encoded += 2;
+        }
+    }
+    /* Other tokens would be off by about 2. */
+    if (n_encoded >= 64)
+        CHECK_MSG(sum / n_encoded <= 1.0, "sequence %d, layer %d: tokens are off by %.3f", seq, layer,
+                  sum / n_encoded);
+}
+
+static void check_layer(int seq, int layer, int with_values) {
+    static uint8_t tier[LONGEST];
+    static int positions[LONGEST];
+    model_layer *s = &model[seq][layer];
+    int count[4] = {0, 0, 0, 0}, i, held;
+    tkv_layer_info info;
+    CHECK_EQ(tkv_get_length(kv, seq, layer), s->len);
+    if (tkv_test_.n_bad) return;
+    CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
+    CHECK_EQ(tkv_get_tiers(kv, seq, layer, 0, s->len, tier), TKV_OK);
+    CHECK_EQ(tkv_get_positions(kv, seq, layer, 0, s->len, positions), TKV_OK);
+    has_discards[seq] |= call.may_discard[seq];
+    for (i = 0; i < s->len; i++) {
+        const int was = s->state[i], is = tier[i] < TKV_TIER_COUNT         ? LIVE
+                                          : tier[i] == TKV_TOKEN_DISCARDED ? DISCARDED
+                                          : was == GONE                    ? GONE
+                                                                           : EXPIRED;
+        CHECK(tier[i] < TKV_TIER_COUNT || tier[i] == TKV_TOKEN_DISCARDED || tier[i] == TKV_TOKEN_GONE);
+        if (was == GONE)
+            CHECK_MSG(is == GONE, "sequence %d, layer %d: token %d, which is gone, is there", seq, layer, i);
+        if (is == EXPIRED && was != EXPIRED)
+            CHECK_MSG(window_of(layer) && (i < s->len - window_of(layer) || has_moved[seq]),
+                      "sequence %d, layer %d: token %d of %d vanished", seq, layer, i, s->len);
+        if (was == EXPIRED)
+            CHECK_MSG(is == EXPIRED, "sequence %d, layer %d: token %d, which had expired, is there", seq,
+                      layer, i);
+        if (is == DISCARDED && was != DISCARDED)
+            CHECK_MSG(call.may_discard[seq] || cfg.recompute.compute ||
+                          (cfg.tiers.n_anchors && has_discards[seq]),
+                      "sequence %d, layer %d: token %d was discarded", seq, layer, i);
+        if (is == LIVE && was == DISCARDED)
+            CHECK_MSG(call.may_restore[seq], "sequence %d, layer %d: token %d was restored", seq, layer, i);
+        if (is == LIVE || is == DISCARDED)
+            CHECK_MSG(positions[i] == s->position[i], "sequence %d, layer %d: token %d is at %d, not %d", seq,
+                      layer, i, positions[i], s->position[i]);
+        s->position[i] = positions[i]; /* that of a token that is gone follows from its neighbours */
+        s->state[i] = (uint8_t)is;
+        count[is]++;
+    }
+    held = info.tokens[TKV_TIER_HOT] + info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE];
+    CHECK_EQ(info.length, s->len);
+    CHECK_EQ(held, count[LIVE]);
+    CHECK_EQ(info.discarded, count[DISCARDED]);
+    CHECK_EQ(held + info.discarded + info.expired + info.evicted, s->len);
+    if (with_values && !tkv_test_.n_bad) check_values(seq, layer, tier);
+}
+
+static void check_everything(void) {
+    static int turn;
+    tkv_memory_info m;
+    int s, l;
+    check_cache(kv);
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+    if (!in_place) CHECK_EQ(m.total, memory.held);
+    if (budget_of(kv).budget) CHECK_LE(in_place ? budget_of(kv).used : m.total, budget_of(kv).budget);
+    if (budget_before && budget_of(kv).budget && !in_place)
+        CHECK_LE(memory.peak, budget_before > budget_of(kv).budget ? budget_before : budget_of(kv).budget);
+    turn++;
+    for (s = 0; s < SEQS; s++)
+        for (l = 0; l < 2 && !tkv_test_.n_bad; l++) check_layer(s, l, turn % 2 == l);
+    for (s = 0; s < SEQS; s++) {
+        CHECK_EQ(tkv_get_length(kv, s, TKV_ALL_LAYERS), min_len(s));
+        if (cfg.model.n_layers == LAYERS) {
+            CHECK_EQ(tkv_get_length(kv, s, 2), model[s][0].len);
+            CHECK_EQ(tkv_get_length(kv, s, 3), 0);
+        }
+    }
+}
+
+/* >>calls */
+/* The input asked for a call that this program cannot make. */
+static tkv_status skip_call(void) {
+    call.must_fail = 0;
+    return TKV_OK;
+}
+
+#define ERR(status) (1u << -(int)TKV_ERR_##status)
+enum { MEMORY_ERRORS = 1u << 3 | 1u << 4 | 1u << 12 }; /* NOMEM, CAPACITY, BUDGET */
+
+static void allow_reclaim(int used) {
+    int s;
+    for (s = 0; s < SEQS; s++) {
+        if (in_step[s] || !budget_before) continue;
+        if (cfg.evict.policy) call.may_evict[s] = 1;
+        if (cfg.budget.discard && s != used) call.may_discard[s] = 1;
+    }
+    if (is_seq(used) && cfg.evict.keep_tokens && !in_step[used]) call.may_evict[used] = 1;
+}
+
+/* K and V of tokens with ids from next_id on. Returns 1 if a value is not finite. */
+static int fill_input(int layer, int n) {
+    const int what = next_byte();
+    int t;
+    for (t = 0; t < n; t++) {
+        make_row(next_id + (uint32_t)t, layer, 0, k_in + t * k_row);
+        make_row(next_id + (uint32_t)t, layer, 1, v_in + t * v_row);
+    }
+    if (what < 252 || n < 1) return 0;
+    if (what & 1) k_in[next_below(n * k_row)] = tkv_test_float(what & 2 ? 0x7fc00001u : 0xff800000u);
+    else v_in[next_below(n * v_row)] = tkv_test_float(what & 2 ? 0x7fc00001u : 0x7f800000u);
+    return 1;
+}
+
+static tkv_status call_append(void) {
+    const int seq = choose_seq(), layer = choose_layer(), n = choose_int(0, CHUNK);
+    int bad, fits;
+    tkv_status st;
+    if (!is_layer(layer)) call.must_fail = 1;
+    bad = fill_input(is_layer(layer) ? layer : 0, n < 0 || n > CHUNK ? 0 : n);
+    sprintf(call.text, "append %d to sequence %d, layer %d%s", n, seq, layer, bad ? ", not finite" : "");
+    if (n < 0 || n > CHUNK || bad) call.must_fail = 1;
+    if (!call.must_fail && model[seq][layer].len + n > LONGEST) return skip_call();
+    allow_reclaim(seq);
+    fits = !call.must_fail && model[seq][layer].len + n <= reserved[seq] &&
+           (!in_step[seq] || model[seq][layer].len - model[seq][layer].step_len + n <= CHUNK);
+    st = tkv_append(kv, seq, layer, k_in, v_in, n);
+    if (fits) CHECK_MSG(st == TKV_OK, "%d, but it was reserved up to %d", (int)st, reserved[seq]);
+    if (bad) CHECK(st != TKV_OK);
+    if (st) return st;
+    append_to_model(seq, layer, next_id, n);
+    next_id += (uint32_t)n;
+    return st;
+}
+
+/* Appends to all layers, as programs do. */
+static tkv_status call_append_all(void) {
+    const int seq = choose_seq(), n = choose_int(1, CHUNK);
+    tkv_status st = TKV_OK;
+    int l;
+    sprintf(call.text, "append %d to all layers of sequence %d", n, seq);
+    if (call.is_hostile || max_len(seq) + n > LONGEST) return skip_call();
+    allow_reclaim(seq);
+    call.keeps_part = 1;
+    for (l = 0; l < 2 && !st; l++) {
+        const int lag = max_len(seq) - model[seq][l].len, some = lag ? min_of(lag, CHUNK) : n;
+        int t;
+        for (t = 0; t < some; t++) {
+            make_row(next_id + (uint32_t)t, l, 0, k_in + t * k_row);
+            make_row(next_id + (uint32_t)t, l, 1, v_in + t * v_row);
+        }
+        st = tkv_append(kv, seq, l, k_in, v_in, some);
+        if (!st) append_to_model(seq, l, next_id, some);
+        next_id += (uint32_t)some;
+    }
+    return st;
+}
+
+static tkv_status call_append_batch(void) {
+    static uint16_t k_half[SEQS * CHUNK * MAX_ROW], v_half[SEQS * CHUNK * MAX_ROW];
+    const int layer = choose_layer(), how = next_byte(), one = how & 1;
+    tkv_append_params p;
+    tkv_rows rows[SEQS + 1];
+    int position[SEQS + 1], i, n = 0, ok = 1, n_rows = one ? 1 : choose_int(0, SEQS);
+    uint32_t seen = 0;
+    tkv_status st;
+    memset(&p, 0, sizeof p);
+    for (i = 0; i < SEQS + 1; i++) {
+        rows[i].seq = one && i == 0 ? choose_seq() : (i + how / 64) % SEQS;
+        rows[i].n = i < n_rows ? choose_int(0, 40) : 0;
+        if (i >= n_rows || i >= SEQS) continue;
+        if (!one && next_byte() > 250) rows[i].seq = choose_seq();
+        if (!is_seq(rows[i].seq) || rows[i].n < 0 || rows[i].n > CHUNK) {
+            call.must_fail = 1;
+            continue;
+        }
+        ok &= !(seen >> rows[i].seq & 1);
+        seen |= 1u << rows[i].seq;
+        position[i] = is_layer(layer) ? model[rows[i].seq][layer].len : 0;
+        n += rows[i].n;
+    }
+    if (!ok || !is_layer(layer)) call.must_fail = 1;
+    if (!one && (n_rows < 0 || n_rows > SEQS)) call.must_fail = 1;
+    for (i = 0; i < n_rows && !call.must_fail; i++)
+        if (model[rows[i].seq][layer].len + rows[i].n > LONGEST) return skip_call();
+    if (how & 2) {
+        p.positions = position;
+        if (next_byte() > 240 && n_rows > 0 && !call.must_fail) position[0]++, call.must_fail = 1;
+    }
+    p.layer = layer;
+    p.seq = rows[0].seq;
+    p.n = rows[0].n;
+    if (!one) p.batch = rows, p.n_batch = n_rows;
+    (void)fill_input(0, 0);
+    for (i = 0; i < n && !call.must_fail; i++) {
+        make_row(next_id + (uint32_t)i, layer, 0, k_in + i * k_row);
+        make_row(next_id + (uint32_t)i, layer, 1, v_in + i * v_row);
+    }
+    for (i = 0; i < SEQS * CHUNK * MAX_ROW && !call.must_fail; i++) {
+        if (i < n * k_row) k_half[i] = how & 4 ? f16_of(k_in[i]) : bf16_of(k_in[i]);
+        if (i < n * v_row) v_half[i] = how & 4 ? f16_of(v_in[i]) : bf16_of(v_in[i]);
+    }
+    p.k = how & 8 ? (const void *)k_half : k_in;
+    p.v = how & 16 ? (const void *)v_half : v_in;
+    if (how & 8) p.k_type = how & 4 ? TKV_TYPE_F16 : TKV_TYPE_BF16;
+    if (how & 16) p.v_type = how & 4 ? TKV_TYPE_F16 : TKV_TYPE_BF16;
+    if (how & 32) p.k_token_stride = k_row, p.k_head_stride = cfg.model.head_dim;
+    for (i = 0; i < SEQS; i++) {
+        if (i < n_rows && is_seq(rows[i].seq)) allow_reclaim(rows[i].seq);
+    }
+    for (i = 0; i < n_rows && i < SEQS; i++)
+        if (is_seq(rows[i].seq) && rows[i].n) call.may_discard[rows[i].seq] = 0;
+    sprintf(call.text, "append %d of a batch of %d (%d to sequence %d) to layer %d", n, n_rows, rows[0].n,
+            rows[0].seq, layer);
+    st = tkv_append_ex(kv, &p);
+    if (st) return st;
+    for (i = 0, n = 0; i < n_rows && !call.must_fail; i++) {
+        append_to_model(rows[i].seq, layer, next_id + (uint32_t)n, rows[i].n);
+        n += rows[i].n;
+    }
+    next_id += (uint32_t)n;
+    return st;
+}
+
+static tkv_status call_begin(void) {
+    const int seq = choose_seq();
+    tkv_status st;
+    int l;
+    sprintf(call.text, "begin sequence %d", seq);
+    allow_reclaim(seq);
+    st = tkv_seq_begin(kv, seq);
+    if (is_seq(seq)) CHECK_EQ(st == TKV_ERR_STATE, in_step[seq]);
+    for (l = 0; l < 2 && !st && is_seq(seq); l++)
+        model[seq][l].step_len = model[seq][l].exact_from = model[seq][l].len;
+    if (!st && is_seq(seq)) in_step[seq] = 1;
+    return st;
+}
+
+static tkv_status call_end(void) {
+    const int seq = choose_seq(), commits = next_byte() % 3;
+    tkv_status st = commits ? tkv_seq_commit(kv, seq) : tkv_seq_abort(kv, seq);
+    int l;
+    sprintf(call.text, "%s sequence %d", commits ? "commit" : "abort", seq);
+    if (!is_seq(seq)) return st;
+    if (!in_step[seq]) CHECK_EQ(st, TKV_ERR_STATE);
+    if (st) return st;
+    for (l = 0; l < 2 && !commits; l++) truncate_model(seq, l, model[seq][l].step_len);
+    in_step[seq] = 0;
+    if (min_len(seq) >= reserved[seq]) reserved[seq] = 0;
+    return st;
+}
+
+static tkv_status call_reserve(void) {
+    const int seq = choose_seq(), n = choose_int(1, CHUNK);
+    tkv_status st;
+    sprintf(call.text, "reserve %d for sequence %d", n, seq);
+    if (n < 1 || n > CHUNK) call.must_fail = 1;
+    allow_reclaim(seq);
+    st = tkv_seq_reserve(kv, seq, n);
+    if (!st && is_seq(seq)) reserved[seq] = max_of(reserved[seq], min_len(seq) + n);
+    return st;
+}
+
+static tkv_status call_truncate(void) {
+    const int seq = choose_seq(), to = choose_int(0, is_seq(seq) ? max_len(seq) + 2 : 4);
+    tkv_status st;
+    int l;
+    sprintf(call.text, "truncate sequence %d to %d", seq, to);
+    if (to < 0) call.must_fail = 1;
+    st = tkv_seq_truncate(kv, seq, to);
+    if (st || !is_seq(seq)) return st;
+    for (l = 0; l < 2; l++) truncate_model(seq, l, to);
+    reserved[seq] = 0; /* some reservations stay; the model does not know which */
+    return st;
+}
+
+static tkv_status call_fork(void) {
+    const int src = choose_seq(), dst = choose_seq();
+    const int n = next_byte() % 2 ? TKV_UNLIMITED : choose_int(0, is_seq(src) ? max_len(src) + 2 : 4);
+    tkv_status st;
+    int l;
+    sprintf(call.text, "fork %d of sequence %d as %d", n, src, dst);
+    if (src == dst || (n < 0 && n != TKV_UNLIMITED)) call.must_fail = 1;
+    allow_reclaim(src);
+    st = tkv_seq_fork(kv, src, dst, n);
+    if (call.must_fail) return st;
+    CHECK_EQ(st == TKV_ERR_STATE, in_step[src] || in_step[dst]);
+    if (st == TKV_ERR_RANGE) CHECK(window_of(0) || window_of(1));
+    if (st) return st;
+    for (l = 0; l < 2; l++) {
+        model[dst][l] = model[src][l];
+        truncate_model(dst, l, n == TKV_UNLIMITED ? LONGEST : n);
+    }
+    has_discards[dst] = has_discards[src];
+    has_moved[dst] = has_moved[src];
+    reserved[dst] = reserved[src] = 0;
+    may_share[dst] = may_share[src] = 1;
+    return st;
+}
+
+/* Positions from *first to *end - 1. */
+static void choose_range(int seq, int *first, int *end) {
+    *first = choose_int(0, is_seq(seq) ? max_len(seq) + 20 : 20);
+    *end = next_byte() % 4 ? choose_int(0, LONGEST) : TKV_UNLIMITED;
+    if (*end >= 0 && *end < *first && !call.is_hostile) *end = *first + next_byte();
+    if (*first < 0 || (*end != TKV_UNLIMITED && *end < *first)) call.must_fail = 1;
+}
+
+static int is_in_range(int position, int first, int end) {
+    return position >= first && (end == TKV_UNLIMITED || position < end);
+}
+
+static tkv_status call_remove(void) {
+    const int seq = choose_seq();
+    int first, end, l, i, longest = 0;
+    tkv_status st;
+    choose_range(seq, &first, &end);
+    sprintf(call.text, "remove positions %d to %d of sequence %d", first, end, seq);
+    st = tkv_seq_remove(kv, seq, first, end);
+    if (call.must_fail) return st;
+    CHECK_EQ(st == TKV_ERR_STATE, in_step[seq]);
+    if (st == TKV_ERR_RANGE) CHECK(window_of(0) || window_of(1));
+    if (st) return st;
+    for (l = 0; l < 2; l++) {
+        model_layer *s = &model[seq][l];
+        const int len = tkv_get_length(kv, seq, l);
+        CHECK(len <= s->len);
+        for (i = 0; i < s->len; i++) {
+            const int is_held = s->state[i] == LIVE || s->state[i] == DISCARDED;
+            const int leaves = is_held && is_in_range(s->position[i], first, end);
+            if (is_held && i >= len)
+                CHECK_MSG(leaves, "token %d at %d, layer %d, was cut off", i, s->position[i], l);
+            if (!leaves) longest = max_of(longest, is_held ? i + 1 : 0);
+            if (leaves) s->state[i] = GONE, s->is_pinned[i] = 0;
+        }
+        truncate_model(seq, l, len);
+    }
+    /* The end is cut off where no layer has a token that stays. */
+    for (l = 0; l < 2; l++)
+        CHECK(model[seq][l].len == 0 || model[seq][l].len >= min_of(longest, model[seq][l].len));
+    reserved[seq] = 0;
+    return st;
+}
+
+static tkv_status call_shift(void) {
+    const int seq = choose_seq(), delta = choose_int(-60, 120);
+    int first, end, l, i, leaves = 0;
+    tkv_status st;
+    choose_range(seq, &first, &end);
+    allow_reclaim(seq);
+    sprintf(call.text, "shift positions %d to %d of sequence %d by %d", first, end, seq, delta);
+    for (l = 0; l < 2 && !call.must_fail; l++)
+        for (i = 0; i < model[seq][l].len; i++) {
+            const int64_t to = (int64_t)model[seq][l].position[i] + delta;
+            const int state = model[seq][l].state[i];
+            if ((state == LIVE || state == DISCARDED) && is_in_range(model[seq][l].position[i], first, end))
+                leaves |= to < 0 || to >= 1 << 30;
+        }
+    st = tkv_seq_shift(kv, seq, first, end, delta);
+    if (call.must_fail) return st;
+    if (leaves) CHECK(st != TKV_OK);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(!cfg.model.rope.dim || cfg.tiers.n_anchors);
+    if (st || delta == 0) return st;
+    for (l = 0; l < 2; l++) {
+        model_layer *s = &model[seq][l];
+        for (i = 0; i < s->len; i++)
+            if (is_in_range(s->position[i], first, end)) s->position[i] += delta, s->turned[i] += delta;
+    }
+    reserved[seq] = 0;
+    may_share[seq] = has_moved[seq] = 1;
+    return st;
+}
+
+static tkv_status call_reset(void) {
+    const int seq = choose_seq();
+    const tkv_status st = tkv_seq_reset(kv, seq);
+    sprintf(call.text, "reset sequence %d", seq);
+    if (!st && is_seq(seq)) reset_model(seq);
+    return st;
+}
+
+static tkv_status call_flush(void) {
+    const int seq = choose_seq(), mode = choose_int(0, 2);
+    tkv_status st;
+    int l;
+    sprintf(call.text, "flush sequence %d, mode %d", seq, mode);
+    if (mode < 0 || mode > 2) call.must_fail = 1;
+    st = tkv_seq_flush(kv, seq, (tkv_flush_mode)mode);
+    for (l = 0; l < 2 && !st && is_seq(seq); l++) model[seq][l].exact_from = model[seq][l].len;
+    if (!st && is_seq(seq)) reserved[seq] = 0;
+    return st;
+}
+
+static tkv_status call_set_budget(void) {
+    const int how = next_byte();
+    const size_t bytes = how > 240 ? 0 : 20000 + (size_t)how * 1500;
+    tkv_status st;
+    sprintf(call.text, "budget %lu", (unsigned long)bytes);
+    allow_reclaim(-1);
+    if (!budget_before) {
+        int s;
+        for (s = 0; s < SEQS; s++)
+            call.may_evict[s] = !in_step[s] && cfg.evict.policy,
+            call.may_discard[s] = !in_step[s] && cfg.budget.discard;
+    }
+    st = tkv_set_budget(kv, bytes);
+    if (!st) memset(reserved, 0, sizeof reserved);
+    return st;
+}
+
+static tkv_status call_set_plan(void) {
+    const int which = next_byte() % 2, n = which ? choose_int(0, 6) : choose_int(1, 200);
+    const tkv_status st = which ? tkv_set_level(kv, n) : tkv_set_hot_tokens(kv, n);
+    sprintf(call.text, "%s %d", which ? "level" : "hot tokens", n);
+    if (!which && n < 1) call.must_fail = 1;
+    if (!st) memset(reserved, 0, sizeof reserved);
+    return st;
+}
+
+static int calls_left; /* of is_time_up */
+static int is_time_up(void *user) { return user == &calls_left && calls_left-- <= 0; }
+
+static tkv_status call_maintain(void) {
+    const int n = choose_int(0, 30), with_clock = next_byte() % 2;
+    int done = -1;
+    tkv_status st;
+    sprintf(call.text, "maintain %d%s", n, with_clock ? ", with a clock" : "");
+    calls_left = next_byte() % 4;
+    CHECK_EQ(tkv_report_pressure(kv, (float)(next_byte() % 5) * 0.25f), TKV_OK);
+    if (n < 0) call.must_fail = 1;
+    st = tkv_maintain(kv, n, with_clock ? is_time_up : NULL, &calls_left, &done);
+    if (n >= 0) CHECK(done >= 0 && done <= n);
+    return st;
+}
+
+static tkv_status call_calibration(void) {
+    const int what = next_byte() % 6;
+    size_t bytes = 0, i;
+    sprintf(call.text, "calibration %d", what);
+    if (what == 0) return tkv_freeze_calibration(kv);
+    if (what == 1) return tkv_refresh_calibration(kv);
+    if (what == 2 || image_size == 0) {
+        CHECK_EQ(tkv_save_calibration(kv, NULL, 0, &bytes), TKV_OK);
+        if (bytes <= sizeof image && tkv_save_calibration(kv, image, sizeof image, &image_size) == TKV_OK)
+            CHECK_EQ(image_size, bytes);
+        return TKV_OK;
+    }
+    if (what == 3) return tkv_load_calibration(kv, image, image_size);
+    call.is_hostile = 1;
+    if (what == 4) { /* one wrong byte, or a short image */
+        const size_t at = (size_t)next_below(65536) % image_size;
+        const uint8_t keep = image[at];
+        tkv_status st;
+        image[at] = (uint8_t)(image[at] ^ (1 + next_byte() % 255));
+        st = tkv_load_calibration(kv, image, next_byte() % 2 ? image_size : at);
+        image[at] = keep;
+        CHECK(st != TKV_OK);
+        return st;
+    }
+    {
+        uint8_t junk[64];
+        for (i = 0; i < sizeof junk; i++) junk[i] = (uint8_t)next_byte();
+        return tkv_load_calibration(kv, junk, sizeof junk);
+    }
+}
+
+/* >>attention */
+static float q_in[ROWS * MAX_HEADS * MAX_DIM], mask[ROWS * LONGEST], out_a[ROWS * MAX_HEADS * MAX_DIM],
+    out_b[ROWS * MAX_HEADS * MAX_DIM], lse_a[ROWS * MAX_HEADS], lse_b[ROWS * MAX_HEADS],
+    scores[SEQS * LONGEST];
+static uint64_t mask_bits[ROWS * WORDS];
+
+static void compare_attention(int n_rows) {
+    const int heads = cfg.model.n_heads;
+    const double part = cfg.host.precise ? 0.01 : 0.3;
+    int r, i;
+    for (r = 0; r < n_rows * heads; r++) {
+        double err_sq = 0.0, sum_sq = 0.0;
+        const float *a = out_a + r * v_dim, *b = out_b + r * v_dim;
+        const int sees_keys = tkv_test_is_finite((double)lse_b[r]);
+        CHECK_EQ(tkv_test_is_finite((double)lse_a[r]), sees_keys);
+        for (i = 0; i < v_dim; i++) {
+            CHECK(tkv_test_is_finite((double)a[i]));
+            err_sq += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+            sum_sq += (double)b[i] * (double)b[i];
+        }
+        CHECK_MSG(sqrt(err_sq) <= part * (sqrt(sum_sq) + sqrt((double)v_dim)),
+                  "row %d: output is off by %.3g of %.3g", r, sqrt(err_sq), sqrt(sum_sq));
+    }
+}
+
+static tkv_status call_attend(void) {
+    const int layer = choose_layer(), how = next_byte(), what = next_byte(), with_batch = how & 1;
+    const int l = stored_layer(layer), heads = cfg.model.n_heads, dim = cfg.model.head_dim;
+    tkv_attend_params p;
+    tkv_rows rows[SEQS];
+    float alibi[MAX_HEADS], sinks[MAX_HEADS];
+    int i, n = 0, longest = 0, failed = store.n_failed, n_rows = with_batch ? 2 : 1;
+    tkv_rng rng;
+    tkv_status st, want;
+    memset(&p, 0, sizeof p);
+    for (i = 0; i < n_rows; i++) {
+        rows[i].seq = choose_seq();
+        rows[i].n = choose_int(1, 3);
+        rows[i].n = min_of(rows[i].n, 3);
+        if (!is_seq(rows[i].seq) || rows[i].n < 0 || l < 0) {
+            call.must_fail = 1;
+            continue;
+        }
+        rows[i].n = min_of(rows[i].n, model[rows[i].seq][l].len);
+        longest = max_of(longest, model[rows[i].seq][l].len);
+        n += rows[i].n;
+    }
+    rng = tkv_rng_seed((uint64_t)next_byte());
+    tkv_rng_fill(&rng, q_in, COUNT(q_in), 1.0);
+    if (how > 250) q_in[next_below(ROWS * heads * dim)] = tkv_test_float(how & 2 ? 0x7fc00000u : 0x7f800000u);
+    if (how == 250) q_in[next_below(ROWS * heads * dim)] = 1e30f;
+    p.layer = layer;
+    p.seq = rows[0].seq;
+    p.n = rows[0].n;
+    if (with_batch) p.batch = rows, p.n_batch = n_rows;
+    p.q = q_in;
+    p.out = out_a;
+    p.lse = lse_a;
+    if (how & 2) p.window = choose_int(-1, 100);
+    if (how & 4) p.non_causal = 1;
+    if (how & 8) p.softcap = 1.0f + (float)next_byte();
+    if (how & 16) p.alibi_slopes = alibi;
+    if (how & 32) p.sink_logits = sinks;
+    for (i = 0; i < MAX_HEADS; i++) alibi[i] = (float)(next_byte() - 128) / 512.0f, sinks[i] = (float)(i - 1);
+    if (what & 1 && longest) {
+        p.mask = mask;
+        for (i = 0; i < n * longest; i++)
+            mask[i] = tkv_rng_below(&rng, 4) ? 0.0f : tkv_rng_below(&rng, 2) ? -1e30f : 1.5f;
+    } else if (what & 2) {
+        p.mask_bits = mask_bits;
+        p.n_mask_bits = choose_int(0, min_of(longest, 64 * WORDS));
+        if (p.n_mask_bits > 64 * WORDS) return skip_call(); /* the array is shorter */
+        if (p.n_mask_bits < 0 && n) call.must_fail = 1;
+        for (i = 0; i < ROWS * WORDS; i++) mask_bits[i] = tkv_rng_u64(&rng) | tkv_rng_u64(&rng);
+    }
+    if (what & 4 && longest) p.scores = scores;
+    sprintf(call.text, "attend, %d queries of sequence %d, layer %d, options %d, %d, window %d, %d bits", n,
+            rows[0].seq, layer, how, what, p.window, p.n_mask_bits);
+    memset(out_a, 0, sizeof out_a);
+    memset(out_b, 0, sizeof out_b);
+    st = tkv_attend_ex(kv, &p);
+    if (call.must_fail) return st;
+    if (store.n_failed != failed) return st;
+    store.fail_read = store.corrupt_read = fail_at_row = 0;
+    p.out = out_b;
+    p.lse = lse_b;
+    p.scores = NULL;
+    want = tkv_attend_reference(kv, &p);
+    CHECK_EQ(st, want);
+    if (!st && !want) compare_attention(n);
+    for (i = 0; i < longest && !st && p.scores; i++) CHECK(scores[i] >= 0.0f);
+    return st;
+}
+
+static tkv_status call_read(void) {
+    const int seq = choose_seq(), layer = choose_layer(), start = choose_int(0, LONGEST),
+              n = choose_int(0, 80);
+    const int sides = next_byte();
+    tkv_status st;
+    sprintf(call.text, "read %d from %d on of sequence %d, layer %d", n, start, seq, layer);
+    st = tkv_read(kv, seq, layer, start, n, sides & 1 ? k_out : NULL, sides & 2 ? v_out : NULL);
+    if (call.must_fail) return st;
+    if (start < 0 || n < 0 || (int64_t)start + n > model[seq][stored_layer(layer)].len) CHECK(st != TKV_OK);
+    return st;
+}
+
+/* >>eviction, pins and importance */
+static float score_token(void *user, const tkv_evict_view *of, int i) {
+    (void)user;
+    return (float)((of->positions ? of->positions[i] : i) * 37 % 101);
+}
+
+static tkv_status call_evict(void) {
+    static float by[LONGEST];
+    static uint64_t victims[WORDS];
+    const int seq = choose_seq(), named = next_byte() % 2;
+    const int layer = choose_layers();
+    tkv_evict_params p;
+    tkv_evict_config other;
+    int i;
+    memset(&p, 0, sizeof p);
+    memset(&other, 0, sizeof other);
+    p.seq = seq;
+    p.layer = layer;
+    if (named) {
+        const int density = next_byte() % 9;
+        tkv_rng rng = tkv_rng_seed((uint64_t)next_byte());
+        memset(victims, 0, sizeof victims);
+        for (i = 0; i < LONGEST; i++)
+            if (tkv_rng_below(&rng, 8) < density) add_to_mask(victims, i);
+        p.victims = victims;
+        p.n_victims = choose_int(0, is_seq(seq) ? max_len(seq) : 0);
+        if (p.n_victims > LONGEST) p.n_victims = -1; /* the array is not longer */
+    } else {
+        p.keep = choose_int(0, LONGEST);
+        other.policy = (tkv_evict_policy)choose_int(0, TKV_EVICT_COUNT - 1);
+        other.scorer = score_token;
+        other.sink_tokens = choose_int(-1, 20);
+        other.recent_tokens = choose_int(-1, 40);
+        if (next_byte() % 2) p.evict = &other;
+        for (i = 0; i < LONGEST; i++) by[i] = (float)(i * 7 % 13);
+        if (next_byte() % 2) p.scores = by;
+    }
+    sprintf(call.text, "evict%s from sequence %d, layer %d, keep %d", named ? " named tokens" : "", seq,
+            layer, p.keep);
+    if (is_seq(seq)) call.may_evict[seq] = 1;
+    return tkv_evict(kv, &p);
+}
+
+static tkv_status call_pin(void) {
+    static const int untils[] = {TKV_UNLIMITED, TKV_OFF, 100, 0, INT_MAX};
+    const int seq = choose_seq(), start = choose_int(0, LONGEST), n = choose_int(0, 60),
+              until = untils[next_byte() % 5];
+    const tkv_status st = tkv_seq_pin(kv, seq, start, n, until);
+    int l, i;
+    sprintf(call.text, "pin %d from %d on in sequence %d until %d", n, start, seq, until);
+    if (start < 0 || n < 0) call.must_fail = 1;
+    for (l = 0; l < 2 && !st && is_seq(seq); l++)
+        for (i = start; i < model[seq][l].len && i - start < n; i++)
+            if (until == TKV_UNLIMITED &&
+                (model[seq][l].state[i] == LIVE || model[seq][l].state[i] == DISCARDED))
+                model[seq][l].is_pinned[i] = 1;
+            else if (until != TKV_UNLIMITED) model[seq][l].is_pinned[i] = 0; /* temporary ones end sometime */
+    return st;
+}
+
+static tkv_status call_importance(void) {
+    static float by[LONGEST], found[LONGEST];
+    static uint64_t missing[WORDS + 1];
+    static tkv_ranked best[16];
+    const int seq = choose_seq(), layer = choose_layer(), start = choose_int(0, LONGEST),
+              n = choose_int(0, 100);
+    const int bad = next_byte(), k = choose_int(0, 16);
+    int i, count = -1, some = n < 0 || n > 100 ? 0 : n;
+    tkv_status st;
+    for (i = 0; i < some; i++) by[i] = (float)(i % 5) * 0.2f;
+    if (some && bad > 240) by[some / 2] = bad & 1 ? -1.0f : tkv_test_float(0x7fc00000u);
+    sprintf(call.text, "importance of %d from %d on in sequence %d, layer %d", n, start, seq, layer);
+    if (n > 100 && is_seq(seq) && n <= LONGEST) return skip_call(); /* the arrays are shorter */
+    st = tkv_add_scores(kv, seq, layer, start, n, by);
+    if (some && bad > 240) CHECK(st != TKV_OK);
+    if (tkv_get_importance(kv, seq, layer, start, n, found, missing) == TKV_OK)
+        for (i = 0; i < some; i++) CHECK(tkv_test_is_finite((double)found[i]));
+    if (k <= 16 && tkv_find_top_tokens(kv, seq, layer, k, bad & 1, best, &count) == TKV_OK)
+        for (i = 0; i < count; i++) {
+            const int state = model[seq][stored_layer(layer)].state[best[i].position];
+            CHECK(state == LIVE || state == DISCARDED);
+        }
+    return st;
+}
+
+/* >>offloading, promotion, discarding */
+static tkv_status call_offload(void) {
+    const int seq = choose_seq(), n = choose_int(0, 8), layer = choose_layers();
+    int done = -1;
+    sprintf(call.text, "offload %d blocks of sequence %d, layer %d", n, seq, layer);
+    if (n < 0) call.must_fail = 1;
+    return tkv_offload(kv, seq, layer, n, &done);
+}
+
+static tkv_status call_promote(void) {
+    const int seq = choose_seq(), layer = choose_layer(), at = choose_int(0, is_seq(seq) ? max_len(seq) : 0);
+    tkv_promotion by;
+    sprintf(call.text, "promote %d of sequence %d, layer %d", at, seq, layer);
+    if (is_seq(seq)) call.may_restore[seq] = 1;
+    if (next_byte() % 3) return tkv_promote(kv, seq, layer, at);
+    memset(&by, 0, sizeof by);
+    by.by.cfg.per_step = choose_int(0, 64);
+    by.by.cfg.cooldown = choose_int(-1, 10);
+    call.keeps_part = 1;
+    sprintf(call.text, "promote important blocks of sequence %d, layer %d", seq, layer);
+    return tkv_promote_important(kv, seq, layer, &by);
+}
+
+static tkv_status call_discard(void) {
+    const int seq = choose_seq(), n = choose_int(0, LONGEST);
+    int n_discarded = -1;
+    tkv_status st;
+    sprintf(call.text, "discard %d of sequence %d", n, seq);
+    if (n < 0) call.must_fail = 1;
+    if (is_seq(seq)) call.may_discard[seq] = 1;
+    st = tkv_seq_discard(kv, seq, n, &n_discarded);
+    if (!st) CHECK(n_discarded >= 0 && n_discarded <= n);
+    return st;
+}
+
+/* Gives tokens of the model to a layer. */
+static tkv_status restore_tokens(int seq, int layer, int start, int n) {
+    static float k[LONGEST * MAX_ROW], v[LONGEST * MAX_ROW];
+    int t;
+    for (t = 0; t < n; t++) {
+        make_row(model[seq][layer].id[start + t], layer, 0, k + t * k_row);
+        make_row(model[seq][layer].id[start + t], layer, 1, v + t * v_row);
+    }
+    return tkv_restore(kv, seq, layer, start, k, v, n);
+}
+
+static tkv_status compute(void *user, tkv_cache *cache, int seq, int first_layer, int n_layers, int start,
+                          int n) {
+    tkv_status st = TKV_OK;
+    int l;
+    (void)user;
+    CHECK(cache == kv && n > 0 && start >= 0 && start + n <= max_len(seq));
+    for (l = first_layer; l < first_layer + n_layers && !st; l++)
+        if (is_layer(l) && model[seq][l].len > start)
+            st = restore_tokens(seq, l, start, min_of(n, model[seq][l].len - start));
+    return st;
+}
+
+static tkv_status call_restore(void) {
+    const int seq = choose_seq(), what = next_byte() % 3, layer = choose_int(0, 1);
+    int start = 0, n = 0, missing = -1;
+    tkv_status st = tkv_seq_find_discarded(kv, seq, &start, &n);
+    sprintf(call.text, "restore sequence %d, layer %d", seq, layer);
+    if (st || !is_seq(seq)) return st;
+    allow_reclaim(seq);
+    call.may_restore[seq] = 1;
+    if (what == 0) {
+        call.keeps_part = 1;
+        return tkv_seq_recompute(kv, seq, &remat, ++remat_step, compute, NULL, &missing);
+    }
+    if (what == 2) {
+        start = choose_int(0, max_len(seq));
+        n = choose_int(0, 128);
+    }
+    if (!is_layer(layer) || start < 0 || n < 0 || start > model[seq][layer].len ||
+        n > model[seq][layer].len - start)
+        return skip_call();
+    return restore_tokens(seq, layer, start, n);
+}
+
+static tkv_status call_free_bytes(void) {
+    static tkv_remat_block blocks[MAX_BLOCKS];
+    static tkv_remat_action actions[MAX_BLOCKS];
+    const int seq = choose_seq(), capacity = choose_int(0, MAX_BLOCKS);
+    size_t freed = 0;
+    sprintf(call.text, "free bytes of sequence %d", seq);
+    if (capacity > MAX_BLOCKS) return skip_call();
+    if (is_seq(seq)) call.may_discard[seq] = 1;
+    return tkv_seq_free_bytes(kv, seq, &remat, (float)next_byte() / 255.0f, (size_t)next_byte() * 200, blocks,
+                              actions, capacity, &freed);
+}
+
+/* >>reports */
+static tkv_status call_report(void) {
+    static char text[1 << 16];
+    static uint8_t tier[LONGEST];
+    static int positions[LONGEST];
+    const int seq = choose_seq(), layer = choose_layer(), start = choose_int(0, LONGEST),
+              n = choose_int(0, 64);
+    tkv_layer_info info;
+    tkv_quality_info quality;
+    size_t needed = 0;
+    tkv_status st = tkv_get_layer(kv, seq, layer, &info);
+    sprintf(call.text, "reports of sequence %d, layer %d", seq, layer);
+    CHECK_EQ(st != TKV_OK, call.must_fail);
+    (void)tkv_get_tiers(kv, seq, layer, start, n > LONGEST ? 0 : n, tier);
+    (void)tkv_get_positions(kv, seq, layer, start, n > LONGEST ? 0 : n, positions);
+    (void)tkv_get_quality(kv, layer, &quality);
+    CHECK_EQ(tkv_print_report(kv, (tkv_report_kind)(next_byte() % TKV_REPORT_COUNT), NULL, NULL, 0, &needed),
+             TKV_OK);
+    if (needed <= sizeof text)
+        CHECK_EQ(tkv_print_report(kv, TKV_REPORT_JSON, NULL, text, (size_t)next_byte(), &needed),
+                 TKV_ERR_CAPACITY);
+    return st;
+}
+
+/* Fails allocations or the store during the next call. */
+static int fail_next;
+
+static tkv_status call_fail_next(void) {
+    fail_next = 1 + next_byte();
+    sprintf(call.text, "failures: %d", fail_next);
+    return TKV_OK;
+}
+
+static const struct {
+    const char *name;
+    int weight;
+    tkv_status (*run)(void);
+    unsigned errors; /* that it may give with valid arguments */
+} calls[] = {
+    {"append", 10, call_append, MEMORY_ERRORS | ERR(NONFINITE)},
+    {"append all", 30, call_append_all, MEMORY_ERRORS},
+    {"append batch", 8, call_append_batch, MEMORY_ERRORS},
+    {"begin", 6, call_begin, MEMORY_ERRORS | ERR(STATE)},
+    {"end", 10, call_end, ERR(STATE)},
+    {"reserve", 5, call_reserve, MEMORY_ERRORS},
+    {"truncate", 12, call_truncate, ERR(STATE) | ERR(RANGE)},
+    {"fork", 14, call_fork, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(ARG)},
+    {"remove", 12, call_remove, ERR(STATE) | ERR(RANGE)},
+    {"shift", 16, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
+    {"reset", 3, call_reset, 0},
+    {"flush", 8, call_flush, MEMORY_ERRORS | ERR(STATE)},
+    {"budget", 5, call_set_budget, MEMORY_ERRORS | ERR(ARG)},
+    {"plan", 5, call_set_plan, ERR(ARG)},
+    {"maintain", 8, call_maintain, MEMORY_ERRORS},
+    {"calibration", 6, call_calibration, MEMORY_ERRORS | ERR(STATE)},
+    {"attend", 26, call_attend, ERR(IO) | ERR(DATA) | ERR(NO_SOURCE) | ERR(RANGE) | ERR(ARG)},
+    {"read", 4, call_read, ERR(IO) | ERR(DATA) | ERR(NO_SOURCE) | ERR(RANGE)},
+    {"evict", 12, call_evict, ERR(STATE) | ERR(CONFIG) | ERR(BUDGET) | ERR(ARG)},
+    {"pin", 6, call_pin, ERR(STATE) | ERR(ARG)},
+    {"importance", 6, call_importance, ERR(CONFIG) | ERR(NONFINITE) | ERR(RANGE)},
+    {"offload", 10, call_offload, ERR(IO) | ERR(ARG)},
+    {"promote", 8, call_promote,
+     MEMORY_ERRORS | ERR(ARG) | ERR(IO) | ERR(DATA) | ERR(NO_SOURCE) | ERR(RANGE) | ERR(CONFIG) | ERR(STATE)},
+    {"discard", 6, call_discard, ERR(STATE)},
+    {"restore", 8, call_restore, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE)},
+    {"free bytes", 3, call_free_bytes, ERR(STATE) | ERR(ARG)},
+    {"report", 4, call_report, ERR(ARG)},
+    {"failures", 8, call_fail_next, 0},
+};
+static long n_calls, n_refused;
+static char run_name[300]; /* options of the plain program that run this input again */
+
+static void make_call(void) {
+    int which, at = 0, point, failed, s, l;
+    tkv_status st;
+    const int fails = fail_next;
+    for (which = 0; which < COUNT(calls); which++) at += calls[which].weight;
+    point = next_below(at);
+    for (which = 0; point >= calls[which].weight; which++) point -= calls[which].weight;
+    memset(&call, 0, sizeof call);
+    sprintf(call.text, "%s", calls[which].name);
+    fail_next = 0;
+    if (fails && fails % 2 && !in_place) memory.fail_at = 1 + fails / 2 % 8;
+    if (fails && fails / 2 % 2 && cfg.offload.write) store.fail_write = 1 + fails / 4 % 6;
+    if (fails && fails / 2 % 2 == 0 && cfg.offload.write) store.fail_read = 1 + fails / 4 % 6;
+    if (fails % 7 == 3 && cfg.offload.write) store.corrupt_read = 1 + fails / 7 % 5;
+    if (fails && cfg.recompute.compute) fail_at_row = fails % 5;
+    memory.n_refused = store.n_failed = 0;
+    memory.peak = memory.held;
+    budget_before = budget_of(kv).budget;
+    if (is_logging) fprintf(stderr, "%s ...", calls[which].name), fflush(stderr);
+    st = calls[which].run();
+    failed = memory.n_refused + store.n_failed;
+    memory.fail_at = store.fail_write = store.fail_read = store.corrupt_read = fail_at_row = 0;
+    if (is_logging)
+        fprintf(stderr, " %s%s: %d %s\n", call.text, failed ? ", with failures" : "", (int)st,
+                st ? tkv_get_last_error(kv) : "");
+    n_calls++;
+    n_refused += st != TKV_OK;
+    if (st &&
+        (failed || st == TKV_ERR_BUDGET || st == TKV_ERR_CAPACITY)) /* the newest tokens may be recoded */
+        for (s = 0; s < SEQS; s++)
+            for (l = 0; l < 2; l++) model[s][l].exact_from = model[s][l].len;
+    if (call.must_fail) CHECK_MSG(st != TKV_OK, "%s: it must be refused", call.text);
+    if (!call.is_hostile && !call.must_fail)
+        CHECK_MSG(!st || calls[which].errors >> -(int)st & 1, "%s: %d, %s", call.text, (int)st,
+                  tkv_get_last_error(kv));
+    if (st == TKV_ERR_NOMEM) CHECK(memory.n_refused > 0);
+    if (st == TKV_ERR_IO) CHECK(store.n_failed > 0);
+    if (st == TKV_ERR_BROKEN) CHECK(0);
+    CHECK_MSG(call.n_wrong == 0, "%d events are wrong", call.n_wrong);
+    if (st && !call.keeps_part && !cfg.offload.write) CHECK_EQ(call.n_evicted, 0);
+    if (st && call.is_hostile && !call.keeps_part && !failed && st == TKV_ERR_ARG)
+        for (s = 0; s < SEQS; s++) call.may_discard[s] = call.may_restore[s] = 0; /* it changed nothing */
+    check_everything();
+}
+
+/* >>configs */
+static const tkv_format_pair format_rows[][2] = {
+    {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
+    {{TKV_F16, TKV_F32}, {TKV_BF16, TKV_F16}},
+    {{TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI3}},
+    {{TKV_KVQUANT4, TKV_KVQUANT4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+    {{TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
+    {{TKV_INT8, TKV_FP8_E4M3}, {TKV_FP4, TKV_INT4}},
+    {{TKV_SQUAT4, TKV_KIVI4}, {TKV_SUBSPACE4, TKV_SUBSPACE4}},
+    {{TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
+    {{TKV_KIVI4, TKV_R30}, {TKV_A30, TKV_FP8_E5M2}}};
+
+static void choose_config(void) {
+    static const int shapes[][4] = {{2, 1, 16, 16}, {2, 2, 12, 5}, {4, 2, 32, 8}, {2, 1, 32, 32}};
+    static const tkv_format hot[] = {TKV_FORMAT_DEFAULT, TKV_F32, TKV_F16, TKV_BF16};
+    const int *shape = shapes[next_byte() % 4], tiers = next_byte(), more = next_byte(), size = next_byte(),
+              keep = next_byte(), old = next_byte();
+    const tkv_format_pair *row = format_rows[next_byte() % COUNT(format_rows)];
+    int l;
+    cfg = make_sized_config(tiers & 1 ? LAYERS : 2, shape[0], shape[1], shape[2], SEQS, CHUNK);
+    cfg.model.v_head_dim = v_dim = shape[3];
+    k_row = shape[1] * shape[2];
+    v_row = shape[1] * shape[3];
+    cfg.tiers.warm = row[0];
+    cfg.tiers.archive = row[1];
+    cfg.tiers.hot.k = hot[tiers / 2 % 4];
+    cfg.tiers.hot.v = hot[tiers / 8 % 4];
+    cfg.tiers.hot_tokens = tiers / 32 % 4 ? 1 + tiers / 32 % 4 * 30 : 0;
+    cfg.tiers.warm_tokens = more % 4 ? 1 + more % 4 * 50 : 0;
+    cfg.tiers.sink_tokens = more / 4 % 4 == 3 ? TKV_OFF : more / 4 % 4 * 5;
+    cfg.host.precise = more / 16 % 2;
+    cfg.host.wipe_freed = more / 32 % 2;
+    if (more / 64 % 4 == 1) cfg.meter.heads = 1;
+    if (more / 64 % 4 >= 2 || (row[0].k == TKV_KVQUANT4 && more / 64 % 4 == 0)) {
+        cfg.model.rope.dim = old & 1 ? 8 : shape[2] / 4 * 4;
+        cfg.model.rope.interleaved = old / 2 % 2;
+    } else cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+    if (size > 60) cfg.budget.bytes = 20000 + (size_t)(size - 60) * 2000;
+    if (size % 4 == 3) {
+        memset(ladder, 0, sizeof ladder);
+        for (l = 0; l < 3; l++) {
+            ladder[l].hot_tokens = l ? 40 : TKV_UNLIMITED;
+            ladder[l].warm.k = ladder[l].warm.v = l > 1 ? TKV_KIVI4 : TKV_Q8;
+            ladder[l].archive.k = ladder[l].archive.v = l > 1 ? TKV_KIVI2 : TKV_KIVI4;
+        }
+        cfg.budget.ladder = ladder;
+        cfg.budget.n_levels = 3;
+    }
+    if (keep & 1) cfg.evict.policy = (tkv_evict_policy)(1 + keep / 2 % (TKV_EVICT_COUNT - 1));
+    cfg.evict.scorer = score_token;
+    if (keep & 1 && keep & 32) cfg.evict.keep_tokens = 70 + keep;
+    if (keep & 64) cfg.importance.sample_every = 1 + (keep >> 7);
+    if (keep & 128 && cfg.tiers.sink_tokens != TKV_OFF && keep & 64 && !(old & 16)) cfg.tiers.n_anchors = 4;
+    memset(layer_cfg, 0, sizeof layer_cfg);
+    if (cfg.model.n_layers == LAYERS) layer_cfg[2].share_kv = 1, layer_cfg[3].no_cache = 1;
+    if (old & 4 && !cfg.tiers.n_anchors) layer_cfg[1].window = 90;
+    if (old & 8) layer_cfg[0].hot_tokens = TKV_UNLIMITED;
+    cfg.layers = layer_cfg;
+    cfg.budget.discard = old / 32 % 2;
+    cfg.host.on_event = record_event;
+    if (old & 64) {
+        attach_test_store(&store, &cfg);
+        cfg.offload.keep_exact = old & 1;
+    }
+    if (old & 128 && old & 32) {
+        cfg.recompute.compute = compute_rows;
+        cfg.recompute.cost.n_heads = TKV_OFF;
+        cfg.recompute.cost.layer_params = 1000.0;
+        cfg.recompute.cost.min_materialized = 64;
+    }
+    in_place = (size & 12) == 12;
+    if (in_place) cfg.limits.max_tokens = LONGEST;
+    else cfg.host.allocator = counting_allocator_of(&memory);
+}
+
+/* Returns 0 if there is no such cache. */
+static int create_chosen_cache(void) {
+    char reason[200] = "";
+    tkv_remat_config r;
+    size_t bytes;
+    tkv_status st = tkv_validate_config(&cfg, reason, sizeof reason);
+    if (st) {
+        CHECK_MSG(reason[0] != 0, "a refused config has a reason");
+        if (is_logging) fprintf(stderr, "no cache: %s\n", reason);
+        return 0;
+    }
+    for (st = TKV_ERR_BUDGET; st == TKV_ERR_BUDGET; cfg.budget.bytes += 16000) { /* some configs need more */
+        st = in_place ? tkv_get_required_bytes(&cfg, &bytes, NULL) : tkv_create(&cfg, &kv);
+        if (st != TKV_ERR_BUDGET) break;
+    }
+    if (in_place) {
+        if (!st) kv = create_cache_in_place(&cfg, &arena, (size_t)(next_byte() % 64));
+    }
+    if (st) {
+        if (is_logging) fprintf(stderr, "no cache: %d\n", (int)st);
+        CHECK(0);
+        return 0;
+    }
+    memset(&r, 0, sizeof r);
+    r.n_layers = cfg.model.n_layers;
+    r.n_heads = cfg.model.n_heads;
+    r.head_dim = cfg.model.head_dim;
+    r.layer_params = 1e4;
+    r.min_materialized = 64;
+    CHECK_EQ(tkv_init_remat(&remat, &r, NULL, 0), TKV_OK);
+    remat_step = 0;
+    return 1;
+}
+
+static void run_cache(void) {
+    int s, n = 0;
+    kv = NULL;
+    memset(&memory, 0, sizeof memory);
+    memset(&store, 0, sizeof store);
+    memset(&arena, 0, sizeof arena);
+    memset(&call, 0, sizeof call);
+    fail_next = fail_at_row = 0;
+    next_id = 1;
+    image_size = 0;
+    for (s = 0; s < SEQS; s++) reset_model(s);
+    choose_config();
+    if (create_chosen_cache()) {
+        while (n_in && n++ < 200 && !tkv_test_.n_bad) make_call();
+        tkv_destroy(kv);
+        if (in_place) check_borders(&arena);
+        else CHECK_EQ(memory.held, 0);
+    }
+    free(arena.raw);
+    if (store.key) destroy_test_store(&store);
+}
+
+/* >>texts */
+/* A config that was read from a text reads the same from its own text. Its cache works, if it is small. */
+static void run_text(const char *text, size_t size) {
+    static tkv_layer_config layers[64], layers_2[64];
+    static tkv_level levels[8], levels_2[8];
+    static float frequencies[128], frequencies_2[128];
+    static char printed[2][1 << 16];
+    tkv_config_arrays room, room_2;
+    tkv_config a = tkv_default_config(), b = tkv_default_config();
+    const int json = next_byte() % 2;
+    char reason[200] = "";
+    size_t needed = 0;
+    tkv_cache *cache = NULL;
+    tkv_status st;
+    room.layers = layers, room.n_layers = 64, room.ladder = levels, room.n_levels = 8;
+    room.frequencies = frequencies, room.n_frequencies = 128;
+    room_2.layers = layers_2, room_2.n_layers = 64, room_2.ladder = levels_2, room_2.n_levels = 8;
+    room_2.frequencies = frequencies_2, room_2.n_frequencies = 128;
+    st = tkv_parse_config(&a, &room, text, size, reason, sizeof reason);
+    CHECK(st == TKV_OK || (st == TKV_ERR_CONFIG && reason[0]));
+    if (st) return;
+    if (tkv_print_config(&a, json, printed[0], sizeof printed[0], &needed) != TKV_OK) return;
+    CHECK_EQ(strlen(printed[0]) + 1, needed);
+    st = tkv_parse_config(&b, &room_2, printed[0], needed - 1, reason, sizeof reason);
+    CHECK_MSG(st == TKV_OK, "its own text is refused: %s", reason);
+    if (st) return;
+    CHECK_EQ(tkv_print_config(&b, json, printed[1], sizeof printed[1], &needed), TKV_OK);
+    CHECK_STR(printed[1], printed[0]);
+    st = tkv_validate_config(&a, reason, sizeof reason);
+    CHECK_EQ(st == TKV_OK, reason[0] == 0);
+    CHECK_EQ(tkv_validate_config(&b, reason, sizeof reason), st);
+    if (st) return;
+    a.host.allocator = counting_allocator_of(&memory);
+    if (a.model.n_layers > 64 || a.limits.max_seqs > 1000 || a.limits.max_append > 4096 ||
+        a.model.n_heads > 64 || (a.limits.max_tokens > 100000) || a.meter.tokens > 10000)
+        return;
+    st = tkv_create(&a, &cache);
+    CHECK(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_ISA || st == TKV_ERR_CONFIG);
+    if (!st) check_cache(cache);
+    tkv_destroy(cache);
+    CHECK_EQ(memory.held, 0);
+}
+
+static void run_thresholds(const char *text, size_t size) {
+    static tkv_threshold entries[16];
+    static char printed[1 << 14];
+    tkv_thresholds t;
+    char reason[200] = "";
+    size_t needed = 0;
+    t.entry = entries, t.n = 0, t.capacity = 16;
+    if (tkv_parse_thresholds(&t, text, size, reason, sizeof reason) != TKV_OK) {
+        CHECK(reason[0] && t.n == 0);
+        return;
+    }
+    CHECK_EQ(tkv_print_thresholds(&t, printed, sizeof printed, &needed), TKV_OK);
+}
+
+/* Bytes as a coded block: decoding reads within them. */
+static void run_codec(void) {
+    static uint8_t bytes[1 << 16];
+    static float x[64 * MAX_DIM];
+    tkv_codec c;
+    uint8_t *exact_size;
+    size_t n, i;
+    memset(&c, 0, sizeof c);
+    c.format = (tkv_format)choose_int(0, TKV_FORMAT_COUNT - 1);
+    c.side = (tkv_side)(next_byte() % 2);
+    c.head_dim = choose_int(1, MAX_DIM);
+    c.options.group_size = next_byte() % 2 ? 32 : 0;
+    c.options.rotate = next_byte() % 4;
+    c.options.kvquant = next_byte() % 16;
+    if (next_byte() % 2) c.rope.dim = choose_int(0, MAX_DIM);
+    n = tkv_get_block_bytes(&c);
+    if (!n || n > sizeof bytes || c.head_dim > MAX_DIM) return;
+    for (i = 0; i < n; i++) bytes[i] = (uint8_t)next_byte();
+    exact_size = (uint8_t *)malloc(n); /* a read behind it is found */
+    if (!exact_size) exit(2);
+    memcpy(exact_size, bytes, n);
+    CHECK_EQ(tkv_decode_block(&c, exact_size, n, 64, x, 0), TKV_OK);
+    for (i = 0; i < (size_t)(64 * c.head_dim); i++) x[i] = (float)(i * 37 % 251) / 64.0f - 2.0f;
+    CHECK_EQ(tkv_encode_block(&c, x, 0, 64, exact_size, n), TKV_OK);
+    CHECK_EQ(tkv_encode_block(&c, x, 0, 64, exact_size, n - 1), TKV_ERR_ARG);
+    free(exact_size);
+}
+
+#ifdef __cplusplus
+extern "C"
+#endif
+    int
+    LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    int kind;
+    is_logging = int_from_env("TKV_FUZZ_LOG", 0);
+    in_bytes = data;
+    n_in = size;
+    kind = next_byte();
+    tkv_test_.n_bad = tkv_test_.n_checks = 0;
+    memset(&call, 0, sizeof call);
+    if (kind >= 250) run_text((const char *)in_bytes, n_in);
+    else if (kind >= 248) run_thresholds((const char *)in_bytes, n_in);
+    else if (kind >= 244) run_codec();
+    else run_cache();
+    fflush(stdout);
+    if (tkv_test_.n_bad && run_name[0]) fprintf(stderr, "    found by: ./api_calls %s\n", run_name);
+    if (tkv_test_.n_bad) abort();
+    return 0;
+}
+
+#ifdef TKV_FUZZ_MAIN
+/* Runs a random input. Returns its number of bytes. */
+static void run_random(int seed, int n_bytes) {
+    static uint8_t bytes[1 << 16];
+    tkv_rng rng = tkv_rng_seed((uint64_t)seed);
+    const int n = min_of((int)sizeof bytes, n_bytes / 4 + tkv_rng_below(&rng, n_bytes));
+    int i;
+    for (i = 0; i < n; i++) bytes[i] = (uint8_t)tkv_rng_below(&rng, 256);
+    sprintf(run_name, "--runs 1 --seed %d --bytes %d", seed, n_bytes);
+    (void)LLVMFuzzerTestOneInput(bytes, (size_t)n);
+}
+
+static int run_file(const char *name) {
+    static uint8_t bytes[1 << 20];
+    FILE *f = fopen(name, "rb");
+    size_t n;
+    if (!f) {
+        fprintf(stderr, "api_calls: cannot read %s; give files, or --runs N\n", name);
+        return 1;
+    }
+    n = fread(bytes, 1, sizeof bytes, f);
+    fclose(f);
+    sprintf(run_name, "%.290s", name);
+    (void)LLVMFuzzerTestOneInput(bytes, n);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    int runs = argc > 1 ? 0 : 1000, seed = 1, n_bytes = 400, i, status = 0;
+    for (i = 1; i < argc && !status; i++) {
+        const int has_value = i + 1 < argc;
+        if (strcmp(argv[i], "--runs") == 0 && has_value) runs = atoi(argv[++i]);
+        else if (strcmp(argv[i], "--seed") == 0 && has_value) seed = atoi(argv[++i]);
+        else if (strcmp(argv[i], "--bytes") == 0 && has_value) n_bytes = max_of(8, atoi(argv[++i]));
+        else status = run_file(argv[i]);
+    }
+    for (i = 0; i < runs; i++) {
+        if (is_logging) fprintf(stderr, "seed %d\n", seed + i);
+        run_random(seed + i, n_bytes);
+    }
+    printf("%d random inputs, %ld calls, %ld refused\n", runs, n_calls, n_refused);
+    return status;
+}
+#endif
