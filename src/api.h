@@ -767,7 +767,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
  * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
- * and values are those of the text that it was read in. Pins stay behind. Reservations of src and dst end.
+ * and values are those of the text that it was read in. Pins and states stay behind. Reservations of src and dst end.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and cfg.model.rope is not set; or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or tokens of the range, or of dst, have expired
