@@ -1544,9 +1544,9 @@ typedef struct tkv_host_config { /* the program around the cache */
     tkv_isa isa; /* TKV_ISA_AUTO: the best instruction set here; another: that one, or TKV_ERR_ISA */
     tkv_nonfinite nonfinite;
     int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
-    /* 1: overwrites keys and values with zeros when their memory becomes free: recoded, cut, evicted or reset. Learned
-     * tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until their
-     * block moves. */
+    /* 1: overwrites keys, values and states with zeros when their memory becomes free: recoded, cut, evicted or reset.
+     * Learned tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until
+     * their block moves. */
     int wipe_freed;
 } tkv_host_config;
 
@@ -1846,7 +1846,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
  * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
- * and values are those of the text that it was read in. Pins stay behind. Reservations of src and dst end.
+ * and values are those of the text that it was read in. Pins and states stay behind. Reservations of src and dst end.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and cfg.model.rope is not set; or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or tokens of the range, or of dst, have expired
@@ -1880,14 +1880,13 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed);
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
 TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
                                      int *positions);
-/* >>states. A layer without keys, such as a recurrence, is cut and forked through states: opaque bytes of the caller's,
- * after the first n_tokens of a sequence by index. Puts a copy of such bytes, in the place of an equal layer and
- * n_tokens. From its first state on, a layer is stateful in all sequences; no_cache layers may be.
+/* >>states. What a layer without keys knows after the first n_tokens of a sequence, by index: opaque bytes of the
+ * caller's (chapter 5). Copies them, in the place of a state of the same layer and n_tokens. From its first state on, a
+ * layer is stateful in all sequences; no_cache layers may be.
  *   n_tokens   1 to max_tokens; may be ahead of the length, as a stateful layer can run before the others
- * A sequence keeps states at limits.max_states positions, close together near the newest one and further apart behind.
- * All layers keep the same positions. The newest state of each layer and the newest position that all have stay.
- * Other states are thinned out when a budget is full, before a token is evicted; a put evicts and discards none. If a
- * full budget has no room even so, the state replaces the layer's newest older one of equal bytes.
+ * The newest state of each layer and the newest position that all have stay. Others are thinned out, log-spaced: to
+ * limits.max_states positions, and by a full budget before it evicts a token. A put evicts none: without room it takes
+ * the place of the layer's newest older state of equal bytes, or is refused.
  * Errors, no token and no needed state changed:
  *   TKV_ERR_BUDGET     the budget has no room beside tokens and newest states
  *   TKV_ERR_CAPACITY   no room in limits.state_bytes, or in place it is 0; or n_tokens is more than max_tokens
@@ -17894,6 +17893,7 @@ static void tkvi_compact_region(tkvi_states *s) {
         link = &to->after;
     }
     *link = NULL;
+    if (s->wipes_freed) tkvi_wipe(at, (size_t)(s->region + s->region_bytes - at));
 }
 
 static void tkvi_leave_region(tkvi_states *s, const tkvi_state *state) {
@@ -17955,7 +17955,7 @@ static void tkvi_release_state(tkvi_states *s, tkvi_held_state *held) {
     if (tkvi_can_thin(state)) s->spare_bytes += bytes;
     if (state->n_holders) return;
     s->held_bytes -= bytes;
-    if (s->wipes_freed) tkvi_wipe(tkvi_bytes_of_state(state), state->size);
+    if (s->wipes_freed) tkvi_wipe(tkvi_bytes_of_state(state), tkvi_align_up(state->size));
     if (s->region) tkvi_leave_region(s, state);
     else tkvi_put(s->heap, state, bytes);
 }

@@ -123,6 +123,28 @@ TEST(states_come_back) {
     tkv_destroy(kv);
 }
 
+TEST(reports_know_states) {
+    static char text[16384];
+    char want[80];
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 1);
+    tkv_cache *kv;
+    cfg.limits.max_states = 2;
+    kv = create_cache(&cfg);
+    CHECK_EQ(put_position(kv, 0, 1, 10, 700), TKV_OK);
+    CHECK_EQ(put_position(kv, 0, 1, 20, 700), TKV_OK);
+    CHECK_EQ(put_position(kv, 0, 1, 30, 700), TKV_OK);
+    sprintf(want, "\"states\": %d", 2 * STATEFUL * (64 + 704));
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_JSON, NULL, text, sizeof text, NULL), TKV_OK);
+    CHECK(strstr(text, want) != NULL);
+    CHECK(strstr(text, "\"thinned\": 3") != NULL);
+    sprintf(want, "tkv_memory_bytes{part=\"states\"} %d\n", 2 * STATEFUL * (64 + 704));
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, NULL, text, sizeof text, NULL), TKV_OK);
+    CHECK(strstr(text, want) != NULL);
+    CHECK(strstr(text, "\ntkv_states_thinned_total 3\n") != NULL);
+    tkv_destroy(kv);
+}
+
 /* A position counts only if every stateful layer has it, in every sequence of the cache. */
 TEST(a_position_is_found_when_all_layers_have_it) {
     tkv_layer_config layers[LAYERS];
@@ -169,6 +191,8 @@ TEST(states_are_refused_with_a_reason) {
     tkv_layer_config layers[LAYERS];
     tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
     tkv_cache *kv;
+    char reason[200];
+    size_t bytes;
     cfg.limits.max_tokens = 1000;
     cfg.limits.state_bytes = 1000;
     kv = create_cache(&cfg);
@@ -195,6 +219,19 @@ TEST(states_are_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_list_states(kv, 0, 0, NULL, 1, NULL), TKV_ERR_ARG);
     check_cache_at(kv, "after refusals", 0);
     tkv_destroy(kv);
+    cfg.limits.max_states = -1;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "limits.max_states is -1; it must be 1 to 65536, or 0 for 64");
+    cfg.limits.max_states = 0;
+    cfg.limits.state_bytes = cfg.budget.bytes = 1000000; /* in place: nothing is left for tokens */
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_BUDGET);
+    CHECK_EQ(tkv_create_in_place(&cfg, bytes_in, sizeof bytes_in, &kv, reason, sizeof reason),
+             TKV_ERR_BUDGET);
+    CHECK_STR(reason,
+              "budget.bytes has no room for limits.state_bytes, the index of limits.max_tokens, and pages");
+    cfg.limits.state_bytes = (size_t)-1;
+    cfg.budget.bytes = 0;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
 }
 
 /* >>fork and cut */
@@ -609,14 +646,16 @@ TEST(states_without_memory_change_nothing) {
 /* >>in place */
 TEST(states_in_place) {
     tkv_layer_config layers[LAYERS];
-    int budgeted, i, n;
-    for (budgeted = 0; budgeted < 2; budgeted++) {
+    unsigned char traces[40][8];
+    int budgeted, i, n, n_traces;
+    for (budgeted = n_traces = 0; budgeted < 2; budgeted++, n_traces = 0) {
         tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
         const size_t position = STATEFUL * counted(900);
         size_t without = 0, with = 0;
         guarded_buffer buffer;
         tkv_cache *kv;
         cfg.limits.max_tokens = 1000;
+        cfg.host.wipe_freed = 1;
         cfg.budget.bytes = budgeted ? 1200000 : 0;
         if (budgeted) cfg.evict.policy = TKV_EVICT_SLIDING;
         kv = create_cache_in_place(&cfg, &buffer, 0);
@@ -646,6 +685,8 @@ TEST(states_in_place) {
         for (i = 0; i < 40; i++) {
             const size_t size = (size_t)(1 + i * 137 % 900);
             CHECK_EQ(put_position(kv, 0, 1, 11 * STEP + 1 + i, size), TKV_OK);
+            fill_state(bytes_in, 1, 0, 11 * STEP + 1 + i, size);
+            if (size >= 16) memcpy(traces[n_traces++], bytes_in + size - 8, 8);
             check_cache_at(kv, "in place, other sizes", i);
         }
         CHECK_EQ(tkv_seq_find_state(kv, 0, TKV_UNLIMITED), 11 * STEP + 40);
@@ -655,10 +696,56 @@ TEST(states_in_place) {
         CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
         CHECK_EQ(state_bytes_of(kv), 0);
         check_cache_at(kv, "in place, reset", 0);
+        for (i = 0; i < n_traces; i++) { /* 8 bytes of each state are nowhere */
+            size_t at = 0;
+            while (at + 8 <= buffer.bytes && memcmp(buffer.mem + at, traces[i], 8)) at++;
+            CHECK(at + 8 > buffer.bytes);
+        }
         check_borders(&buffer);
         tkv_destroy(kv);
         free(buffer.raw);
     }
+}
+
+/* The last 8 bytes of a state are somewhere in memory. */
+static int has_trace(const guarded_buffer *buffer, int id, int layer, size_t size) {
+    size_t at = 0;
+    fill_state(bytes_in, id, layer, 1, size);
+    while (at + 8 <= buffer->bytes && memcmp(buffer->mem + at, bytes_in + size - 8, 8)) at++;
+    return at + 8 <= buffer->bytes;
+}
+
+/* With wipe_freed no byte of a state stays: not of one that was replaced by a shorter one, nor of one that moved. */
+TEST(freed_states_are_wiped) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
+    guarded_buffer buffer;
+    tkv_cache *kv;
+    int layer;
+    cfg.limits.max_tokens = 100;
+    cfg.limits.state_bytes = 4 * counted(448);
+    cfg.host.wipe_freed = 1;
+    kv = create_cache_in_place(&cfg, &buffer, 0);
+    for (layer = 0; layer < 2; layer++) { /* they lie one behind the other */
+        CHECK_EQ(put_state(kv, 0, layer, 1, 1, 448), TKV_OK);
+        CHECK_EQ(put_state(kv, 1, layer, 2, 1, 448), TKV_OK);
+    }
+    CHECK(has_trace(&buffer, 1, 0, 448) && has_trace(&buffer, 2, 1, 448));
+    CHECK_EQ(put_state(kv, 0, 0, 3, 1, 400), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK(!has_trace(&buffer, 1, 0, 448) && !has_trace(&buffer, 1, 1, 448) && !has_trace(&buffer, 3, 0, 400));
+    CHECK_EQ(put_state(kv, 0, 0, 4, 1, 640),
+             TKV_OK); /* it fits into no gap, so the states of sequence 1 move */
+    check_cache_at(kv, "states moved", 0);
+    for (layer = 0; layer < 2; layer++) check_state(kv, 1, layer, 2, 1, 448);
+    check_state(kv, 0, 0, 4, 1, 640);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK(!has_trace(&buffer, 2, 0, 448) && !has_trace(&buffer, 2, 1, 448) && has_trace(&buffer, 4, 0, 640));
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK(!has_trace(&buffer, 4, 0, 640));
+    check_borders(&buffer);
+    tkv_destroy(kv);
+    free(buffer.raw);
 }
 
 /* >>the hybrid of the issue */
@@ -760,6 +847,7 @@ TEST(a_hybrid_of_30_layers_keeps_64_positions_under_a_budget) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(states_come_back);
+    RUN(reports_know_states);
     RUN(a_position_is_found_when_all_layers_have_it);
     RUN(states_are_refused_with_a_reason);
     RUN(forks_share_states);
@@ -774,6 +862,7 @@ int main(int argc, char **argv) {
     RUN(a_refused_state_codes_no_token);
     RUN(states_without_memory_change_nothing);
     RUN(states_in_place);
+    RUN(freed_states_are_wiped);
     RUN(a_hybrid_of_30_layers_keeps_64_positions_under_a_budget);
     return tkv_test_end();
 }

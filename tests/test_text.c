@@ -345,6 +345,8 @@ static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, f
     c->limits.max_seqs = PICK_ONE(r, few);
     c->limits.max_tokens = PICK_ONE(r, tokens);
     c->limits.max_append = PICK_ONE(r, few);
+    c->limits.max_states = PICK_ONE(r, few);
+    c->limits.state_bytes = (size_t)PICK_ONE(r, tokens);
     c->tiers.sink_tokens = PICK_ONE(r, sinks);
     c->tiers.hot_tokens = PICK_ONE(r, lengths);
     c->tiers.warm_tokens = PICK_ONE(r, lengths);

@@ -119,6 +119,7 @@ static void tkvi_compact_region(tkvi_states *s) {
         link = &to->after;
     }
     *link = NULL;
+    if (s->wipes_freed) tkvi_wipe(at, (size_t)(s->region + s->region_bytes - at));
 }
 
 static void tkvi_leave_region(tkvi_states *s, const tkvi_state *state) {
@@ -180,7 +181,7 @@ static void tkvi_release_state(tkvi_states *s, tkvi_held_state *held) {
     if (tkvi_can_thin(state)) s->spare_bytes += bytes;
     if (state->n_holders) return;
     s->held_bytes -= bytes;
-    if (s->wipes_freed) tkvi_wipe(tkvi_bytes_of_state(state), state->size);
+    if (s->wipes_freed) tkvi_wipe(tkvi_bytes_of_state(state), tkvi_align_up(state->size));
     if (s->region) tkvi_leave_region(s, state);
     else tkvi_put(s->heap, state, bytes);
 }
