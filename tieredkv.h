@@ -26155,7 +26155,8 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
     const int last = tkvi_min(n_tokens, list->len) - 1;
-    if (!list->is_moved || last < 0) return fewest;
+    if (!list->is_moved || !list->n || last < 0)
+        return fewest; /* no blocks: the first tokens were all evicted */
     return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
 }
 
@@ -27199,6 +27200,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
+    const tkv_tier tier = tkvi_tier_at(list, i);
+    const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     const tkvi_layout *hot;
     tkvi_block *b = tkvi_block_of(kv, id);
     tkvi_recoding recoding;
@@ -27237,6 +27240,10 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         tkvi_recode_block(&kv->pool, kv->pool.entry[id].block, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
+    if (!kv->tables.recode_pages &&
+        kv->tables.layout[b->layout].key == spec->key[tkvi_tier_of_level(spec, tier)])
+        tkvi_enter_tier(kv, list, tkvi_ids(kv, seq, layer), i, tier,
+                        tier); /* it may have aged while discarded */
     tkvi_search_again(list, i);
     kv->counts.recomputed++;
 }
@@ -28512,6 +28519,15 @@ static uint64_t tkvi_scatter(uint32_t id) {
     return x ^ x >> 31;
 }
 
+/* 1 if block i of a list has its first format and no exact copy. A colder tier can have the format of the hot one. */
+static int tkvi_is_never_coded(const tkv_cache *kv, const tkvi_list *list, int layer, int i) {
+    const tkvi_tier_spec *now = &kv->tables.plan[layer].now;
+    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, kv->meter->seq, layer)[i]);
+    const tkv_tier tier = tkvi_tier_at(list, i);
+    return kv->tables.layout[b->layout].key == now->key[TKV_TIER_HOT] && !b->copy_layout &&
+           (tier == TKV_TIER_HOT || now->key[tier] != now->key[TKV_TIER_HOT]);
+}
+
 /* Checks the meter's copies: of coded or expired blocks, in order, each in a slot of its own. */
 static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     const tkvi_meter *m = k->kv->meter;
@@ -28539,9 +28555,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             if (g->start[a] < list->expired) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                (k->kv->tables.layout[tkvi_block_of(k->kv, ids[block])->layout].key ==
-                     k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
-                 !tkvi_block_of(k->kv, ids[block])->copy_layout))
+                tkvi_is_never_coded(k->kv, list, g->layer, block))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
                                           i);
         }

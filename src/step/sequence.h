@@ -766,7 +766,8 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
     const int last = tkvi_min(n_tokens, list->len) - 1;
-    if (!list->is_moved || last < 0) return fewest;
+    if (!list->is_moved || !list->n || last < 0)
+        return fewest; /* no blocks: the first tokens were all evicted */
     return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
 }
 
