@@ -28655,6 +28655,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
+    const tkv_tier tier = tkvi_tier_at(list, i);
+    const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     const tkvi_layout *hot;
     tkvi_block *b = tkvi_block_of(kv, id);
     tkvi_recoding recoding;
@@ -28693,6 +28695,10 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         tkvi_recode_block(&kv->pool, kv->pool.entry[id].block, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
+    if (!kv->tables.recode_pages &&
+        kv->tables.layout[b->layout].key == spec->key[tkvi_tier_of_level(spec, tier)])
+        tkvi_enter_tier(kv, list, tkvi_ids(kv, seq, layer), i, tier,
+                        tier); /* it may have aged while discarded */
     tkvi_search_again(list, i);
     kv->counts.recomputed++;
 }
@@ -29973,6 +29979,15 @@ static uint64_t tkvi_scatter(uint32_t id) {
     return x ^ x >> 31;
 }
 
+/* 1 if block i of a list has its first format and no exact copy. A colder tier can have the format of the hot one. */
+static int tkvi_is_never_coded(const tkv_cache *kv, const tkvi_list *list, int layer, int i) {
+    const tkvi_tier_spec *now = &kv->tables.plan[layer].now;
+    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, kv->meter->seq, layer)[i]);
+    const tkv_tier tier = tkvi_tier_at(list, i);
+    return kv->tables.layout[b->layout].key == now->key[TKV_TIER_HOT] && !b->copy_layout &&
+           (tier == TKV_TIER_HOT || now->key[tier] != now->key[TKV_TIER_HOT]);
+}
+
 /* Checks the meter's copies: of coded or expired blocks, in order, each in a slot of its own. */
 static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     const tkvi_meter *m = k->kv->meter;
@@ -30000,9 +30015,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             if (g->start[a] < list->expired) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                (k->kv->tables.layout[tkvi_block_of(k->kv, ids[block])->layout].key ==
-                     k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
-                 !tkvi_block_of(k->kv, ids[block])->copy_layout))
+                tkvi_is_never_coded(k->kv, list, g->layer, block))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
                                           i);
         }

@@ -361,6 +361,30 @@ TEST(a_budget_counts_shared_tokens_once) {
     tkv_destroy(kv);
 }
 
+/* A discarded block whose other holders are gone is restored in the format of its tier, though it aged meanwhile. */
+TEST(a_discarded_block_ages_in_a_fork) {
+    enum { N = 230 };
+    tkv_config cfg = make_sized_config(WIDE_LAYERS, 8, 2, 64, 2, N); /* with formats that wait for a table */
+    static float k[N * WIDE_ROW], v[N * WIDE_ROW];
+    int n = 0, start = 0, layer;
+    tkv_cache *kv = create_cache(&cfg);
+    append_wide(kv, 0, 1, N / 10 * 10, 10);
+    append_wide(kv, 0, 2, 70, 10);
+    CHECK_EQ(tkv_seq_discard(kv, 0, N, &n), TKV_OK);
+    CHECK(n >= 128);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, n), TKV_OK);
+    CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_FULL), TKV_OK);
+    check_cache_at(kv, "flushed", n);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_find_discarded(kv, 1, &start, &n), TKV_OK);
+    CHECK(n >= BLOCK && n <= N);
+    for (layer = 0; layer < WIDE_LAYERS; layer++) CHECK_EQ(tkv_restore(kv, 1, layer, start, k, v, n), TKV_OK);
+    check_cache_at(kv, "restored", n);
+    append_wide(kv, 1, 3, 100, 10);
+    check_cache_at(kv, "and older", n);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(forks_see_their_own_tokens);
@@ -370,5 +394,6 @@ int main(int argc, char **argv) {
     RUN(forks_without_memory_change_nothing);
     RUN(forks_are_refused_with_a_reason);
     RUN(a_budget_counts_shared_tokens_once);
+    RUN(a_discarded_block_ages_in_a_fork);
     return tkv_test_end();
 }

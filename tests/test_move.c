@@ -1043,6 +1043,36 @@ TEST(slides_of_torn_sequences) {
     tkv_destroy(kv);
 }
 
+/* A fork of tokens that were all evicted has a length and no block. It can be cut, forked and moved like others. */
+TEST(forks_of_evicted_tokens_are_cut_and_moved) {
+    tkv_config cfg = make_move_config(3);
+    uint64_t victims[3] = {~(uint64_t)0, ~(uint64_t)0, ~(uint64_t)0};
+    tkv_cache *kv;
+    static plain_sequence s;
+    int position = -1;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 400, 100);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 192), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, -100), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, 25), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 25);
+    CHECK_EQ(tkv_seq_fork(kv, 1, 2, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 2, TKV_ALL_LAYERS), 25);
+    CHECK_EQ(tkv_get_positions(kv, 2, 0, 24, 1, &position), TKV_OK);
+    check_cache_at(kv, "forks without blocks", 2);
+    CHECK_EQ(tkv_seq_truncate(kv, 2, 10), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 2, 0, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 1, 0, TKV_UNLIMITED, 7), TKV_OK);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 1, &s, 0, 70, 70);
+    CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 95);
+    check_cache_at(kv, "appended to a fork without blocks", 1);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(removed_tokens_are_not_seen);
@@ -1069,5 +1099,6 @@ int main(int argc, char **argv) {
     RUN(empty_sequences_are_cut_and_moved);
     RUN(a_sequence_slides_without_end);
     RUN(slides_of_torn_sequences);
+    RUN(forks_of_evicted_tokens_are_cut_and_moved);
     return tkv_test_end();
 }

@@ -420,7 +420,7 @@ TEST(coverage_scales_up) {
 TEST(exact_formats_have_no_error) {
     int which, t, layer, n = tkv_test_quick() ? 300 : 500;
     NEEDS_METER;
-    for (which = 0; which < 4; which += tkv_test_quick() ? 3 : 1) {
+    for (which = 0; which < 5; which += tkv_test_quick() ? 3 : 1) {
         tkv_config cfg = config(TKV_KIVI2, TKV_KIVI2);
         tkv_quality_info info;
         tkv_cache *kv;
@@ -432,11 +432,14 @@ TEST(exact_formats_have_no_error) {
         if (which > 1)
             cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F32, TKV_F32); /* encoded without loss */
         if (which == 3) cfg.tiers.hot = pair_of(TKV_BF16, TKV_BF16);
+        if (which == 4) cfg.tiers.archive = pair_of(TKV_F16, TKV_F16); /* that of the hot tier, behind F32 */
+        if (which == 4) cfg.tiers.warm_tokens = 64;
         kv = create_cache(&cfg);
         for (t = 0; t < n; t += 20) {
             CHECK_EQ(append_tokens(kv, 0, 20), TKV_OK);
             for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(attend_newest(kv, 0, layer, 20), TKV_OK);
         }
+        check_cache(kv);
         CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &info), TKV_OK);
         CHECK_EQ(info.samples, n * HEADS * LAYERS);
         CHECK(info.coverage == 1.0);

@@ -868,6 +868,15 @@ static uint64_t tkvi_scatter(uint32_t id) {
     return x ^ x >> 31;
 }
 
+/* 1 if block i of a list has its first format and no exact copy. A colder tier can have the format of the hot one. */
+static int tkvi_is_never_coded(const tkv_cache *kv, const tkvi_list *list, int layer, int i) {
+    const tkvi_tier_spec *now = &kv->tables.plan[layer].now;
+    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, kv->meter->seq, layer)[i]);
+    const tkv_tier tier = tkvi_tier_at(list, i);
+    return kv->tables.layout[b->layout].key == now->key[TKV_TIER_HOT] && !b->copy_layout &&
+           (tier == TKV_TIER_HOT || now->key[tier] != now->key[TKV_TIER_HOT]);
+}
+
 /* Checks the meter's copies: of coded or expired blocks, in order, each in a slot of its own. */
 static tkv_status tkvi_check_meter(const tkvi_checker *k) {
     const tkvi_meter *m = k->kv->meter;
@@ -895,9 +904,7 @@ static tkv_status tkvi_check_meter(const tkvi_checker *k) {
             if (g->start[a] < list->expired) continue;
             while (block < list->n && tkvi_block_start(k->kv, ids, block) < g->start[a]) block++;
             if (block == list->n || tkvi_block_start(k->kv, ids, block) != g->start[a] ||
-                (k->kv->tables.layout[tkvi_block_of(k->kv, ids[block])->layout].key ==
-                     k->kv->tables.plan[g->layer].now.key[TKV_TIER_HOT] &&
-                 !tkvi_block_of(k->kv, ids[block])->copy_layout))
+                tkvi_is_never_coded(k->kv, list, g->layer, block))
                 return tkvi_report_broken(k, "the meter has a copy of a block that is not coded, head probe",
                                           i);
         }

@@ -204,6 +204,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const int n = tkvi_block_tokens(kv, list, tkvi_ids(kv, seq, layer), i);
     const int saturate = kv->tables.cfg.host.nonfinite == TKV_NONFINITE_SATURATE;
+    const tkv_tier tier = tkvi_tier_at(list, i);
+    const tkvi_tier_spec *spec = &kv->tables.plan[layer].now;
     const tkvi_layout *hot;
     tkvi_block *b = tkvi_block_of(kv, id);
     tkvi_recoding recoding;
@@ -242,6 +244,10 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
         tkvi_recode_block(&kv->pool, kv->pool.entry[id].block, layouts[s], tkvi_recode_heads, &recoding);
     }
     b->previous_layout = (uint16_t)(n_layouts > 2 ? layouts[n_layouts - 2] + 1 : 0);
+    if (!kv->tables.recode_pages &&
+        kv->tables.layout[b->layout].key == spec->key[tkvi_tier_of_level(spec, tier)])
+        tkvi_enter_tier(kv, list, tkvi_ids(kv, seq, layer), i, tier,
+                        tier); /* it may have aged while discarded */
     tkvi_search_again(list, i);
     kv->counts.recomputed++;
 }

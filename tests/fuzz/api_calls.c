@@ -72,8 +72,8 @@ static int choose_int(int low, int high) {
         1 << 30, (1 << 30) - 1, 1 << 20, LONGEST, LONGEST + 1,    CHUNK + 1,  65536, 4096};
     const int byte = next_byte();
     int value;
-    if (byte >= 244) value = wrong[next_byte() % COUNT(wrong)];
-    else if (high - low < 244) value = low + byte % (high - low + 1);
+    if (byte >= 249) value = wrong[next_byte() % COUNT(wrong)];
+    else if (high - low < 249) value = low + byte % (high - low + 1);
     else value = low + (byte * 256 + next_byte()) % (high - low + 1);
     if (value < low || value > high) call.is_hostile = 1;
     return value;
@@ -96,7 +96,7 @@ typedef struct model_layer {
 } model_layer;
 
 static model_layer model[SEQS][2];
-static int in_step[SEQS], reserved[SEQS], may_share[SEQS], has_moved[SEQS], has_discards[SEQS];
+static int in_step[SEQS], reserved[SEQS], has_moved[SEQS], has_discards[SEQS];
 
 static tkv_config cfg;
 static tkv_layer_config layer_cfg[LAYERS];
@@ -179,7 +179,7 @@ static void truncate_model(int seq, int layer, int len) {
 static void reset_model(int seq) {
     truncate_model(seq, 0, 0);
     truncate_model(seq, 1, 0);
-    in_step[seq] = reserved[seq] = may_share[seq] = has_moved[seq] = has_discards[seq] = 0;
+    in_step[seq] = reserved[seq] = has_moved[seq] = has_discards[seq] = 0;
 }
 
 /* Appends tokens first_id, ... to the model, at the positions that the cache says. */
@@ -342,6 +342,8 @@ static void check_layer(int seq, int layer, int with_values) {
 static void check_everything(void) {
     static int turn;
     tkv_memory_info m;
+    tkv_seq_memory_info of_seq;
+    size_t blocks = 0;
     int s, l;
     check_cache(kv);
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
@@ -349,6 +351,11 @@ static void check_everything(void) {
     if (budget_of(kv).budget) CHECK_LE(in_place ? budget_of(kv).used : m.total, budget_of(kv).budget);
     if (budget_before && budget_of(kv).budget && !in_place)
         CHECK_LE(memory.peak, budget_before > budget_of(kv).budget ? budget_before : budget_of(kv).budget);
+    for (s = 0; s < SEQS; s++) {
+        CHECK_EQ(tkv_seq_get_memory(kv, s, &of_seq), TKV_OK);
+        blocks += of_seq.own + of_seq.share;
+    }
+    CHECK_LE(blocks, m.total);
     turn++;
     for (s = 0; s < SEQS; s++)
         for (l = 0; l < 2 && !tkv_test_.n_bad; l++) check_layer(s, l, turn % 2 == l);
@@ -416,18 +423,18 @@ static tkv_status call_append(void) {
     return st;
 }
 
-/* Appends to all layers, as programs do. */
-static tkv_status call_append_all(void) {
-    const int seq = choose_seq(), n = choose_int(1, CHUNK);
+/* A call that was refused may have recoded the newest tokens. */
+static void note_recoding(void) {
+    int i;
+    for (i = 0; i < 2 * SEQS; i++) model[i / 2][i % 2].exact_from = model[i / 2][i % 2].len;
+}
+
+/* Appends n tokens to all layers, as programs do. A layer that lags catches up. */
+static tkv_status append_to_all(int seq, int n) {
     tkv_status st = TKV_OK;
-    int l;
-    sprintf(call.text, "append %d to all layers of sequence %d", n, seq);
-    if (call.is_hostile || max_len(seq) + n > LONGEST) return skip_call();
-    allow_reclaim(seq);
-    call.keeps_part = 1;
+    int l, t;
     for (l = 0; l < 2 && !st; l++) {
         const int lag = max_len(seq) - model[seq][l].len, some = lag ? min_of(lag, CHUNK) : n;
-        int t;
         for (t = 0; t < some; t++) {
             make_row(next_id + (uint32_t)t, l, 0, k_in + t * k_row);
             make_row(next_id + (uint32_t)t, l, 1, v_in + t * v_row);
@@ -437,6 +444,31 @@ static tkv_status call_append_all(void) {
         next_id += (uint32_t)some;
     }
     return st;
+}
+
+static tkv_status call_append_all(void) {
+    const int seq = choose_seq(), n = choose_int(1, CHUNK);
+    sprintf(call.text, "append %d to all layers of sequence %d", n, seq);
+    if (call.is_hostile || max_len(seq) + n > LONGEST) return skip_call();
+    allow_reclaim(seq);
+    call.keeps_part = 1;
+    return append_to_all(seq, n);
+}
+
+/* Gives the sequences tokens, so that short inputs get far. */
+static void fill_sequences(void) {
+    int seq, n;
+    budget_before = budget_of(kv).budget;
+    for (seq = 0; seq < SEQS; seq++)
+        for (n = next_byte() * 2; n > 0; n -= CHUNK) {
+            memset(&call, 0, sizeof call);
+            allow_reclaim(seq);
+            if (append_to_all(seq, min_of(n, CHUNK))) note_recoding();
+            if (is_logging)
+                fprintf(stderr, "filled sequence %d with %d, %d\n", seq, model[seq][0].len,
+                        model[seq][1].len);
+            check_everything();
+        }
 }
 
 static tkv_status call_append_batch(void) {
@@ -557,8 +589,25 @@ static tkv_status call_truncate(void) {
     return st;
 }
 
+/* A fork and its source see the same bytes, so their outputs have the same bits. */
+static void compare_fork(int src, int dst) {
+    static float q[MAX_HEADS * MAX_DIM], out[2][MAX_HEADS * MAX_DIM];
+    const int failed = store.n_failed;
+    tkv_rng rng = tkv_rng_seed(3);
+    int l;
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    for (l = 0; l < 2 && model[src][l].len; l++) {
+        const tkv_status st = tkv_attend(kv, src, l, q, 1, out[0]),
+                         other = tkv_attend(kv, dst, l, q, 1, out[1]);
+        if (store.n_failed != failed) return;
+        CHECK_EQ(other, st);
+        if (!st) CHECK_MEM(out[1], out[0], (size_t)(cfg.model.n_heads * v_dim) * sizeof(float));
+    }
+}
+
 static tkv_status call_fork(void) {
-    const int src = choose_seq(), dst = choose_seq();
+    const int src = choose_seq(), other = choose_seq();
+    const int dst = src == other && next_byte() < 250 ? (src + 1) % SEQS : other;
     const int n = next_byte() % 2 ? TKV_UNLIMITED : choose_int(0, is_seq(src) ? max_len(src) + 2 : 4);
     tkv_status st;
     int l;
@@ -577,7 +626,7 @@ static tkv_status call_fork(void) {
     has_discards[dst] = has_discards[src];
     has_moved[dst] = has_moved[src];
     reserved[dst] = reserved[src] = 0;
-    may_share[dst] = may_share[src] = 1;
+    if (n == TKV_UNLIMITED) compare_fork(src, dst);
     return st;
 }
 
@@ -650,7 +699,7 @@ static tkv_status call_shift(void) {
             if (is_in_range(s->position[i], first, end)) s->position[i] += delta, s->turned[i] += delta;
     }
     reserved[seq] = 0;
-    may_share[seq] = has_moved[seq] = 1;
+    has_moved[seq] = 1;
     return st;
 }
 
@@ -1099,11 +1148,11 @@ static const struct {
     {"report", 4, call_report, ERR(ARG)},
     {"failures", 8, call_fail_next, 0},
 };
-static long n_calls, n_refused;
+static long n_calls[COUNT(calls)], n_refused[COUNT(calls)];
 static char run_name[300]; /* options of the plain program that run this input again */
 
 static void make_call(void) {
-    int which, at = 0, point, failed, s, l;
+    int which, at = 0, point, failed, s;
     tkv_status st;
     const int fails = fail_next;
     for (which = 0; which < COUNT(calls); which++) at += calls[which].weight;
@@ -1127,12 +1176,9 @@ static void make_call(void) {
     if (is_logging)
         fprintf(stderr, " %s%s: %d %s\n", call.text, failed ? ", with failures" : "", (int)st,
                 st ? tkv_get_last_error(kv) : "");
-    n_calls++;
-    n_refused += st != TKV_OK;
-    if (st &&
-        (failed || st == TKV_ERR_BUDGET || st == TKV_ERR_CAPACITY)) /* the newest tokens may be recoded */
-        for (s = 0; s < SEQS; s++)
-            for (l = 0; l < 2; l++) model[s][l].exact_from = model[s][l].len;
+    n_calls[which]++;
+    n_refused[which] += st != TKV_OK;
+    if (st && (failed || st == TKV_ERR_BUDGET || st == TKV_ERR_CAPACITY)) note_recoding();
     if (call.must_fail) CHECK_MSG(st != TKV_OK, "%s: it must be refused", call.text);
     if (!call.is_hostile && !call.must_fail)
         CHECK_MSG(!st || calls[which].errors >> -(int)st & 1, "%s: %d, %s", call.text, (int)st,
@@ -1180,7 +1226,7 @@ static void choose_config(void) {
     cfg.host.precise = more / 16 % 2;
     cfg.host.wipe_freed = more / 32 % 2;
     if (more / 64 % 4 == 1) cfg.meter.heads = 1;
-    if (more / 64 % 4 >= 2 || (row[0].k == TKV_KVQUANT4 && more / 64 % 4 == 0)) {
+    if (more / 64 % 4 >= 1 || (row[0].k == TKV_KVQUANT4 && more / 64 % 4 == 0)) {
         cfg.model.rope.dim = old & 1 ? 8 : shape[2] / 4 * 4;
         cfg.model.rope.interleaved = old / 2 % 2;
     } else cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
@@ -1256,6 +1302,12 @@ static int create_chosen_cache(void) {
     return 1;
 }
 
+static void print_config(void) {
+    static char text[4000];
+    if (tkv_print_config(&cfg, 0, text, sizeof text, NULL) == TKV_OK) fputs(text, stderr);
+    fprintf(stderr, "in place: %d, cfg.recompute: %d\n", in_place, cfg.recompute.compute != NULL);
+}
+
 static void run_cache(void) {
     int s, n = 0;
     kv = NULL;
@@ -1269,6 +1321,8 @@ static void run_cache(void) {
     for (s = 0; s < SEQS; s++) reset_model(s);
     choose_config();
     if (create_chosen_cache()) {
+        if (is_logging) print_config();
+        fill_sequences();
         while (n_in && n++ < 200 && !tkv_test_.n_bad) make_call();
         tkv_destroy(kv);
         if (in_place) check_borders(&arena);
@@ -1427,7 +1481,10 @@ int main(int argc, char **argv) {
         if (is_logging) fprintf(stderr, "seed %d\n", seed + i);
         run_random(seed + i, n_bytes);
     }
-    printf("%d random inputs, %ld calls, %ld refused\n", runs, n_calls, n_refused);
+    printf("%d random inputs; calls", runs);
+    for (i = 0; i < COUNT(calls); i++)
+        printf("%s%s %ld, refused %ld", i % 6 ? "; " : "\n    ", calls[i].name, n_calls[i], n_refused[i]);
+    printf("\n");
     return status;
 }
 #endif
