@@ -270,7 +270,7 @@
  *     limits       sequences, tokens per sequence, tokens per append
  *     tiers        lengths and formats of sinks, tail, warm tier and archive; anchors
  *     format       options of formats; each format ignores those of others
- *     layers       exceptions by layer
+ *     layers       exceptions by layer: formats, lengths, window, RoPE, shared K and V
  *     budget       bytes, ladder, pressure controller, discarding
  *     evict        the policy that removes tokens, and when
  *     importance   how tokens are rated
@@ -982,7 +982,9 @@
 #define tkv_reset_quality TKV_NAME_(tkv_reset_quality)
 #define tkv_restore TKV_NAME_(tkv_restore)
 #define tkv_rope TKV_NAME_(tkv_rope)
+#define tkv_rope_kind TKV_NAME_(tkv_rope_kind)
 #define tkv_rotate TKV_NAME_(tkv_rotate)
+#define tkv_rotate_rope TKV_NAME_(tkv_rotate_rope)
 #define tkv_rows TKV_NAME_(tkv_rows)
 #define tkv_samples TKV_NAME_(tkv_samples)
 #define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
@@ -1216,17 +1218,39 @@ typedef struct tkv_format_pair {
     tkv_format k, v;
 } tkv_format_pair;
 
-/* The model's RoPE, for formats that undo it (KVQUANT). Of the first `dim` channels, each pair rotates by
- * scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at position 0. If the model rotates
- * differently, decoded keys stay correct, but compression loses more. */
+/* How the model gives positions to its keys. Tokens can move (tkv_seq_shift) with TKV_ROPE_FIXED only. */
+typedef enum tkv_rope_kind {
+    TKV_ROPE_FIXED = 0, /* one position per token, with the same frequencies at all times */
+    TKV_ROPE_MROPE,     /* several positions per token, as for images (Qwen2-VL) */
+    TKV_ROPE_DYNAMIC,   /* frequencies that change with the length (dynamic NTK, LongRoPE beyond a length) */
+    TKV_ROPE_LEARNED,   /* positions that are added before K is made (GPT-2), learned or not */
+    TKV_ROPE_COUNT
+} tkv_rope_kind;
+
+/* The model's RoPE, for formats that undo it (KVQUANT) and for tokens that move (tkv_seq_shift). Of the first `dim`
+ * channels, each pair rotates by scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at
+ * position 0. YaRN, Llama 3 and p-RoPE: give the frequencies that they compute. If the model rotates differently,
+ * decoded keys stay correct, but compression loses more, and moved keys are wrong. */
 typedef struct tkv_rope {
-    int dim;         /* rotated channels: even, at most head_dim; 0: none */
+    int dim; /* rotated channels: even, at most head_dim; 0: not given; TKV_OFF: keys are not rotated (NoPE) */
     int interleaved; /* 0: channels j and j + dim/2 are a pair (Hugging Face); 1: 2j and 2j + 1 (GGUF of Llama) */
     float base;      /* 2 to 1e9; 0: 10000 */
     float scale;     /* factor on positions, at most 4; 0: 1. Linear scaling by 4 is 0.25 */
     /* NULL, or dim/2 numbers from 0 to 1 that replace the powers of base; read during the call, not kept */
     const float *frequencies;
+    tkv_rope_kind kind; /* other than TKV_ROPE_FIXED: the rest is not used */
 } tkv_rope;
+/* Turns a head's vector by a number of positions, in place, as RoPE does. It is the arithmetic of tkv_seq_shift:
+ * attention to tokens that all moved by d is, bit for bit, that with queries turned by -d.
+ *   rope        as in tkv_config
+ *   head_dim    channels of x, 1 to 256
+ *   positions   may be negative; -n undoes n within rounding
+ *   x           [head_dim]
+ * Errors, x unchanged:
+ *   TKV_ERR_UNSUPPORTED   rope.dim is 0, or rope.kind is not TKV_ROPE_FIXED
+ *   TKV_ERR_ARG           a pointer is missing, or a number is out of range
+ * Cost: 3 us for 128 channels. Source: RoPE, arXiv 2104.09864. */
+TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int positions, float *x);
 
 typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache's value */
     tkv_format_pair hot, warm, archive;
@@ -1234,6 +1258,9 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
     int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
     int share_kv; /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
     int no_cache; /* 1: this layer has no K and V (a state-space layer, for example) */
+    /* RoPE of this layer's keys, where layers differ. With dim and kind 0 it is model.rope, and all fields must be 0.
+     * rope.dim TKV_OFF: this layer does not rotate its keys. A layer with share_kv takes the other layer's */
+    tkv_rope rope;
 } tkv_layer_config;
 
 /* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
@@ -1427,7 +1454,8 @@ typedef struct tkv_model_config { /* the model */
     int v_head_dim; /* channels of V and out, 1 .. 256; 0: head_dim */
     int window;     /* sliding window of all layers, in tokens; 0: none */
     float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
-    tkv_rope rope;  /* RoPE of the keys; KVQUANT formats need it */
+    tkv_rope
+        rope; /* RoPE of the keys; KVQUANT formats and tkv_seq_shift need it; layers[i].rope may differ */
 } tkv_model_config;
 
 typedef struct tkv_limits_config { /* capacity */
@@ -1761,9 +1789,9 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
  * one: its key has RoPE for that position. It begins a new block if the last token has moved. cfg.model.rope must be
- * the model's. A reservation ends.
+ * the model's (or layers[i].rope, where layers differ). A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
- *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_STATE         a step is open
@@ -2708,7 +2736,8 @@ typedef struct tkv_config_arrays {
     tkv_level *ladder;
     int n_levels; /* entries of ladder: at least the levels of the config */
     float *frequencies;
-    int n_frequencies; /* entries of frequencies, for rope.frequencies: at least rope.dim / 2 */
+    /* entries of frequencies: at least rope.dim / 2 for each list in the text, of the model and of layers */
+    int n_frequencies;
 } tkv_config_arrays;
 /* Reads a config from a text and sets the fields named there. Other fields stay, so begin with zeros. Use
  * tkv_validate_config to check the whole config.
@@ -2717,7 +2746,7 @@ typedef struct tkv_config_arrays {
  * Errors, cfg and room unchanged:
  *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
  *   TKV_ERR_ARG      a pointer is missing
- * Cost: O(size), three times; 10 KB of stack. */
+ * Cost: O(size), three times; 14 KB of stack. */
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
@@ -3849,25 +3878,29 @@ static uint64_t tkvi_rope_ratio(float base, int pairs) {
 /* Checks a descriptor. Returns the rule that it breaks, with field and value, or NULL if it is valid. */
 static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, double *value) {
     int j;
-    *field = "model.rope.dim";
+    *field = "rope.dim";
     *value = (double)r->dim;
-    if (r->dim < 0 || r->dim > head_dim || r->dim % 2) return "it must be even, 2 to head_dim, or 0 for none";
-    *field = "model.rope.interleaved";
+    if (r->dim != TKV_OFF && (r->dim < 0 || r->dim > head_dim || r->dim % 2))
+        return "it must be even, 2 to head_dim, TKV_OFF, or 0 for none";
+    *field = "rope.kind";
+    *value = (double)(int)r->kind;
+    if ((unsigned)r->kind >= TKV_ROPE_COUNT) return "it must be a tkv_rope_kind";
+    *field = "rope.interleaved";
     *value = (double)r->interleaved;
     if (r->interleaved & ~1) return "it must be 0 or 1";
-    *field = "model.rope.scale";
+    *field = "rope.scale";
     *value = (double)r->scale;
     if (!tkvi_is_finite(r->scale) || r->scale < 0.0f || r->scale > 4.0f)
         return "it must be more than 0 and at most 4, or 0 for 1";
-    *field = "model.rope.base";
+    *field = "rope.base";
     *value = (double)r->base;
     if (!tkvi_is_finite(r->base) || (r->base != 0.0f && !(r->base >= 2.0f && r->base <= 1e9f)))
         return "it must be 2 to 1e9, or 0 for 10000";
-    *field = "one of model.rope.frequencies";
+    *field = "rope.frequencies";
     for (j = 0; r->frequencies && j < r->dim / 2; j++) {
         *value = (double)r->frequencies[j];
         if (!tkvi_is_finite(r->frequencies[j]) || *value < 0.0 || *value > 1.0)
-            return "it must be 0 to 1, in radians";
+            return "each must be 0 to 1, in radians";
     }
     return NULL;
 }
@@ -3882,32 +3915,76 @@ static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
-    int pairs, apart, step;                   /* pair j is channels j * step and j * step + apart */
-    uint64_t frequency[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
-    /* By position 0 .. 16, for kernels: tkvi_cos_sin would take longer than the rest of their work. */
-    float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
+    int pairs, apart, step; /* pair j is channels j * step and j * step + apart */
+    int row;                /* pairs, rounded up to 16: floats for a cosine or a sine of each pair */
+    uint64_t *frequency;    /* [pairs] */
+    /* [17][row] by position 0 .. 16, for kernels of formats that undo RoPE: tkvi_cos_sin would take longer than the
+     * rest of their work. NULL: there are no such formats. */
+    float *cosine, *sine;
 } tkvi_rope;
 
 static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 
-/* Makes the tables of a descriptor that passed tkvi_rope_fault. */
-static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
-    float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
+/* 1 if the frequencies of the pairs are known, and there are pairs. */
+static int tkvi_rope_is_known(const tkv_rope *r) { return r->kind == TKV_ROPE_FIXED && r->dim > 0; }
+
+static float tkvi_rope_scale(const tkv_rope *r) { return r->scale > 0.0f ? r->scale : 1.0f; }
+static float tkvi_rope_base(const tkv_rope *r) { return r->base > 0.0f ? r->base : 10000.0f; }
+
+/* 1 if two descriptors that are known have the same frequencies and pairs. */
+static int tkvi_is_same_rope(const tkv_rope *a, const tkv_rope *b) {
+    if (a == b) return 1;
+    if (a->dim != b->dim || a->interleaved != b->interleaved || !a->frequencies != !b->frequencies) return 0;
+    if (tkvi_bits(tkvi_rope_scale(a)) != tkvi_bits(tkvi_rope_scale(b))) return 0;
+    if (a->frequencies)
+        return memcmp(a->frequencies, b->frequencies, (size_t)(a->dim / 2) * sizeof(float)) == 0;
+    return tkvi_bits(tkvi_rope_base(a)) == tkvi_bits(tkvi_rope_base(b));
+}
+
+/* Bytes of the arrays of a rope. near: 1 with cosine and sine. */
+static size_t tkvi_rope_bytes(const tkv_rope *r, int near) {
+    const size_t pairs = (size_t)r->dim / 2, row = (pairs + 15u) / 16u * 16u;
+    return tkvi_align_up(pairs * sizeof(uint64_t)) +
+           (near ? 2u * (TKVI_ROPE_NEAR + 1) * row * sizeof(float) : 0u);
+}
+
+/* Makes the tables of a descriptor that passed tkvi_rope_fault and is known, in memory of tkvi_rope_bytes. */
+static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int near, void *memory) {
+    float scale = tkvi_rope_scale(r), base = tkvi_rope_base(r);
     uint64_t first = tkvi_radians_to_turns(scale), ratio, power;
     int j, i;
     memset(rope, 0, sizeof *rope);
+    memset(memory, 0, tkvi_rope_bytes(r, near));
     rope->pairs = r->dim / 2;
+    rope->row = tkvi_round_up(rope->pairs, 16);
     rope->step = r->interleaved ? 2 : 1;
     rope->apart = r->interleaved ? 1 : rope->pairs;
-    if (rope->pairs == 0) return;
+    rope->frequency = (uint64_t *)memory;
+    if (near) {
+        const size_t at = tkvi_align_up((size_t)rope->pairs * sizeof(uint64_t));
+        rope->cosine = (float *)(void *)((uint8_t *)memory + at);
+        rope->sine = rope->cosine + (TKVI_ROPE_NEAR + 1) * rope->row;
+    }
     ratio = power = tkvi_rope_ratio(base, rope->pairs);
     for (j = 0; j < rope->pairs; j++) {
         rope->frequency[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
         if (r->frequencies) rope->frequency[j] = tkvi_radians_to_turns(tkvi_f32(r->frequencies[j] * scale));
-        for (i = 0; i <= TKVI_ROPE_NEAR; i++)
-            tkvi_cos_sin((uint64_t)i * rope->frequency[j], &rope->cosine[i][j], &rope->sine[i][j]);
+        for (i = 0; i <= TKVI_ROPE_NEAR && near; i++)
+            tkvi_cos_sin((uint64_t)i * rope->frequency[j], &rope->cosine[i * rope->row + j],
+                         &rope->sine[i * rope->row + j]);
     }
+}
+
+/* A rope with room for its frequencies. */
+typedef struct tkvi_own_rope {
+    tkvi_rope rope;
+    uint64_t frequency[TKV_MAX_HEAD_DIM / 2 + 7]; /* + 7: rounded up to 64 bytes */
+} tkvi_own_rope;
+
+static const tkvi_rope *tkvi_own_rope_make(tkvi_own_rope *own, const tkv_rope *r) {
+    tkvi_rope_make(&own->rope, r, 0, own->frequency);
+    return &own->rope;
 }
 
 /* >>rotation */
@@ -3947,12 +4024,14 @@ typedef struct tkvi_turn {
     float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2]; /* by pair */
 } tkvi_turn;
 
-/* back 1: the inverse rotation. */
+/* back 1: the inverse rotation. Its bits are those of the rotation by -positions. */
 static void tkvi_turn_make(const tkvi_rope *rope, int64_t positions, int back, tkvi_turn *turn) {
+    const int is_inverse = (positions < 0) != back;
+    const uint64_t distance = (uint64_t)(positions < 0 ? -positions : positions);
     int j;
     for (j = 0; j < rope->pairs; j++) {
-        tkvi_cos_sin((uint64_t)positions * rope->frequency[j], &turn->cosine[j], &turn->sine[j]);
-        if (back) turn->sine[j] = -turn->sine[j];
+        tkvi_cos_sin(distance * rope->frequency[j], &turn->cosine[j], &turn->sine[j]);
+        if (is_inverse) turn->sine[j] = -turn->sine[j];
     }
 }
 
@@ -3978,6 +4057,16 @@ static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, 
     tkvi_turn turn;
     tkvi_turn_make(rope, position, back, &turn);
     tkvi_turn_apply(rope, &turn, x);
+}
+
+TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int positions, float *x) {
+    tkvi_own_rope own;
+    if (!rope || !x || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM || tkvi_rope_has_fault(rope, head_dim))
+        return TKV_ERR_ARG;
+    if (rope->dim == TKV_OFF && rope->kind == TKV_ROPE_FIXED) return TKV_OK;
+    if (!tkvi_rope_is_known(rope)) return TKV_ERR_UNSUPPORTED;
+    tkvi_rope_rotate(tkvi_own_rope_make(&own, rope), positions, 0, x);
+    return TKV_OK;
 }
 
 /* Copies a token, saturated to fp16. rope: undoes its rotation; NULL: none. */
@@ -7277,10 +7366,10 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
 }
 
 /* Sets the RoPE of a side, if its format codes keys before RoPE. */
-static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
-    if (!TKVI_HAS_ROPE || c->side != TKV_K || !c->rope.dim || !s->format->family->undoes_rope) return;
-    tkvi_rope_make(rope, &c->rope);
-    s->rope = tkvi_undone_rope(s->format->family, s->options, rope);
+static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_own_rope *rope) {
+    if (!TKVI_HAS_ROPE || c->side != TKV_K || !tkvi_rope_is_known(&c->rope)) return;
+    if (!s->format->family->undoes_rope) return;
+    s->rope = tkvi_undone_rope(s->format->family, s->options, tkvi_own_rope_make(rope, &c->rope));
 }
 
 TKV_API size_t tkv_get_block_bytes(const tkv_codec *c) {
@@ -7293,7 +7382,7 @@ TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_
                                     void *dst, size_t size) {
     tkv_format_options options;
     tkvi_side s;
-    tkvi_rope rope;
+    tkvi_own_rope rope;
     int t, i;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !dst || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
@@ -7313,7 +7402,7 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
                                     ptrdiff_t stride) {
     tkv_format_options options;
     tkvi_side s;
-    tkvi_rope rope;
+    tkvi_own_rope rope;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !src || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
         size < s.bytes)
@@ -10160,11 +10249,12 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
         tkvi_decode_code_rows_avx2(&rd, from, count, x);
         if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine + TKVI_ROPE_NEAR * rd.rope->row : first[0],
+                               from ? rd.rope->sine + TKVI_ROPE_NEAR * rd.rope->row : first[1], 1,
                                rotated + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
+            tkvi_rope_row_avx2(&rd, rd.rope->cosine + t * rd.rope->row, rd.rope->sine + t * rd.rope->row, 0,
+                               x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
             tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
@@ -11291,7 +11381,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
         __m512 acc[4][4];
         const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
         const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = roped ? rd->rope->cosine[t] : NULL, *sine = roped ? rd->rope->sine[t] : NULL;
+        const float *cosine = roped ? rd->rope->cosine + t * rd->rope->row : NULL;
+        const float *sine = roped ? rd->rope->sine + t * rd->rope->row : NULL;
         TKVI_UNROLL
         for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
@@ -11308,8 +11399,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
             __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
-                const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
+                const __m512 c = _mm512_loadu_ps(cosine + j * rd->rope->row);
+                const __m512 d = _mm512_loadu_ps(sine + j * rd->rope->row);
                 const uint8_t *kj = k + (size_t)j * rd->row_bytes;
                 const float *mj = m + 16 * j * rd->n_vectors;
                 __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
@@ -11409,8 +11500,9 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         const int count = tkvi_min(step, n - from);
         int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                      from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.n_vectors);
+            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine + step * rd.rope->row : first[0],
+                                      from ? rd.rope->sine + step * rd.rope->row : first[1],
+                                      x + 16 * r * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
             kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
@@ -15702,6 +15794,9 @@ typedef struct tkvi_plan {
     /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
      * families that learn from tokens, and from queries, as bits (tkvi_family.part). */
     int allocates, token_parts, query_parts;
+    const tkvi_rope
+        *rope; /* of the keys that this layer reads; NULL: they are not rotated, or `immobile` is set */
+    const char *immobile; /* NULL, or why keys cannot move (tkv_seq_shift) */
 } tkvi_plan;
 
 /* Do blocks of this layer need a table at some level? */
@@ -15725,10 +15820,13 @@ typedef struct tkvi_derived_config {
     int n_layouts;                          /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_fixed; /* 1: heads share bytes; rotated V; a family can undo RoPE */
     int token_parts, query_parts;           /* of all layers, as in tkvi_plan */
-    const char *needs_rope;                 /* not NULL: a format undoes RoPE; the error if there is none */
-    int n_stored;                           /* layers with blocks of their own */
-    int n_levels;                           /* levels of the ladder */
-    int recode_pages;                       /* pages that recoding needs under a budget; 0: no budget */
+    const char *needs_rope; /* not NULL: a format undoes RoPE, and that of a layer is not known; the error */
+    int needs_rope_layer;   /* that layer */
+    int n_ropes;            /* distinct ropes of the layers */
+    size_t rope_bytes;      /* of their arrays */
+    int n_stored;           /* layers with blocks of their own */
+    int n_levels;           /* levels of the ladder */
+    int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
     tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
@@ -15765,9 +15863,10 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;         /* of cfg.model.rope; NULL: it is not set */
-    int has_fixed_slots;     /* 1: tokens cannot move to other slots, because a format undoes RoPE */
-    int any_rotated;         /* 1: some V format is rotated */
+    tkvi_rope *rope;         /* [n_ropes] distinct ropes of the layers (tkvi_plan.rope) */
+    int n_ropes;
+    int has_fixed_slots; /* 1: tokens cannot move to other slots, because a format undoes RoPE */
+    int any_rotated;     /* 1: some V format is rotated */
 } tkvi_tables;
 
 /* The tier whose format blocks of `tier` get. A level can have fewer tiers than the one that put them there. */
@@ -15923,6 +16022,18 @@ static void tkvi_name_entry(char *owner, size_t size, const char *list, int inde
     tkvi_append_text(&t, "].");
 }
 
+/* Checks the RoPE of a layer, or of the model. `owner` as in tkvi_bad_in. */
+static tkv_status tkvi_validate_rope(const tkv_rope *rope, int head_dim, const char *owner, char *reason,
+                                     size_t size) {
+    const char *field;
+    double value;
+    const char *wrong = tkvi_rope_fault(rope, head_dim, &field, &value);
+    return wrong ? tkvi_bad_in(reason, size, owner, field, value, wrong) : TKV_OK;
+}
+
+/* 1 if a layer has a RoPE of its own. */
+static int tkvi_has_own_rope(const tkv_layer_config *c) { return c->rope.dim != 0 || c->rope.kind != 0; }
+
 static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size_t size) {
     int i, cached = 0;
     for (i = 0; i < cfg->model.n_layers; i++) {
@@ -15932,7 +16043,13 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         tkvi_name_entry(owner, sizeof owner, "layers[", i);
         st = tkvi_validate_tiers(c, owner, reason, size);
         if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
+        if (!st) st = tkvi_validate_rope(&c->rope, cfg->model.head_dim, owner, reason, size);
         if (st) return st;
+        if (!tkvi_has_own_rope(c) &&
+            (c->rope.interleaved || c->rope.base > 0.0f || c->rope.scale > 0.0f || c->rope.frequencies))
+            return tkvi_bad_in(reason, size, owner, "rope.dim", c->rope.dim,
+                               "it must be set where another field of rope is; a layer takes all or none of "
+                               "model.rope");
         if (c->no_cache != 0 && c->no_cache != 1)
             return tkvi_bad_in(reason, size, owner, "no_cache", c->no_cache, "it must be 0 or 1");
         if (c->share_kv < 0 || c->share_kv > i)
@@ -16021,6 +16138,34 @@ static int tkvi_may_leave_ram(const tkv_config *cfg) {
 
 static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
     return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
+/* The RoPE of a layer with K and V of its own. */
+static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
+    return cfg->layers && tkvi_has_own_rope(&cfg->layers[layer]) ? &cfg->layers[layer].rope
+                                                                 : &cfg->model.rope;
+}
+
+/* The first layer that has the tables of this layer's RoPE; -1: it needs none. */
+static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
+    const tkv_rope *rope = tkvi_rope_of_layer(cfg, layer);
+    int i;
+    if (!tkvi_has_own_kv(cfg, layer) || !tkvi_rope_is_known(rope)) return -1;
+    for (i = 0; i < layer; i++) {
+        const tkv_rope *other = tkvi_rope_of_layer(cfg, i);
+        if (tkvi_has_own_kv(cfg, i) && tkvi_rope_is_known(other) && tkvi_is_same_rope(rope, other)) break;
+    }
+    return i;
+}
+
+/* Why keys with this RoPE cannot move, or NULL. */
+static const char *tkvi_why_immobile(const tkv_rope *rope) {
+    static const char *const why[TKV_ROPE_COUNT] = {
+        "set cfg.model.rope: keys cannot move without the model's RoPE",
+        "keys with M-RoPE cannot move: a token has several positions, and a distance has no single rotation",
+        "keys with dynamic frequencies cannot move: these change with the length of the sequence",
+        "keys with learned positions cannot move: the model added positions before it made the keys"};
+    return rope->kind == TKV_ROPE_FIXED && rope->dim != 0 ? NULL : why[rope->kind];
 }
 
 /* Copies cfg.recompute.cost to *cost, with the shape of the model and with defaults. Returns NULL, or the reason why it
@@ -16242,7 +16387,11 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
         p->token_parts |= parts;
         if (k->learn_queries) p->query_parts |= k->part;
         h->any_fixed |= k->undoes_rope || v->undoes_rope;
-        if (k->undoes_rope && k->undoes_rope(&h->cfg.format)) h->needs_rope = k->needs_rope;
+        if (k->undoes_rope && k->undoes_rope(&h->cfg.format) && !h->needs_rope &&
+            tkvi_why_immobile(tkvi_rope_of_layer(&h->cfg, layer))) {
+            h->needs_rope = k->needs_rope;
+            h->needs_rope_layer = layer;
+        }
     }
     return fits;
 }
@@ -16337,6 +16486,11 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
+    }
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
+        if (tkvi_rope_layer(&h->cfg, i) != i) continue;
+        h->n_ropes++;
+        h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
     if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
@@ -16443,8 +16597,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, "format.", option->name,
                            tkvi_member_int(&cfg->format, option->offset), option->want);
     TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
-    wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
-    if (wrong) return tkvi_bad(reason, size, field, value, wrong);
+    st = tkvi_validate_rope(&cfg->model.rope, cfg->model.head_dim, "model.", reason, size);
+    if (st) return st;
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
         return tkvi_bad(reason, size, "host.nonfinite", (int)cfg->host.nonfinite,
                         "it must be a tkv_nonfinite");
@@ -16498,8 +16652,14 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
-    if (!st && shape->needs_rope && !cfg->model.rope.dim)
-        return tkvi_bad(reason, size, "model.rope.dim", 0, shape->needs_rope);
+    if (!st && shape->needs_rope) {
+        const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);
+        char owner[32] = "model.";
+        if (rope != &cfg->model.rope)
+            tkvi_name_entry(owner, sizeof owner, "layers[", shape->needs_rope_layer);
+        return tkvi_bad_in(reason, size, owner, rope->kind ? "rope.kind" : "rope.dim",
+                           rope->kind ? (int)rope->kind : rope->dim, shape->needs_rope);
+    }
     if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !st &&
         (cfg->offload.write ||
          cfg->recompute.compute)) { /* attention has a fetch buffer of this size on its stack */
@@ -16535,7 +16695,7 @@ static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
-    s->rope = h->cfg.model.rope.dim ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    s->rope = tkvi_align_up((size_t)h->n_ropes * sizeof(tkvi_rope)) + h->rope_bytes;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
@@ -16605,8 +16765,10 @@ static void tkvi_init_layout(tkvi_layout *c, const tkvi_derived_config *h, int k
     c->bytes = h->bytes[key];
 }
 
-/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
-static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads) {
+/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. rope: of the
+ * layer. */
+static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads,
+                              const tkvi_rope *rope) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
     int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
@@ -16616,7 +16778,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
     key.pair = c->pair;
     key.tokens = c->tokens;
     tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
-    c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, t->rope);
+    c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
         tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
@@ -16653,8 +16815,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
 /* The state of a family that learns from tokens, in a version of the layer's table. version -1: without bytes. */
 static tkvi_family_state tkvi_table_state_of(const tkvi_tables *t, const tkvi_family *f, int layer,
                                              int version) {
-    return tkvi_state_of(&t->cfg, t->rope, version < 0 ? NULL : t->version[version].states, t->token_parts, f,
-                         layer);
+    return tkvi_state_of(&t->cfg, t->plan[layer].rope, version < 0 ? NULL : t->version[version].states,
+                         t->token_parts, f, layer);
 }
 
 /* Connects the sides of a layout to the states of their families in a version of the layer's table. */
@@ -16669,6 +16831,26 @@ static void tkvi_connect_states(const tkvi_tables *t, tkvi_layout *c, int layer,
         s->layer_state = state.layer;
         s->head_state = tkvi_head_state(&state, f, i / 2);
     }
+}
+
+/* Sets the RoPE of a layer's plan. Plans of earlier layers have theirs. *next: memory for the arrays of a new one. */
+static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int layer, uint8_t **next) {
+    tkvi_plan *p = &t->plan[layer];
+    const tkv_rope *rope = tkvi_rope_of_layer(&h->cfg, layer);
+    const int first = tkvi_rope_layer(&h->cfg, layer);
+    if (p->stored_layer < 0) return;
+    if (p->stored_layer != layer) {
+        p->rope = t->plan[p->stored_layer].rope;
+        p->immobile = t->plan[p->stored_layer].immobile;
+        return;
+    }
+    p->immobile = tkvi_why_immobile(rope);
+    if (first < 0) return;
+    if (first == layer) {
+        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->any_fixed, *next);
+        *next += tkvi_align_up(tkvi_rope_bytes(rope, h->any_fixed));
+    }
+    p->rope = first == layer ? &t->rope[t->n_ropes++] : t->plan[first].rope;
 }
 
 /* Builds the tables in `mem`, tkvi_tables_bytes of zeros. */
@@ -16699,10 +16881,8 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->current_version = (int8_t *)(mem += s.split);
     memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
     t->has_fixed_slots = h->any_fixed;
-    if (h->cfg.model.rope.dim) {
-        t->rope = (tkvi_rope *)(void *)(mem + s.current);
-        tkvi_rope_make(t->rope, &h->cfg.model.rope);
-    }
+    t->rope = (tkvi_rope *)(void *)(mem += s.current);
+    mem += s.rope - h->rope_bytes;
     for (i = 0; i < h->n_keys; i++)
         t->layout[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
     for (i = 0; i < h->n_keys; i++) tkvi_init_layout(&t->layout[i], h, i);
@@ -16711,6 +16891,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *tier_specs = tkvi_tier_specs_of(t, i);
         (void)tkvi_plan_of(h, i, p, tier_specs); /* h has all keys, so none is added */
+        tkvi_place_rope(t, h, i, &mem);
         if (p->stored_layer != i) continue;
         tkvi_own_layouts(tier_specs, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
@@ -16721,7 +16902,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)
-        tkvi_share_layout(t, &t->layout[i], NULL); /* the others wait for a table */
+        tkvi_share_layout(t, &t->layout[i], NULL, NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
     t->cfg.budget.ladder = NULL;
     t->cfg.model.rope.frequencies = NULL;
@@ -20023,7 +20204,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         tkvi_layout *c = &kv->tables.layout[r->layout[tier] + version];
         if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
         done = r->layout[tier];
-        tkvi_share_layout(&kv->tables, c, heads);
+        tkvi_share_layout(&kv->tables, c, heads, kv->tables.plan[layer].rope);
         tkvi_connect_states(&kv->tables, c, layer, version);
     }
     kv->tables.current_version[layer] = (int8_t)version;
@@ -23809,13 +23990,13 @@ static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
     tkvi_reference_key(u, ref->newest);
     if (!u->list->is_moved) return;
     memcpy(ref->moved, ref->newest, sizeof ref->moved);
-    if (ref->turned) tkvi_rope_rotate(kv->tables.rope, ref->turned, 0, ref->moved);
+    if (ref->turned) tkvi_rope_rotate(u->call->plan->rope, ref->turned, 0, ref->moved);
 }
 
 /* The rotation of queries for blocks that moved by `turned`; NULL: none. */
 static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi_turn *turn) {
     if (!turned) return NULL;
-    tkvi_turn_make(u->call->kv->tables.rope, turned, 1, turn);
+    tkvi_turn_make(u->call->plan->rope, turned, 1, turn);
     return turn;
 }
 
@@ -23823,7 +24004,7 @@ static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
                                 const tkvi_turn *turn, float *ref) {
     memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
-    if (turn && turned != from->turned) tkvi_turn_apply(u->call->kv->tables.rope, turn, ref);
+    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn, ref);
 }
 
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
@@ -23841,7 +24022,7 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *tu
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
-    if (turn) tkvi_turn_apply(c->kv->tables.rope, turn, row);
+    if (turn) tkvi_turn_apply(c->plan->rope, turn, row);
     for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
     for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
         float x[16];
@@ -25134,7 +25315,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
             for (t = 0; t < n && kv->pool.entry[ids[i]].turned; t++)
-                tkvi_rope_rotate(kv->tables.rope, kv->pool.entry[ids[i]].turned, 0,
+                tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0,
                                  x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {
                 int seen = 0;
@@ -26243,7 +26424,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             if (k && !st)
                 tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
             for (t = 0; t < to - from && k && !st && turned; t++)
-                tkvi_rope_rotate(kv->tables.rope, turned, 0, k + (row + (size_t)h + (size_t)t * heads) * dk);
+                tkvi_rope_rotate(kv->tables.plan[layer].rope, turned, 0,
+                                 k + (row + (size_t)h + (size_t)t * heads) * dk);
             if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
@@ -26773,7 +26955,7 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
         slot = tkvi_split_slot(kv, list, ids, i, from);
         if (slot) tkvi_split_entry(kv, move->seq, layer, i++, slot);
         kv->pool.entry[ids[i]].shift += move->delta;
-        kv->pool.entry[ids[i]].turned += move->delta;
+        if (kv->tables.plan[layer].rope) kv->pool.entry[ids[i]].turned += move->delta;
     }
     list->is_moved = 0;
     for (i = 0; i < list->n; i++) {
@@ -26818,9 +27000,9 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
     int layer;
     if (st) return st;
-    if (!kv->tables.rope)
-        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
-                         "set cfg.model.rope: keys cannot move without the model's RoPE", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].immobile)
+            return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, kv->tables.plan[layer].immobile, 0, NULL);
     if (kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: anchors cannot move, and there are",
@@ -28674,7 +28856,13 @@ typedef struct tkvi_parser {
     int key_line;
     /* what the text has named so far */
     int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* largest list index, plus 1; 0: none */
-    int frequencies, frequencies_line;
+    int frequencies, frequencies_line;                           /* of model.rope: numbers, and line */
+    int n_taken;            /* numbers of all lists of frequencies, in this pass */
+    const char *taken_from; /* the last list of frequencies */
+    int taken_line;         /* its line */
+    int n_kept;             /* numbers in front of these lists that the config still uses */
+    uint8_t
+        pairs[TKVI_MAX_LAYERS]; /* layers[i].rope.dim / 2 less the numbers of its frequencies, modulo 256 */
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
 } tkvi_parser;
@@ -29005,24 +29193,34 @@ static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_quote(o);
 }
 
-/* Reads rope.frequencies into the caller's memory (tkv_config_arrays). */
+/* Entries of the caller's memory for frequencies. */
+static int tkvi_frequencies_room(const tkvi_parser *r) {
+    return r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+}
+
+/* Reads rope.frequencies into the caller's memory (tkv_config_arrays), one list behind the other. The layers of a range
+ * have one list. */
 static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    const int most = tkvi_frequencies_room(r), n = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
     (void)row;
-    r->frequencies = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
-    r->frequencies_line = r->key_line;
-    if (!r->frequencies) return 0;
-    if (!at || r->frequencies > most) return 1; /* tkvi_check_frequencies reports it */
-    tkvi_read_list(s, most, r->room->frequencies);
+    if (!n) return 0;
+    if (r->taken_from != s.at) r->n_taken += n;
+    r->taken_from = s.at;
+    r->taken_line = r->key_line;
+    if (!at || r->n_kept + r->n_taken > most) return 1; /* tkvi_check_frequencies reports it */
     {
-        const float *x = r->room->frequencies;
+        float *to = r->room->frequencies + (r->n_kept + r->n_taken - n);
+        const float *x = to;
+        tkvi_read_list(s, n, to);
         memcpy(at, &x, sizeof x);
     }
     return 1;
 }
 
 static void tkvi_write_frequencies(const tkvi_row *row, const void *at, tkvi_out *o) {
-    const tkv_rope *rope = (const tkv_rope *)(const void *)((const char *)at - row->offset);
+    const tkv_rope *rope =
+        (const tkv_rope *)(const void *)((const char *)at - offsetof(tkv_rope, frequencies));
+    (void)row;
     if (rope->dim < 2 || rope->dim > TKV_MAX_HEAD_DIM) o->bad = TKV_ERR_CONFIG;
     else tkvi_write_list(rope->frequencies, rope->dim / 2, o);
 }
@@ -29046,13 +29244,18 @@ static const tkvi_kind tkvi_kinds[] = {
     {"formats of K and V, such as a30/r20, or one for both (tkv_get_name)", tkvi_read_pair, tkvi_write_pair},
     {"names joined by +", tkvi_read_flags, tkvi_write_flags},
     {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
-    {"model.rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
+    {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
     {"the name of a preset (tkv_get_name)", tkvi_read_preset, NULL},
 };
 
 /* >>the table of all fields */
 static const tkvi_word tkvi_words_off[] = {{"off", TKV_OFF}, {NULL, 0}};
 static const tkvi_word tkvi_words_length[] = {{"off", TKV_OFF}, {"unlimited", TKV_UNLIMITED}, {NULL, 0}};
+static const tkvi_word tkvi_words_rope[] = {{"fixed", TKV_ROPE_FIXED},
+                                            {"mrope", TKV_ROPE_MROPE},
+                                            {"dynamic", TKV_ROPE_DYNAMIC},
+                                            {"learned", TKV_ROPE_LEARNED},
+                                            {NULL, 0}};
 static const tkvi_word tkvi_words_nonfinite[] = {
     {"refuse", TKV_NONFINITE_REFUSE}, {"saturate", TKV_NONFINITE_SATURATE}, {NULL, 0}};
 static const tkvi_word tkvi_words_heads[] = {
@@ -29101,7 +29304,8 @@ static const tkvi_row tkvi_later_rows[] = {
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
-    TKVI_ROW(tkv_rope, dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_rope, dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_rope, kind, TKVI_INT, tkvi_words_rope),
     TKVI_ROW(tkv_rope, interleaved, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_rope, base, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_rope, scale, TKVI_FLOAT, NULL),
@@ -29118,6 +29322,12 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_layer_config, rope.dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_layer_config, rope.kind, TKVI_INT, tkvi_words_rope),
+    TKVI_ROW(tkv_layer_config, rope.interleaved, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_layer_config, rope.base, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_layer_config, rope.scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_layer_config, rope.frequencies, TKVI_FREQUENCIES, NULL),
 };
 
 static const tkvi_row tkvi_level_rows[] = {
@@ -29464,11 +29674,27 @@ static int tkvi_mark_seen(tkvi_parser *r, int group, int index, const tkvi_row *
 
 enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three passes over a text */
 
+/* Keeps, in the check pass, what tkvi_check_frequencies needs. */
+static void tkvi_note_rope(tkvi_parser *r, int group, int layer, const tkvi_row *row) {
+    const int n = row->kind == TKVI_FREQUENCIES ? tkvi_read_list(r->value, TKV_MAX_HEAD_DIM / 2, NULL) : 0;
+    int dim = 0;
+    if (row->kind == TKVI_FREQUENCIES && group != TKVI_OF_LAYERS) {
+        r->frequencies = n;
+        r->frequencies_line = r->key_line;
+    }
+    if (group != TKVI_OF_LAYERS) return;
+    if (row->offset == offsetof(tkv_layer_config, rope.dim) && tkvi_read_int(r, row, r->value, &dim))
+        r->pairs[layer] = (uint8_t)(r->pairs[layer] + (dim > 0 && dim <= TKV_MAX_HEAD_DIM ? dim / 2 : 0));
+    r->pairs[layer] = (uint8_t)(r->pairs[layer] - n);
+}
+
 /* Reads all values of one pass into their fields. The check pass does not write to lists or frequencies, whose
  * memory is the caller's, and does not apply presets. */
 static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     int found, g, i, from, to;
     tkvi_rewind(r);
+    r->n_taken = 0;
+    r->taken_from = NULL;
     for (found = tkvi_next(r); found > 0; found = tkvi_next(r)) {
         const tkvi_row *row = tkvi_find_row(r, &g, &from, &to);
         int begins;
@@ -29495,6 +29721,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
                 tkvi_append_bad_value(r, row);
                 return TKV_ERR_CONFIG;
             }
+            if (pass == TKVI_CHECK && r->fields == tkvi_config_fields) tkvi_note_rope(r, g, i, row);
         }
     }
     return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
@@ -29565,21 +29792,47 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     return TKV_OK;
 }
 
+/* Checks the frequencies of each layer that the text gives some. */
+static tkv_status tkvi_check_layer_frequencies(tkvi_parser *r) {
+    const tkvi_row *row;
+    int found, g, from, to;
+    tkvi_rewind(r);
+    for (found = tkvi_next(r); found > 0; found = tkvi_next(r)) {
+        row = tkvi_find_row(r, &g, &from, &to);
+        if (!row || g != TKVI_OF_LAYERS || row->kind != TKVI_FREQUENCIES) continue;
+        for (; from <= to; from++) {
+            const int n = tkvi_read_list(r->value, TKV_MAX_HEAD_DIM / 2, NULL);
+            char what[48];
+            tkvi_text t = tkvi_text_begin(what, sizeof what);
+            if (!r->pairs[from]) continue;
+            tkvi_append_text(&t, "layers[");
+            tkvi_append_int(&t, from);
+            tkvi_append_text(&t, "].rope.dim is ");
+            return tkvi_report_wrong_count(r, r->key_line, what, 2 * ((r->pairs[from] + n) & 255), 2 * n,
+                                           ", two for each of its frequencies");
+        }
+    }
+    return TKV_OK;
+}
+
 /* The same check for rope.frequencies, which has rope.dim / 2 entries. */
 static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
-    const int n = r->frequencies, line = r->frequencies_line;
-    const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    const int n = r->frequencies, line = r->frequencies_line, room = tkvi_frequencies_room(r);
     if (n && n * 2 != cfg->model.rope.dim)
         return tkvi_report_wrong_count(r, line, "model.rope.dim is ", cfg->model.rope.dim, 2 * n,
                                        ", two for each of model.rope.frequencies");
-    if (n > room)
-        return tkvi_report_wrong_count(r, line, "the program's room for model.rope.frequencies is ", room, n,
-                                       " or more (tkv_config_arrays)");
+    if (!n && room && was->model.rope.frequencies == r->room->frequencies)
+        r->n_kept = tkvi_max(0, was->model.rope.dim / 2);
+    if (r->n_taken && r->n_kept + r->n_taken > room)
+        return tkvi_report_wrong_count(r, r->taken_line,
+                                       n == r->n_taken ? "the program's room for model.rope.frequencies is "
+                                                       : "the program's room for frequencies is ",
+                                       room, r->n_kept + r->n_taken, " or more (tkv_config_arrays)");
     if (!n && was->model.rope.frequencies && cfg->model.rope.dim > was->model.rope.dim)
         return tkvi_report_wrong_count(r, tkvi_line_of(r, "model.rope.dim"), "model.rope.dim is ",
                                        cfg->model.rope.dim, was->model.rope.dim,
                                        " or less, as the program has frequencies");
-    return TKV_OK;
+    return tkvi_check_layer_frequencies(r);
 }
 
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,

@@ -268,7 +268,7 @@
  *     limits       sequences, tokens per sequence, tokens per append
  *     tiers        lengths and formats of sinks, tail, warm tier and archive; anchors
  *     format       options of formats; each format ignores those of others
- *     layers       exceptions by layer
+ *     layers       exceptions by layer: formats, lengths, window, RoPE, shared K and V
  *     budget       bytes, ladder, pressure controller, discarding
  *     evict        the policy that removes tokens, and when
  *     importance   how tokens are rated

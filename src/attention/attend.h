@@ -425,13 +425,13 @@ static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
     tkvi_reference_key(u, ref->newest);
     if (!u->list->is_moved) return;
     memcpy(ref->moved, ref->newest, sizeof ref->moved);
-    if (ref->turned) tkvi_rope_rotate(kv->tables.rope, ref->turned, 0, ref->moved);
+    if (ref->turned) tkvi_rope_rotate(u->call->plan->rope, ref->turned, 0, ref->moved);
 }
 
 /* The rotation of queries for blocks that moved by `turned`; NULL: none. */
 static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi_turn *turn) {
     if (!turned) return NULL;
-    tkvi_turn_make(u->call->kv->tables.rope, turned, 1, turn);
+    tkvi_turn_make(u->call->plan->rope, turned, 1, turn);
     return turn;
 }
 
@@ -439,7 +439,7 @@ static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
                                 const tkvi_turn *turn, float *ref) {
     memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
-    if (turn && turned != from->turned) tkvi_turn_apply(u->call->kv->tables.rope, turn, ref);
+    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn, ref);
 }
 
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
@@ -457,7 +457,7 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *tu
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
-    if (turn) tkvi_turn_apply(c->kv->tables.rope, turn, row);
+    if (turn) tkvi_turn_apply(c->plan->rope, turn, row);
     for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
     for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
         float x[16];

@@ -210,10 +210,10 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
 }
 
 /* Sets the RoPE of a side, if its format codes keys before RoPE. */
-static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
-    if (!TKVI_HAS_ROPE || c->side != TKV_K || !c->rope.dim || !s->format->family->undoes_rope) return;
-    tkvi_rope_make(rope, &c->rope);
-    s->rope = tkvi_undone_rope(s->format->family, s->options, rope);
+static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_own_rope *rope) {
+    if (!TKVI_HAS_ROPE || c->side != TKV_K || !tkvi_rope_is_known(&c->rope)) return;
+    if (!s->format->family->undoes_rope) return;
+    s->rope = tkvi_undone_rope(s->format->family, s->options, tkvi_own_rope_make(rope, &c->rope));
 }
 
 TKV_API size_t tkv_get_block_bytes(const tkv_codec *c) {
@@ -226,7 +226,7 @@ TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_
                                     void *dst, size_t size) {
     tkv_format_options options;
     tkvi_side s;
-    tkvi_rope rope;
+    tkvi_own_rope rope;
     int t, i;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !dst || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
@@ -246,7 +246,7 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
                                     ptrdiff_t stride) {
     tkv_format_options options;
     tkvi_side s;
-    tkvi_rope rope;
+    tkvi_own_rope rope;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !src || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
         size < s.bytes)

@@ -891,11 +891,12 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
         tkvi_decode_code_rows_avx2(&rd, from, count, x);
         if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine + TKVI_ROPE_NEAR * rd.rope->row : first[0],
+                               from ? rd.rope->sine + TKVI_ROPE_NEAR * rd.rope->row : first[1], 1,
                                rotated + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
+            tkvi_rope_row_avx2(&rd, rd.rope->cosine + t * rd.rope->row, rd.rope->sine + t * rd.rope->row, 0,
+                               x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
             tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);

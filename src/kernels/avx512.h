@@ -625,7 +625,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
         __m512 acc[4][4];
         const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
         const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = roped ? rd->rope->cosine[t] : NULL, *sine = roped ? rd->rope->sine[t] : NULL;
+        const float *cosine = roped ? rd->rope->cosine + t * rd->rope->row : NULL;
+        const float *sine = roped ? rd->rope->sine + t * rd->rope->row : NULL;
         TKVI_UNROLL
         for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
@@ -642,8 +643,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
             __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
-                const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
+                const __m512 c = _mm512_loadu_ps(cosine + j * rd->rope->row);
+                const __m512 d = _mm512_loadu_ps(sine + j * rd->rope->row);
                 const uint8_t *kj = k + (size_t)j * rd->row_bytes;
                 const float *mj = m + 16 * j * rd->n_vectors;
                 __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
@@ -743,8 +744,9 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         const int count = tkvi_min(step, n - from);
         int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                      from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.n_vectors);
+            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine + step * rd.rope->row : first[0],
+                                      from ? rd.rope->sine + step * rd.rope->row : first[1],
+                                      x + 16 * r * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
             kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);

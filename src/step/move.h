@@ -262,7 +262,7 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
         slot = tkvi_split_slot(kv, list, ids, i, from);
         if (slot) tkvi_split_entry(kv, move->seq, layer, i++, slot);
         kv->pool.entry[ids[i]].shift += move->delta;
-        kv->pool.entry[ids[i]].turned += move->delta;
+        if (kv->tables.plan[layer].rope) kv->pool.entry[ids[i]].turned += move->delta;
     }
     list->is_moved = 0;
     for (i = 0; i < list->n; i++) {
@@ -307,9 +307,9 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
     int layer;
     if (st) return st;
-    if (!kv->tables.rope)
-        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
-                         "set cfg.model.rope: keys cannot move without the model's RoPE", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].immobile)
+            return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, kv->tables.plan[layer].immobile, 0, NULL);
     if (kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: anchors cannot move, and there are",
