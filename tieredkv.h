@@ -3917,7 +3917,8 @@ static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
 typedef struct tkvi_rope {
     int pairs, apart, step; /* pair j is channels j * step and j * step + apart */
     int row;                /* pairs, rounded up to 16: floats for a cosine or a sine of each pair */
-    uint64_t *frequency;    /* [pairs] */
+    int lanes;           /* the same with a lane for channels without a pair, if there are any (tkvi_turn) */
+    uint64_t *frequency; /* [pairs] */
     /* [17][row] by position 0 .. 16, for kernels of formats that undo RoPE: tkvi_cos_sin would take longer than the
      * rest of their work. NULL: there are no such formats. */
     float *cosine, *sine;
@@ -3941,26 +3942,31 @@ static int tkvi_is_same_rope(const tkv_rope *a, const tkv_rope *b) {
     return tkvi_bits(tkvi_rope_base(a)) == tkvi_bits(tkvi_rope_base(b));
 }
 
-/* Bytes of the arrays of a rope. near: 1 with cosine and sine. */
-static size_t tkvi_rope_bytes(const tkv_rope *r, int near) {
+/* Bytes of the arrays of a rope. with_rows: 1 with cosine and sine. */
+static size_t tkvi_rope_bytes(const tkv_rope *r, int with_rows) {
     const size_t pairs = (size_t)r->dim / 2, row = (pairs + 15u) / 16u * 16u;
     return tkvi_align_up(pairs * sizeof(uint64_t)) +
-           (near ? 2u * (TKVI_ROPE_NEAR + 1) * row * sizeof(float) : 0u);
+           (with_rows ? 2u * (TKVI_ROPE_NEAR + 1) * row * sizeof(float) : 0u);
+}
+
+static int tkvi_rope_lanes(const tkv_rope *r, int head_dim) {
+    return tkvi_round_up(r->dim / 2 + (tkvi_round_up(head_dim, 16) > r->dim), 16);
 }
 
 /* Makes the tables of a descriptor that passed tkvi_rope_fault and is known, in memory of tkvi_rope_bytes. */
-static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int near, void *memory) {
+static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int head_dim, int with_rows, void *memory) {
     float scale = tkvi_rope_scale(r), base = tkvi_rope_base(r);
     uint64_t first = tkvi_radians_to_turns(scale), ratio, power;
     int j, i;
     memset(rope, 0, sizeof *rope);
-    memset(memory, 0, tkvi_rope_bytes(r, near));
+    memset(memory, 0, tkvi_rope_bytes(r, with_rows));
     rope->pairs = r->dim / 2;
     rope->row = tkvi_round_up(rope->pairs, 16);
+    rope->lanes = tkvi_rope_lanes(r, head_dim);
     rope->step = r->interleaved ? 2 : 1;
     rope->apart = r->interleaved ? 1 : rope->pairs;
     rope->frequency = (uint64_t *)memory;
-    if (near) {
+    if (with_rows) {
         const size_t at = tkvi_align_up((size_t)rope->pairs * sizeof(uint64_t));
         rope->cosine = (float *)(void *)((uint8_t *)memory + at);
         rope->sine = rope->cosine + (TKVI_ROPE_NEAR + 1) * rope->row;
@@ -3970,7 +3976,7 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int near, void *m
         rope->frequency[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
         if (r->frequencies) rope->frequency[j] = tkvi_radians_to_turns(tkvi_f32(r->frequencies[j] * scale));
-        for (i = 0; i <= TKVI_ROPE_NEAR && near; i++)
+        for (i = 0; i <= TKVI_ROPE_NEAR && with_rows; i++)
             tkvi_cos_sin((uint64_t)i * rope->frequency[j], &rope->cosine[i * rope->row + j],
                          &rope->sine[i * rope->row + j]);
     }
@@ -3983,7 +3989,7 @@ typedef struct tkvi_own_rope {
 } tkvi_own_rope;
 
 static const tkvi_rope *tkvi_own_rope_make(tkvi_own_rope *own, const tkv_rope *r) {
-    tkvi_rope_make(&own->rope, r, 0, own->frequency);
+    tkvi_rope_make(&own->rope, r, TKV_MAX_HEAD_DIM, 0, own->frequency);
     return &own->rope;
 }
 
@@ -4019,23 +4025,27 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     *sine = (float)s * 9.3132257461547852e-10f;
 }
 
-/* The rotation by one number of positions. */
+/* The rotation by one number of positions, by pair. */
 typedef struct tkvi_turn {
-    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2]; /* by pair */
+    float cosine[TKV_MAX_HEAD_DIM / 2 + 16], sine[TKV_MAX_HEAD_DIM / 2 + 16];
 } tkvi_turn;
 
-/* back 1: the inverse rotation. Its bits are those of the rotation by -positions. */
-static void tkvi_turn_make(const tkvi_rope *rope, int64_t positions, int back, tkvi_turn *turn) {
+/* cosine, sine: [lanes]. back 1: the inverse rotation. Its bits are those of the rotation by -positions. */
+static void tkvi_turn_make(const tkvi_rope *rope, int64_t positions, int back, float *cosine, float *sine) {
     const int is_inverse = (positions < 0) != back;
     const uint64_t distance = (uint64_t)(positions < 0 ? -positions : positions);
     int j;
     for (j = 0; j < rope->pairs; j++) {
-        tkvi_cos_sin(distance * rope->frequency[j], &turn->cosine[j], &turn->sine[j]);
-        if (is_inverse) turn->sine[j] = -turn->sine[j];
+        tkvi_cos_sin(distance * rope->frequency[j], &cosine[j], &sine[j]);
+        if (is_inverse) sine[j] = -sine[j];
+    }
+    for (; j < rope->lanes; j++) {
+        cosine[j] = 1.0f;
+        sine[j] = 0.0f;
     }
 }
 
-static void tkvi_turn_apply(const tkvi_rope *rope, const tkvi_turn *turn, float *x) {
+static void tkvi_turn_apply(const tkvi_rope *rope, const float *cosine, const float *sine, float *x) {
     float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2];
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
     int j, n = rope->pairs;
@@ -4044,19 +4054,62 @@ static void tkvi_turn_apply(const tkvi_rope *rope, const tkvi_turn *turn, float 
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
     }
-    tkvi_multiply(ac, a, turn->cosine, n);
-    tkvi_multiply(bs, b, turn->sine, n);
+    tkvi_multiply(ac, a, cosine, n);
+    tkvi_multiply(bs, b, sine, n);
     for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
-    tkvi_multiply(bs, b, turn->cosine, n);
-    tkvi_multiply(ac, a, turn->sine, n);
+    tkvi_multiply(bs, b, cosine, n);
+    tkvi_multiply(ac, a, sine, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
 }
 
 /* Rotates the key of this position as the model does (back 0), or inverts that rotation (back 1). */
 static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
     tkvi_turn turn;
-    tkvi_turn_make(rope, position, back, &turn);
-    tkvi_turn_apply(rope, &turn, x);
+    tkvi_turn_make(rope, position, back, turn.cosine, turn.sine);
+    tkvi_turn_apply(rope, turn.cosine, turn.sine, x);
+}
+
+/* >>rows that are turned again and again, in any order of channels
+ *
+ *     out[i] = (plain[i] cosine[pair[i]] + partner[i] sine[pair[i]]) scale      channel i, its partner with the sign
+ *
+ * These are the numbers of tkvi_turn_apply, multiplied by scale, to the bit. The row behind n_rows is not scaled. */
+typedef struct tkvi_turned_rows {
+    const float *plain, *partner; /* [n_rows + 1][n] */
+    const uint8_t *pair;          /* [n] */
+    const float *cosine, *sine;   /* [lanes] */
+    int lanes, n_rows, n;         /* n: a multiple of 16 */
+    float scale;
+    float *out;  /* [n_rows][n] */
+    float *last; /* [n] of the row behind them */
+} tkvi_turned_rows;
+
+/* The channel that channel c of a rope is paired with, and its pair. *sign: of its sine. A channel without a pair has
+ * the first lane behind the pairs, whose sine is 0. */
+static int tkvi_partner_of(const tkvi_rope *rope, int c, int *pair, float *sign) {
+    const int is_second = rope->step == 2 ? c & 1 : c >= rope->apart;
+    *pair = rope->pairs;
+    *sign = 1.0f;
+    if (c >= 2 * rope->pairs) return c;
+    *pair = rope->step == 2 ? c / 2 : c - (is_second ? rope->apart : 0);
+    *sign = is_second ? 1.0f : -1.0f;
+    return is_second ? c - rope->apart : c + rope->apart;
+}
+
+static void tkvi_turn_rows_scalar(const tkvi_turned_rows *t) {
+    float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM], x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (r = 0; r <= t->n_rows; r++) {
+        const float scale = r < t->n_rows ? t->scale : 1.0f;
+        float *out = r < t->n_rows ? t->out + r * t->n : t->last;
+        tkvi_multiply(x, t->plain + r * t->n, cosine, t->n);
+        tkvi_multiply(y, t->partner + r * t->n, sine, t->n);
+        for (i = 0; i < t->n; i++) out[i] = tkvi_f32(tkvi_f32(x[i] + y[i]) * scale);
+    }
 }
 
 TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int positions, float *x) {
@@ -4981,7 +5034,8 @@ typedef struct tkvi_simd_ops {
     /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
     void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                           uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder decode_tiles; /* formats/tiles.h */
+    tkvi_decoder decode_tiles;                    /* formats/tiles.h */
+    void (*turn_rows)(const tkvi_turned_rows *t); /* core/rope.h */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -7228,7 +7282,8 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {
     tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
     tkvi_decode_zero_points_scalar, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
     tkvi_interleave_scalar,         tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
-    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
+    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar,
+    tkvi_turn_rows_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -9966,11 +10021,43 @@ static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const
     }
 }
 
+/* Keeps the compiler from fusing a product into a sum: tkvi_turn_rows_scalar rounds each. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_ROUNDED_X86(x) __asm__("" : "+x"(x))
+#else
+#define TKVI_ROUNDED_X86(x) (void)(x)
+#endif
+
+static TKVI_TARGET_AVX2 void tkvi_turn_rows_avx2(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const __m256 scale = _mm256_set1_ps(t->scale);
+    int i, k, r;
+    for (i = 0; i < t->n; i += 4)
+        for (k = 0; k < 4; k++) {
+            const int pair = t->pair[i + k];
+            cosine[i + k] = t->cosine[pair];
+            sine[i + k] = t->sine[pair];
+        }
+    for (i = 0; i < t->n; i += 8) {
+        const __m256 c = _mm256_load_ps(cosine + i), s = _mm256_load_ps(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(t->plain + r * t->n + i), c);
+            __m256 y = _mm256_mul_ps(_mm256_loadu_ps(t->partner + r * t->n + i), s);
+            TKVI_ROUNDED_X86(x);
+            TKVI_ROUNDED_X86(y);
+            x = _mm256_add_ps(x, y);
+            if (r < t->n_rows) _mm256_storeu_ps(t->out + r * t->n + i, _mm256_mul_ps(x, scale));
+            else _mm256_storeu_ps(t->last + i, x);
+        }
+    }
+}
+
 static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
     tkvi_f16_to_f32_avx2,         tkvi_f32_to_f16_avx2,        tkvi_decode_log_scales_avx2,
     tkvi_decode_zero_points_avx2, tkvi_encode_log_scales_avx2, tkvi_pack_tile_avx2,
     tkvi_interleave_avx2,         tkvi_encode_k_columns_avx2,  tkvi_finalize_scales_avx2,
-    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2};
+    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2,
+    tkvi_turn_rows_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -11120,11 +11207,49 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
     }
 }
 
+/* TKVI_ROUNDED_X86 for all registers. This file is for gcc and clang only. */
+#define TKVI_ROUNDED_AVX512(x) __asm__("" : "+v"(x))
+
+/* For up to 64 lanes; cosine and sine are looked up in registers. */
+static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) {
+    const __m512 scale = _mm512_set1_ps(t->scale);
+    __m512 cosine[4], sine[4];
+    int i, k, r;
+    if (t->lanes > 64) {
+        tkvi_turn_rows_avx2(t);
+        return;
+    }
+    for (k = 0; k < 4; k++) {
+        const int at = tkvi_min(16 * k, t->lanes - 16);
+        cosine[k] = _mm512_loadu_ps(t->cosine + at);
+        sine[k] = _mm512_loadu_ps(t->sine + at);
+    }
+    for (i = 0; i < t->n; i += 16) {
+        const __m512i pair =
+            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(t->pair + i)));
+        const __mmask16 high = _mm512_test_epi32_mask(pair, _mm512_set1_epi32(32));
+        const __m512 c = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(cosine[0], pair, cosine[1]),
+                                              _mm512_permutex2var_ps(cosine[2], pair, cosine[3]));
+        const __m512 s = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(sine[0], pair, sine[1]),
+                                              _mm512_permutex2var_ps(sine[2], pair, sine[3]));
+        for (r = 0; r <= t->n_rows; r++) {
+            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(t->plain + r * t->n + i), c);
+            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(t->partner + r * t->n + i), s);
+            TKVI_ROUNDED_AVX512(x);
+            TKVI_ROUNDED_AVX512(y);
+            x = _mm512_add_ps(x, y);
+            if (r < t->n_rows) _mm512_storeu_ps(t->out + r * t->n + i, _mm512_mul_ps(x, scale));
+            else _mm512_storeu_ps(t->last + i, x);
+        }
+    }
+}
+
 static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
     tkvi_f16_to_f32_avx512,         tkvi_f32_to_f16_avx2,         tkvi_decode_log_scales_avx512,
     tkvi_decode_zero_points_avx512, tkvi_encode_log_scales_avx2,  tkvi_pack_tile_avx2,
     tkvi_interleave_avx2,           tkvi_encode_k_columns_avx512, tkvi_finalize_scales_avx2,
-    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512};
+    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512,
+    tkvi_turn_rows_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -12530,7 +12655,8 @@ static const tkvi_simd_ops tkvi_simd_ops_128 = {
     tkvi_f16_to_f32_128,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_128,
     tkvi_decode_zero_points_128, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
     tkvi_interleave_scalar,      tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
-    tkvi_encode_v_tokens_scalar, tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
+    tkvi_encode_v_tokens_scalar, tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar,
+    tkvi_turn_rows_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -15824,6 +15950,7 @@ typedef struct tkvi_derived_config {
     int needs_rope_layer;   /* that layer */
     int n_ropes;            /* distinct ropes of the layers */
     size_t rope_bytes;      /* of their arrays */
+    int rope_lanes;         /* the most of one (tkvi_rope.lanes) */
     int n_stored;           /* layers with blocks of their own */
     int n_levels;           /* levels of the ladder */
     int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
@@ -16490,6 +16617,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_rope_layer(&h->cfg, i) != i) continue;
         h->n_ropes++;
+        h->rope_lanes =
+            tkvi_max(h->rope_lanes, tkvi_rope_lanes(tkvi_rope_of_layer(&h->cfg, i), h->cfg.model.head_dim));
         h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
@@ -16847,7 +16976,7 @@ static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int la
     p->immobile = tkvi_why_immobile(rope);
     if (first < 0) return;
     if (first == layer) {
-        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->any_fixed, *next);
+        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->cfg.model.head_dim, h->any_fixed, *next);
         *next += tkvi_align_up(tkvi_rope_bytes(rope, h->any_fixed));
     }
     p->rope = first == layer ? &t->rope[t->n_ropes++] : t->plan[first].rope;
@@ -17803,6 +17932,132 @@ static void tkvi_error_sums_add(tkvi_error_sums *sum, const tkvi_error_sums *mor
 }
 
 #endif /* TKVI_CACHE_METER_H */
+/* ======== cache/turns.h ======== */
+/*
+ * cache/turns.h - a table of rotations: cosines and sines for the distances by which tokens of the cache have moved.
+ *
+ *     key      [rope, distance] ascending     row number
+ *     angles   [row]: cosine [lanes], sine [lanes]
+ *
+ * Only calls that change the cache write it, so attention reads it from all threads. A missing distance costs time and
+ * changes no bit: attention then computes the same numbers on its stack. So the table needs no error path. It grows
+ * where memory and budget allow. Before it grows, distances that no token has any more leave it.
+ */
+#ifndef TKVI_CACHE_TURNS_H
+#define TKVI_CACHE_TURNS_H
+
+
+typedef struct tkvi_turn_key {
+    int rope, turned; /* index in tkvi_tables.rope; distance, as tkvi_entry.turned */
+    int row;          /* of keys beyond n: a free row */
+    int in_use;       /* 1: some entry has it (tkvi_drop_turns) */
+} tkvi_turn_key;
+
+typedef struct tkvi_turns {
+    tkvi_turn_key *key; /* [cap]; NULL: cap is 0 */
+    float *angles;      /* [cap][2][lanes], behind the keys */
+    int n, cap;
+    int lanes; /* of the rope with the most */
+} tkvi_turns;
+
+/* A rotation by one distance, by pair. The lane behind the last pair turns nothing. */
+typedef struct tkvi_angles {
+    const float *cosine, *sine;
+} tkvi_angles;
+
+static size_t tkvi_turns_bytes(int cap, int lanes) {
+    return tkvi_align_up((size_t)cap * sizeof(tkvi_turn_key)) +
+           tkvi_align_up((size_t)cap * 2u * (size_t)lanes * sizeof(float));
+}
+
+/* The first key that is not less. hint: where it may be. */
+static int tkvi_seek_turn(const tkvi_turns *t, int rope, int turned, int hint) {
+    int low = 0, high = t->n;
+    if (hint >= 0 && hint < t->n && t->key[hint].rope == rope && t->key[hint].turned == turned) return hint;
+    while (low < high) {
+        const int mid = (low + high) / 2;
+        const tkvi_turn_key *k = &t->key[mid];
+        if (k->rope < rope || (k->rope == rope && k->turned < turned)) low = mid + 1;
+        else high = mid;
+    }
+    return low;
+}
+
+static int tkvi_is_turn(const tkvi_turns *t, int i, int rope, int turned) {
+    return i < t->n && t->key[i].rope == rope && t->key[i].turned == turned;
+}
+
+/* Finds the rotation back by `turned`, in the table or in `room`. hint: in and out, a place in the table. */
+static tkvi_angles tkvi_find_angles(const tkvi_tables *tables, const tkvi_turns *t, const tkvi_rope *rope,
+                                    int turned, int *hint, tkvi_turn *room) {
+    tkvi_angles a;
+    const int of = (int)(rope - tables->rope), i = tkvi_seek_turn(t, of, turned, *hint);
+    if (tkvi_is_turn(t, i, of, turned)) {
+        *hint = i + 1; /* blocks in order often have distances in order */
+        a.cosine = t->angles + (size_t)t->key[i].row * 2u * (size_t)t->lanes;
+        a.sine = a.cosine + t->lanes;
+        return a;
+    }
+    tkvi_turn_make(rope, turned, 1, room->cosine, room->sine);
+    a.cosine = room->cosine;
+    a.sine = room->sine;
+    return a;
+}
+
+/* Makes the table larger. Returns 0 without memory. */
+static int tkvi_grow_turns(tkvi_turns *t, tkvi_heap *heap, int cap) {
+    const size_t keys = tkvi_align_up((size_t)cap * sizeof(tkvi_turn_key));
+    const size_t bytes = tkvi_turns_bytes(cap, t->lanes);
+    const tkvi_turns old = *t;
+    uint8_t *bigger = (uint8_t *)tkvi_get(heap, bytes);
+    int i;
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    t->key = (tkvi_turn_key *)(void *)bigger;
+    t->angles = (float *)(void *)(bigger + keys);
+    t->cap = cap;
+    if (old.cap) {
+        memcpy(t->key, old.key, (size_t)old.cap * sizeof *t->key);
+        memcpy(t->angles, old.angles, (size_t)old.cap * 2u * (size_t)t->lanes * sizeof(float));
+    }
+    for (i = old.cap; i < cap; i++) t->key[i].row = i;
+    tkvi_put(heap, old.key, tkvi_turns_bytes(old.cap, old.lanes));
+    return 1;
+}
+
+static void tkvi_free_turns(tkvi_turns *t, tkvi_heap *heap) {
+    tkvi_put(heap, t->key, tkvi_turns_bytes(t->cap, t->lanes));
+    t->key = NULL;
+    t->angles = NULL;
+    t->n = t->cap = 0;
+}
+
+/* Inserts a distance at place i. There must be a free row. */
+static void tkvi_insert_turn(tkvi_turns *t, const tkvi_tables *tables, int i, int rope, int turned) {
+    const tkvi_turn_key free_key = t->key[t->n];
+    float *cosine = t->angles + (size_t)free_key.row * 2u * (size_t)t->lanes;
+    memmove(t->key + i + 1, t->key + i, (size_t)(t->n - i) * sizeof *t->key);
+    t->n++;
+    t->key[i].rope = rope;
+    t->key[i].turned = turned;
+    t->key[i].row = free_key.row;
+    t->key[i].in_use = 1;
+    tkvi_turn_make(&tables->rope[rope], turned, 1, cosine, cosine + t->lanes);
+}
+
+/* Removes the keys that are not in use. */
+static void tkvi_sweep_turns(tkvi_turns *t) {
+    int i, n = 0;
+    for (i = 0; i < t->n; i++) {
+        const tkvi_turn_key key = t->key[i];
+        if (!key.in_use) continue;
+        t->key[i] = t->key[n]; /* its row stays free, behind those in use */
+        t->key[n++] = key;
+    }
+    t->n = n;
+}
+
+#endif /* TKVI_CACHE_TURNS_H */
 /* ======== cache/cache.h ======== */
 /*
  * cache/cache.h - the struct of a cache, its creation and its destruction.
@@ -17810,7 +18065,8 @@ static void tkvi_error_sums_add(tkvi_error_sums *sum, const tkvi_error_sums *mor
  * A cache takes its memory from an allocator, or all of it from one buffer of the caller (in place). Its pieces:
  *
  *     fixed         this struct, tables, sequences, scratch
- *     can grow      the block table; the page table; one array of block lists per sequence; pages
+ *     can grow      the block table; the page table; one array of block lists per sequence; pages; the table of
+ *                   rotations
  *     on demand     versions of learned tables, statistics, work space of eviction
  *
  * In place, an arena in the caller's buffer serves the same requests. It serves them at their largest sizes before
@@ -17997,6 +18253,7 @@ struct tkv_cache {
     tkvi_counts counts;
     tkvi_call_state call;
     tkvi_meter *meter;              /* NULL: none (cache/meter.h) */
+    tkvi_turns turns;               /* of tokens that have moved (cache/turns.h) */
     tkvi_token_scores token_scores; /* how the config scores attention (reclaim/scores.h) */
 };
 
@@ -18462,6 +18719,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
     kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
+    kv->turns.lanes = derived->rope_lanes;
     for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
             kv->budget.bytes_per_block +=
@@ -18605,6 +18863,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_free_stats(kv);
     tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
+    tkvi_free_turns(&kv->turns, &kv->heap);
     heap = kv->heap; /* the last piece to free contains kv */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->sizes.total);
 }
@@ -18664,6 +18923,11 @@ static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, 
     }
 }
 
+/* Distances of moved tokens that the table of rotations has room for in place (cache/turns.h). */
+static int tkvi_turns_in_place(const tkvi_derived_config *derived) {
+    return derived->n_ropes ? tkvi_min(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4, 32) : 0;
+}
+
 /* Largest sizes of a cache in place. */
 typedef struct tkvi_in_place_sizes {
     uint32_t page_cap, block_cap, list_cap;
@@ -18688,6 +18952,8 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
                   &without_pages) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
+        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), without_pages,
+                  &without_pages) ||
         !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
     sizes->pages = (int64_t)(budget / derived->page_bytes);
@@ -18795,6 +19061,8 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
                   &sizes->bytes) ||
         !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), sizes->bytes,
+                  &sizes->bytes) ||
         !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
@@ -18884,6 +19152,8 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     /* No call here can fail: tkvi_size_in_place added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
         if (!tkvi_allocate_version(kv, i)) return TKV_ERR_CAPACITY;
+    if (derived.n_ropes && !tkvi_grow_turns(&kv->turns, &kv->heap, tkvi_turns_in_place(&derived)))
+        return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
     for (i = 0; i < derived.cfg.limits.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;
@@ -23361,6 +23631,7 @@ static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request,
     size_t least;
     kv->call.store_failed = 0; /* a store that failed in an earlier call is tried again */
     if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
+    if (!kv->pool.keep_all) tkvi_free_turns(&kv->turns, &kv->heap); /* attention can do without them */
     least = tkvi_least_bytes(kv, request);
     return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
 }
@@ -23881,6 +24152,17 @@ typedef struct tkvi_reference {
     int turned;                     /* of the newest block */
 } tkvi_reference;
 
+/* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
+ * present place, in an order of channels. Rows of queries that are not finite are 0. */
+typedef struct tkvi_plain_rows {
+    int is_set;
+    const uint8_t *order; /* NULL: of the model */
+    uint8_t pair[TKV_MAX_HEAD_DIM];
+    float plain[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad], as tkvi_turned_rows */
+    float partner[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    int hint; /* place in the cache's table of rotations */
+} tkvi_plain_rows;
+
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
     float q[TKVI_ROWS *
@@ -23890,7 +24172,9 @@ typedef struct tkvi_queries {
     tkvi_reference reference;
     float origin[TKVI_ROWS];
     const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
+    int sorted_turned;    /* as `turned`, of `sorted` */
     float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
+    tkvi_plain_rows plain;                            /* only where tokens have moved */
 } tkvi_queries;
 
 /* Halves of o that the cache's formats need: 1, or 2 with a rotated format. */
@@ -23993,37 +24277,44 @@ static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
     if (ref->turned) tkvi_rope_rotate(u->call->plan->rope, ref->turned, 0, ref->moved);
 }
 
-/* The rotation of queries for blocks that moved by `turned`; NULL: none. */
-static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi_turn *turn) {
-    if (!turned) return NULL;
-    tkvi_turn_make(u->call->plan->rope, turned, 1, turn);
-    return turn;
+/* The rotation of queries for blocks that moved by `turned`, which is not 0. */
+static tkvi_angles tkvi_turn_back(const tkvi_work_tile *u, int turned, int *hint, tkvi_turn *room) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_find_angles(&kv->tables, &kv->turns, u->call->plan->rope, turned, hint, room);
 }
 
-/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back. */
+/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back, or NULL for 0. */
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
-                                const tkvi_turn *turn, float *ref) {
+                                const tkvi_angles *turn, float *ref) {
     memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
-    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn, ref);
+    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
 }
 
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
-/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
- * scale q.ref. */
-static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *turn, const float *ref,
-                             float *row) {
+/* Row r of a work tile as the caller gave it: [k_pad], padded with zeros. */
+static void tkvi_copy_query(const tkvi_work_tile *u, int r, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-    int dim = c->kv->tables.cfg.model.head_dim, i, k;
-    double sum[16] = {0.0}, origin = 0.0;
-    uint32_t exponent[16] = {0}, most = 0;
+    const int dim = c->kv->tables.cfg.model.head_dim;
+    int i;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
-    if (turn) tkvi_turn_apply(c->plan->rope, turn, row);
     for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
+}
+
+/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
+ * scale q.ref. */
+static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_angles *turn, const float *ref,
+                             float *row) {
+    const tkvi_call *c = u->call;
+    int i, k;
+    double sum[16] = {0.0}, origin = 0.0;
+    uint32_t exponent[16] = {0}, most = 0;
+    tkvi_copy_query(u, r, row);
+    if (turn) tkvi_turn_apply(c->plan->rope, turn->cosine, turn->sine, row);
     for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = row[i + k] * c->scale;
@@ -24040,25 +24331,92 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *tu
     return (float)origin;
 }
 
-/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. The origins are those of the first call,
- * since (R(-d)q).(R(-d)ref) = q.ref. */
-static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
-                                            int is_first) {
-    tkvi_turn room;
-    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
-    int r;
-    q->order = NULL;
-    q->turned = turned;
-    tkvi_turn_reference(u, &q->reference, turned, turn, q->ref);
-    for (r = 0; r < u->rows; r++) {
-        const float origin = tkvi_load_query(u, r, turn, q->ref, q->q + r * u->k_pad);
-        if (is_first) q->origin[r] = origin;
+/* Fills in the rows from which tkvi_turn_queries turns queries and reference key, in an order of channels. */
+static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
+    const tkvi_rope *rope = u->call->plan->rope;
+    tkvi_plain_rows *p = &q->plain;
+    float row[TKV_MAX_HEAD_DIM], sign[TKV_MAX_HEAD_DIM];
+    uint8_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
+    int i, r, pair;
+    for (i = 0; i < u->k_pad; i++) {
+        channel[i] = order ? order[i] : (uint8_t)i;
+        partner[i] = (uint8_t)tkvi_partner_of(rope, channel[i], &pair, &sign[i]);
+        p->pair[i] = (uint8_t)pair;
     }
+    for (r = 0; r <= u->rows; r++) {
+        float *plain = p->plain + r * u->k_pad, *other = p->partner + r * u->k_pad;
+        if (r == u->rows) memcpy(row, q->reference.moved, (size_t)u->k_pad * sizeof *row);
+        else if (tkvi_is_finite(q->origin[r])) tkvi_copy_query(u, r, row);
+        else memset(row, 0, sizeof row);
+        for (i = 0; i < u->k_pad; i++) {
+            plain[i] = row[channel[i]];
+            other[i] = row[partner[i]] * sign[i];
+        }
+    }
+    p->order = order;
+    p->is_set = 1;
+}
+
+/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. Channels get the order of the block's K
+ * side, or, if it is NULL, that of the model. The origins stay, since (R(-d)q).(R(-d)ref) = q.ref. */
+static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
+                                            const uint8_t *order) {
+    tkvi_plain_rows *p = &q->plain;
+    const tkvi_reference *from = &q->reference;
+    float *const ref = order ? q->sorted + u->rows * u->k_pad : q->ref;
+    tkvi_turned_rows t;
+    tkvi_turn room;
+    int i;
+    if (!p->is_set || p->order != order) tkvi_set_plain_rows(u, q, order);
+    if (order) {
+        q->order = order;
+        q->sorted_turned = turned;
+    } else {
+        q->turned = turned;
+    }
+    t.plain = p->plain;
+    t.partner = p->partner;
+    t.pair = p->pair;
+    t.n_rows = u->rows;
+    t.n = u->k_pad;
+    t.scale = u->call->scale;
+    t.out = order ? q->sorted : q->q;
+    t.lanes = u->call->plan->rope->lanes;
+    if (turned) {
+        const tkvi_angles turn = tkvi_turn_back(u, turned, &p->hint, &room);
+        t.cosine = turn.cosine;
+        t.sine = turn.sine;
+    } else {
+        for (i = 0; i < t.lanes; i++) {
+            room.cosine[i] = 1.0f;
+            room.sine[i] = 0.0f;
+        }
+        t.cosine = room.cosine;
+        t.sine = room.sine;
+    }
+    t.last = ref;
+    u->call->kv->kernels->simd_ops->turn_rows(&t);
+    for (i = 0; i < u->k_pad && turned == from->turned; i++) ref[i] = from->newest[order ? order[i] : i];
+}
+
+/* Makes q->sorted, or without an order q->q, what a block that moved by `turned` sees. */
+static void tkvi_show_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned, const uint8_t *order) {
+    if (order ? q->order != order || q->sorted_turned != turned : q->turned != turned)
+        tkvi_turn_queries(u, q, turned, order);
 }
 
 static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
+    tkvi_turn room;
+    tkvi_angles turn = {NULL, NULL};
+    int r;
+    q->plain.is_set = q->plain.hint = 0;
+    q->order = NULL;
     tkvi_reference_init(u, &q->reference);
-    tkvi_turn_queries(u, q, q->reference.turned, 1);
+    q->turned = q->reference.turned;
+    if (q->turned) turn = tkvi_turn_back(u, q->turned, &q->plain.hint, &room);
+    memcpy(q->ref, q->reference.newest, sizeof q->ref);
+    for (r = 0; r < u->rows; r++)
+        q->origin[r] = tkvi_load_query(u, r, q->turned ? &turn : NULL, q->ref, q->q + r * u->k_pad);
 }
 
 /* >>scores of one block, after softcap, ALiBi, masks and visibility */
@@ -24145,9 +24503,9 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
-    if (kv->pool.entry[u->ids[i]].turned != q->turned)
-        tkvi_turn_queries(u, q, kv->pool.entry[u->ids[i]].turned, 0);
-    if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
+    if (u->list->is_moved && u->call->plan->rope)
+        tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
+    else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
@@ -24389,8 +24747,8 @@ static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_
     const tkvi_work_tile *u = o->view.tile;
     const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
-    if (u->list->is_moved && q->turned != u->call->kv->pool.entry[oldest].turned)
-        tkvi_turn_queries(u, q, u->call->kv->pool.entry[oldest].turned, 0);
+    if (u->list->is_moved && u->call->plan->rope)
+        tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -24464,6 +24822,8 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     const tkv_cache *kv = u->call->kv;
     int at[TKVI_BLOCK], r;
     scores += s->first * TKVI_BLOCK;
+    if (u->list->is_moved && u->call->plan->rope)
+        tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
     tkvi_slot_indices(u, i, at);
@@ -24608,7 +24968,7 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
 } tkvi_prefill_sums;
 
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
-static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_turn *turn, const float *ref,
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
                                           int lanes, float *q, float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
     int first, r;
@@ -24624,9 +24984,11 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_tu
 static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
                               tkvi_prefill_queries *q, float *origin) {
     tkvi_turn room;
-    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
-    tkvi_turn_reference(u, reference, turned, turn, q->ref);
-    tkvi_load_lanes(u, turn, q->ref, q->lanes, q->q, origin);
+    tkvi_angles turn = {NULL, NULL};
+    int hint = 0;
+    if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
+    tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
+    tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
     q->coded = 0;
 }
 
@@ -25555,6 +25917,7 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
     tkvi_shrink_choice(kv);
     tkvi_shrink_blocks(kv);
     tkvi_shrink_pages(&kv->pool);
+    if (!kv->pool.n_entries) tkvi_free_turns(&kv->turns, &kv->heap);
 }
 
 #endif /* TKVI_STEP_SHRINK_H */
@@ -26691,6 +27054,76 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
 }
 
 #endif /* TKVI_STEP_FORK_H */
+/* ======== step/turns.h ======== */
+/*
+ * step/turns.h - fills the table of rotations (cache/turns.h) after tokens have moved.
+ *
+ * A call that gives entries a new `turned` calls tkvi_remember_turns for their sequence at its end. It cannot fail.
+ */
+#ifndef TKVI_STEP_TURNS_H
+#define TKVI_STEP_TURNS_H
+
+
+/* Removes from the table the distances that no entry of the cache has. */
+static void tkvi_drop_turns(tkv_cache *kv) {
+    tkvi_turns *t = &kv->turns;
+    int seq, layer, i;
+    for (i = 0; i < t->n; i++) t->key[i].in_use = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            const tkvi_rope *of_layer = kv->tables.plan[layer].rope;
+            const int rope = of_layer ? (int)(of_layer - kv->tables.rope) : 0;
+            int at = 0;
+            for (i = 0; i < list->n && list->is_moved; i++) {
+                const int turned = kv->pool.entry[ids[i]].turned;
+                if (!turned) continue;
+                at = tkvi_seek_turn(t, rope, turned, at);
+                if (tkvi_is_turn(t, at, rope, turned)) t->key[at].in_use = 1;
+            }
+        }
+    tkvi_sweep_turns(t);
+}
+
+/* 1 if some token of the cache has moved. */
+static int tkvi_has_moved_tokens(const tkv_cache *kv) {
+    int i;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
+        if (kv->list[i].n && kv->list[i].is_moved) return 1;
+    return 0;
+}
+
+/* Adds the distances of a sequence to the table, as far as there is memory. */
+static void tkvi_remember_turns(tkv_cache *kv, int seq) {
+    tkvi_turns *t = &kv->turns;
+    int layer, i, has_dropped = 0;
+    if (!kv->pool.keep_all && !tkvi_has_moved_tokens(kv)) tkvi_free_turns(t, &kv->heap);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        const tkvi_rope *of_layer = kv->tables.plan[layer].rope;
+        const int rope = of_layer ? (int)(of_layer - kv->tables.rope) : 0;
+        int at = 0;
+        for (i = 0; i < list->n && list->is_moved; i++) {
+            const int turned = kv->pool.entry[ids[i]].turned;
+            if (!turned) continue;
+            at = tkvi_seek_turn(t, rope, turned, at);
+            if (tkvi_is_turn(t, at, rope, turned)) continue;
+            if (t->n == t->cap && !has_dropped) {
+                has_dropped = 1;
+                tkvi_drop_turns(kv);
+                at = tkvi_seek_turn(t, rope, turned, 0);
+            }
+            if (t->n == t->cap) {
+                if (kv->pool.keep_all || !tkvi_grow_turns(t, &kv->heap, (int)tkvi_cap_for(t->n + 1))) return;
+            }
+            tkvi_insert_turn(t, &kv->tables, at, rope, turned);
+        }
+    }
+}
+
+#endif /* TKVI_STEP_TURNS_H */
 /* ======== step/move.h ======== */
 /*
  * step/move.h - tkv_seq_remove and tkv_seq_shift: tokens of a sequence leave it, or get other positions. No byte of a
@@ -27016,6 +27449,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st || !delta) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for a last block that takes more tokens */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) tkvi_move_in_list(kv, layer, &move);
+    tkvi_remember_turns(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -28714,7 +29148,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
         return tkvi_report_broken(&k, "blocks count other holders than the lists have", 0);
     held = kv->sizes.total + tkvi_learning_bytes(kv) + kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
-           kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.page_cap * sizeof(tkvi_page) + tkvi_turns_bytes(kv->turns.cap, kv->turns.lanes) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);

@@ -322,12 +322,12 @@ TEST(rope_of_layers) {
         {"layers[0].rope.kind = yarn",
          "layers[0].rope.kind is yarn; it must be a whole number or fixed, mrope"},
         {"layers[0].rope_dim = 2", "the nearest one is layers[i] or [i-j], up to 4095, and .rope.dim"}};
-    const tkv_config_arrays small = {layer_array,    MAX_LAYERS,      level_array,
+    const tkv_config_arrays tight = {layer_array,    MAX_LAYERS,      level_array,
                                      TKV_MAX_LEVELS, frequency_array, 6};
     char reason[REASON], again[1000];
     tkv_config cfg = tkv_default_config(), back = cfg;
     int i;
-    CHECK_EQ(tkv_parse_config(&cfg, &small, text, strlen(text), reason, REASON), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_parse_config(&cfg, &tight, text, strlen(text), reason, REASON), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "line 11: the program's room for frequencies is 6; it must be 7"), "%s", reason);
     CHECK_MSG(parse_config(&cfg, text, reason) == TKV_OK, "%s", reason);
     for (i = 0; i < 3; i++) CHECK(layer_array[i].rope.frequencies == frequency_array);

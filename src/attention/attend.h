@@ -316,6 +316,17 @@ typedef struct tkvi_reference {
     int turned;                     /* of the newest block */
 } tkvi_reference;
 
+/* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
+ * present place, in an order of channels. Rows of queries that are not finite are 0. */
+typedef struct tkvi_plain_rows {
+    int is_set;
+    const uint8_t *order; /* NULL: of the model */
+    uint8_t pair[TKV_MAX_HEAD_DIM];
+    float plain[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad], as tkvi_turned_rows */
+    float partner[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    int hint; /* place in the cache's table of rotations */
+} tkvi_plain_rows;
+
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
     float q[TKVI_ROWS *
@@ -325,7 +336,9 @@ typedef struct tkvi_queries {
     tkvi_reference reference;
     float origin[TKVI_ROWS];
     const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
+    int sorted_turned;    /* as `turned`, of `sorted` */
     float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
+    tkvi_plain_rows plain;                            /* only where tokens have moved */
 } tkvi_queries;
 
 /* Halves of o that the cache's formats need: 1, or 2 with a rotated format. */
@@ -428,37 +441,44 @@ static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
     if (ref->turned) tkvi_rope_rotate(u->call->plan->rope, ref->turned, 0, ref->moved);
 }
 
-/* The rotation of queries for blocks that moved by `turned`; NULL: none. */
-static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi_turn *turn) {
-    if (!turned) return NULL;
-    tkvi_turn_make(u->call->plan->rope, turned, 1, turn);
-    return turn;
+/* The rotation of queries for blocks that moved by `turned`, which is not 0. */
+static tkvi_angles tkvi_turn_back(const tkvi_work_tile *u, int turned, int *hint, tkvi_turn *room) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_find_angles(&kv->tables, &kv->turns, u->call->plan->rope, turned, hint, room);
 }
 
-/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back. */
+/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back, or NULL for 0. */
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
-                                const tkvi_turn *turn, float *ref) {
+                                const tkvi_angles *turn, float *ref) {
     memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
-    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn, ref);
+    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
 }
 
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
-/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
- * scale q.ref. */
-static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *turn, const float *ref,
-                             float *row) {
+/* Row r of a work tile as the caller gave it: [k_pad], padded with zeros. */
+static void tkvi_copy_query(const tkvi_work_tile *u, int r, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-    int dim = c->kv->tables.cfg.model.head_dim, i, k;
-    double sum[16] = {0.0}, origin = 0.0;
-    uint32_t exponent[16] = {0}, most = 0;
+    const int dim = c->kv->tables.cfg.model.head_dim;
+    int i;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
-    if (turn) tkvi_turn_apply(c->plan->rope, turn, row);
     for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
+}
+
+/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
+ * scale q.ref. */
+static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_angles *turn, const float *ref,
+                             float *row) {
+    const tkvi_call *c = u->call;
+    int i, k;
+    double sum[16] = {0.0}, origin = 0.0;
+    uint32_t exponent[16] = {0}, most = 0;
+    tkvi_copy_query(u, r, row);
+    if (turn) tkvi_turn_apply(c->plan->rope, turn->cosine, turn->sine, row);
     for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = row[i + k] * c->scale;
@@ -475,25 +495,92 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *tu
     return (float)origin;
 }
 
-/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. The origins are those of the first call,
- * since (R(-d)q).(R(-d)ref) = q.ref. */
-static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
-                                            int is_first) {
-    tkvi_turn room;
-    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
-    int r;
-    q->order = NULL;
-    q->turned = turned;
-    tkvi_turn_reference(u, &q->reference, turned, turn, q->ref);
-    for (r = 0; r < u->rows; r++) {
-        const float origin = tkvi_load_query(u, r, turn, q->ref, q->q + r * u->k_pad);
-        if (is_first) q->origin[r] = origin;
+/* Fills in the rows from which tkvi_turn_queries turns queries and reference key, in an order of channels. */
+static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
+    const tkvi_rope *rope = u->call->plan->rope;
+    tkvi_plain_rows *p = &q->plain;
+    float row[TKV_MAX_HEAD_DIM], sign[TKV_MAX_HEAD_DIM];
+    uint8_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
+    int i, r, pair;
+    for (i = 0; i < u->k_pad; i++) {
+        channel[i] = order ? order[i] : (uint8_t)i;
+        partner[i] = (uint8_t)tkvi_partner_of(rope, channel[i], &pair, &sign[i]);
+        p->pair[i] = (uint8_t)pair;
     }
+    for (r = 0; r <= u->rows; r++) {
+        float *plain = p->plain + r * u->k_pad, *other = p->partner + r * u->k_pad;
+        if (r == u->rows) memcpy(row, q->reference.moved, (size_t)u->k_pad * sizeof *row);
+        else if (tkvi_is_finite(q->origin[r])) tkvi_copy_query(u, r, row);
+        else memset(row, 0, sizeof row);
+        for (i = 0; i < u->k_pad; i++) {
+            plain[i] = row[channel[i]];
+            other[i] = row[partner[i]] * sign[i];
+        }
+    }
+    p->order = order;
+    p->is_set = 1;
+}
+
+/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. Channels get the order of the block's K
+ * side, or, if it is NULL, that of the model. The origins stay, since (R(-d)q).(R(-d)ref) = q.ref. */
+static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
+                                            const uint8_t *order) {
+    tkvi_plain_rows *p = &q->plain;
+    const tkvi_reference *from = &q->reference;
+    float *const ref = order ? q->sorted + u->rows * u->k_pad : q->ref;
+    tkvi_turned_rows t;
+    tkvi_turn room;
+    int i;
+    if (!p->is_set || p->order != order) tkvi_set_plain_rows(u, q, order);
+    if (order) {
+        q->order = order;
+        q->sorted_turned = turned;
+    } else {
+        q->turned = turned;
+    }
+    t.plain = p->plain;
+    t.partner = p->partner;
+    t.pair = p->pair;
+    t.n_rows = u->rows;
+    t.n = u->k_pad;
+    t.scale = u->call->scale;
+    t.out = order ? q->sorted : q->q;
+    t.lanes = u->call->plan->rope->lanes;
+    if (turned) {
+        const tkvi_angles turn = tkvi_turn_back(u, turned, &p->hint, &room);
+        t.cosine = turn.cosine;
+        t.sine = turn.sine;
+    } else {
+        for (i = 0; i < t.lanes; i++) {
+            room.cosine[i] = 1.0f;
+            room.sine[i] = 0.0f;
+        }
+        t.cosine = room.cosine;
+        t.sine = room.sine;
+    }
+    t.last = ref;
+    u->call->kv->kernels->simd_ops->turn_rows(&t);
+    for (i = 0; i < u->k_pad && turned == from->turned; i++) ref[i] = from->newest[order ? order[i] : i];
+}
+
+/* Makes q->sorted, or without an order q->q, what a block that moved by `turned` sees. */
+static void tkvi_show_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned, const uint8_t *order) {
+    if (order ? q->order != order || q->sorted_turned != turned : q->turned != turned)
+        tkvi_turn_queries(u, q, turned, order);
 }
 
 static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
+    tkvi_turn room;
+    tkvi_angles turn = {NULL, NULL};
+    int r;
+    q->plain.is_set = q->plain.hint = 0;
+    q->order = NULL;
     tkvi_reference_init(u, &q->reference);
-    tkvi_turn_queries(u, q, q->reference.turned, 1);
+    q->turned = q->reference.turned;
+    if (q->turned) turn = tkvi_turn_back(u, q->turned, &q->plain.hint, &room);
+    memcpy(q->ref, q->reference.newest, sizeof q->ref);
+    for (r = 0; r < u->rows; r++)
+        q->origin[r] = tkvi_load_query(u, r, q->turned ? &turn : NULL, q->ref, q->q + r * u->k_pad);
 }
 
 /* >>scores of one block, after softcap, ALiBi, masks and visibility */
@@ -580,9 +667,9 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
-    if (kv->pool.entry[u->ids[i]].turned != q->turned)
-        tkvi_turn_queries(u, q, kv->pool.entry[u->ids[i]].turned, 0);
-    if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
+    if (u->list->is_moved && u->call->plan->rope)
+        tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
+    else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
@@ -824,8 +911,8 @@ static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_
     const tkvi_work_tile *u = o->view.tile;
     const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
-    if (u->list->is_moved && q->turned != u->call->kv->pool.entry[oldest].turned)
-        tkvi_turn_queries(u, q, u->call->kv->pool.entry[oldest].turned, 0);
+    if (u->list->is_moved && u->call->plan->rope)
+        tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -899,6 +986,8 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     const tkv_cache *kv = u->call->kv;
     int at[TKVI_BLOCK], r;
     scores += s->first * TKVI_BLOCK;
+    if (u->list->is_moved && u->call->plan->rope)
+        tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
     tkvi_slot_indices(u, i, at);
@@ -1043,7 +1132,7 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
 } tkvi_prefill_sums;
 
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
-static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_turn *turn, const float *ref,
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
                                           int lanes, float *q, float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
     int first, r;
@@ -1059,9 +1148,11 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_tu
 static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
                               tkvi_prefill_queries *q, float *origin) {
     tkvi_turn room;
-    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
-    tkvi_turn_reference(u, reference, turned, turn, q->ref);
-    tkvi_load_lanes(u, turn, q->ref, q->lanes, q->q, origin);
+    tkvi_angles turn = {NULL, NULL};
+    int hint = 0;
+    if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
+    tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
+    tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
     q->coded = 0;
 }
 

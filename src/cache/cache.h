@@ -4,7 +4,8 @@
  * A cache takes its memory from an allocator, or all of it from one buffer of the caller (in place). Its pieces:
  *
  *     fixed         this struct, tables, sequences, scratch
- *     can grow      the block table; the page table; one array of block lists per sequence; pages
+ *     can grow      the block table; the page table; one array of block lists per sequence; pages; the table of
+ *                   rotations
  *     on demand     versions of learned tables, statistics, work space of eviction
  *
  * In place, an arena in the caller's buffer serves the same requests. It serves them at their largest sizes before
@@ -16,6 +17,7 @@
 #include "rules/score_modes.h"
 #include "cache/pool.h"
 #include "cache/meter.h"
+#include "cache/turns.h"
 
 /* Searches in a list. Each begins behind the blocks that it has passed, so it looks at one or two blocks. */
 typedef enum tkvi_search {
@@ -194,6 +196,7 @@ struct tkv_cache {
     tkvi_counts counts;
     tkvi_call_state call;
     tkvi_meter *meter;              /* NULL: none (cache/meter.h) */
+    tkvi_turns turns;               /* of tokens that have moved (cache/turns.h) */
     tkvi_token_scores token_scores; /* how the config scores attention (reclaim/scores.h) */
 };
 
@@ -659,6 +662,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
     kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
+    kv->turns.lanes = derived->rope_lanes;
     for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
             kv->budget.bytes_per_block +=
@@ -802,6 +806,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_free_stats(kv);
     tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
+    tkvi_free_turns(&kv->turns, &kv->heap);
     heap = kv->heap; /* the last piece to free contains kv */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->sizes.total);
 }
@@ -861,6 +866,11 @@ static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, 
     }
 }
 
+/* Distances of moved tokens that the table of rotations has room for in place (cache/turns.h). */
+static int tkvi_turns_in_place(const tkvi_derived_config *derived) {
+    return derived->n_ropes ? tkvi_min(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4, 32) : 0;
+}
+
 /* Largest sizes of a cache in place. */
 typedef struct tkvi_in_place_sizes {
     uint32_t page_cap, block_cap, list_cap;
@@ -885,6 +895,8 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
                   &without_pages) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
+        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), without_pages,
+                  &without_pages) ||
         !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
     sizes->pages = (int64_t)(budget / derived->page_bytes);
@@ -992,6 +1004,8 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
                   &sizes->bytes) ||
         !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), sizes->bytes,
+                  &sizes->bytes) ||
         !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
@@ -1081,6 +1095,8 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     /* No call here can fail: tkvi_size_in_place added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
         if (!tkvi_allocate_version(kv, i)) return TKV_ERR_CAPACITY;
+    if (derived.n_ropes && !tkvi_grow_turns(&kv->turns, &kv->heap, tkvi_turns_in_place(&derived)))
+        return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
     for (i = 0; i < derived.cfg.limits.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;

@@ -101,6 +101,7 @@ typedef struct tkvi_derived_config {
     int needs_rope_layer;   /* that layer */
     int n_ropes;            /* distinct ropes of the layers */
     size_t rope_bytes;      /* of their arrays */
+    int rope_lanes;         /* the most of one (tkvi_rope.lanes) */
     int n_stored;           /* layers with blocks of their own */
     int n_levels;           /* levels of the ladder */
     int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
@@ -767,6 +768,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_rope_layer(&h->cfg, i) != i) continue;
         h->n_ropes++;
+        h->rope_lanes =
+            tkvi_max(h->rope_lanes, tkvi_rope_lanes(tkvi_rope_of_layer(&h->cfg, i), h->cfg.model.head_dim));
         h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
@@ -1124,7 +1127,7 @@ static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int la
     p->immobile = tkvi_why_immobile(rope);
     if (first < 0) return;
     if (first == layer) {
-        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->any_fixed, *next);
+        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->cfg.model.head_dim, h->any_fixed, *next);
         *next += tkvi_align_up(tkvi_rope_bytes(rope, h->any_fixed));
     }
     p->rope = first == layer ? &t->rope[t->n_ropes++] : t->plan[first].rope;

@@ -16,6 +16,7 @@
 #define TKVI_STEP_MOVE_H
 
 #include "step/fork.h"
+#include "step/turns.h"
 
 #define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
 
@@ -323,6 +324,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st || !delta) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for a last block that takes more tokens */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) tkvi_move_in_list(kv, layer, &move);
+    tkvi_remember_turns(kv, seq);
     return tkvi_ok(kv);
 }
 
