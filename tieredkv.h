@@ -741,7 +741,7 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute: give worker threads that much.
+ *   cfg.recompute, and 20 KiB more where tokens have moved: give worker threads that much.
  *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };
@@ -1674,7 +1674,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB). */
+ * with cfg.recompute 68 KiB, and 20 KiB more where tokens have moved). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (position) and head h results from these steps, in this order:
  *   s = scale * q.k
@@ -23870,6 +23870,17 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
 #define TKVI_ATTENTION_ATTEND_H
 
 
+/* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
+ * present place, in an order of channels. Rows of queries that are not finite are 0. */
+typedef struct tkvi_plain_rows {
+    int is_set;
+    const uint8_t *order; /* NULL: of the model */
+    uint8_t pair[TKV_MAX_HEAD_DIM];
+    float plain[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad], as tkvi_turned_rows */
+    float partner[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    int hint; /* place in the cache's table of rotations */
+} tkvi_plain_rows;
+
 /* >>the call: parameters checked, defaults filled in */
 typedef struct tkvi_call {
     tkv_cache *kv;
@@ -23885,6 +23896,7 @@ typedef struct tkvi_call {
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
+    tkvi_plain_rows *plain;  /* the task's; NULL: no token has moved */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
     const tkvi_consumer *const *consumer;    /* [n_consumers]; NULL: a switch leaves it out */
     int n_consumers;                         /* 0: none */
@@ -24152,17 +24164,6 @@ typedef struct tkvi_reference {
     int turned;                     /* of the newest block */
 } tkvi_reference;
 
-/* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
- * present place, in an order of channels. Rows of queries that are not finite are 0. */
-typedef struct tkvi_plain_rows {
-    int is_set;
-    const uint8_t *order; /* NULL: of the model */
-    uint8_t pair[TKV_MAX_HEAD_DIM];
-    float plain[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad], as tkvi_turned_rows */
-    float partner[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
-    int hint; /* place in the cache's table of rotations */
-} tkvi_plain_rows;
-
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
     float q[TKVI_ROWS *
@@ -24174,7 +24175,6 @@ typedef struct tkvi_queries {
     const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
     int sorted_turned;    /* as `turned`, of `sorted` */
     float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
-    tkvi_plain_rows plain;                            /* only where tokens have moved */
 } tkvi_queries;
 
 /* Halves of o that the cache's formats need: 1, or 2 with a rotated format. */
@@ -24334,7 +24334,7 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_angles *
 /* Fills in the rows from which tkvi_turn_queries turns queries and reference key, in an order of channels. */
 static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
     const tkvi_rope *rope = u->call->plan->rope;
-    tkvi_plain_rows *p = &q->plain;
+    tkvi_plain_rows *p = u->call->plain;
     float row[TKV_MAX_HEAD_DIM], sign[TKV_MAX_HEAD_DIM];
     uint8_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
     int i, r, pair;
@@ -24361,7 +24361,7 @@ static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const 
  * side, or, if it is NULL, that of the model. The origins stay, since (R(-d)q).(R(-d)ref) = q.ref. */
 static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
                                             const uint8_t *order) {
-    tkvi_plain_rows *p = &q->plain;
+    tkvi_plain_rows *p = u->call->plain;
     const tkvi_reference *from = &q->reference;
     float *const ref = order ? q->sorted + u->rows * u->k_pad : q->ref;
     tkvi_turned_rows t;
@@ -24408,12 +24408,12 @@ static void tkvi_show_queries(const tkvi_work_tile *u, tkvi_queries *q, int turn
 static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
     tkvi_turn room;
     tkvi_angles turn = {NULL, NULL};
-    int r;
-    q->plain.is_set = q->plain.hint = 0;
+    int r, hint = 0;
+    if (u->call->plain) u->call->plain->is_set = u->call->plain->hint = 0;
     q->order = NULL;
     tkvi_reference_init(u, &q->reference);
     q->turned = q->reference.turned;
-    if (q->turned) turn = tkvi_turn_back(u, q->turned, &q->plain.hint, &room);
+    if (q->turned) turn = tkvi_turn_back(u, q->turned, &hint, &room);
     memcpy(q->ref, q->reference.newest, sizeof q->ref);
     for (r = 0; r < u->rows; r++)
         q->origin[r] = tkvi_load_query(u, r, q->turned ? &turn : NULL, q->ref, q->q + r * u->k_pad);
@@ -24503,8 +24503,7 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
-    if (u->list->is_moved && u->call->plan->rope)
-        tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
+    if (u->call->plain) tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
     else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
@@ -24747,8 +24746,7 @@ static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_
     const tkvi_work_tile *u = o->view.tile;
     const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
-    if (u->list->is_moved && u->call->plan->rope)
-        tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
+    if (u->call->plain) tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -24822,8 +24820,7 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     const tkv_cache *kv = u->call->kv;
     int at[TKVI_BLOCK], r;
     scores += s->first * TKVI_BLOCK;
-    if (u->list->is_moved && u->call->plan->rope)
-        tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
+    if (u->call->plain) tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
     tkvi_slot_indices(u, i, at);
@@ -24838,6 +24835,7 @@ typedef struct tkvi_work {
     unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
     unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
     tkv_task task;         /* the task inside tkvi_run_fetching */
+    tkv_task inner;        /* the task inside tkvi_run_turning */
 } tkvi_work;
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
@@ -25240,12 +25238,32 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     if (!tkvi_failed(&c)) w.task(&w, index);
 }
 
+/* Runs w->inner with plain rows of its own. */
+static TKVI_NOINLINE void tkvi_run_turning(void *ctx, int index) {
+    tkvi_plain_rows plain;
+    tkvi_work w = *(const tkvi_work *)ctx;
+    tkvi_call c = *w.call;
+    c.plain = &plain;
+    w.call = &c;
+    w.inner(&w, index);
+}
+
+/* 1 if queries of the call must be turned for some sequence. */
+static int tkvi_turns_queries(const tkvi_call *c) {
+    int i;
+    for (i = 0; i < c->n_rows && c->plan->rope; i++)
+        if (tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->is_moved) return 1;
+    return 0;
+}
+
 /* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
     tkv_task run = TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
+    w->inner = run;
+    if (tkvi_turns_queries(w->call)) run = tkvi_run_turning;
     if (together) tkvi_for(kv, n, run, w);
     else
         for (i = 0; i < n; i++) run(w, i);
