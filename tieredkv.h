@@ -24518,6 +24518,40 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     return 1;
 }
 
+/* Does entry i + 1 of the list have other tokens of the block of entry i? A border of a move lies in it. *mask: in and
+ * out, the slots of the entries before. */
+static int tkvi_has_rest_of_block(const tkvi_work_tile *u, int i, uint64_t *mask) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_entry *a = &kv->pool.entry[u->ids[i]], *b = &kv->pool.entry[u->ids[i + 1]];
+    const uint64_t slots = tkvi_live_mask(b, tkvi_block_tokens(kv, u->list, u->ids, i + 1));
+    if (a->block != b->block) return 0;
+    if (!*mask) *mask = tkvi_live_mask(a, tkvi_block_tokens(kv, u->list, u->ids, i));
+    if (*mask & slots) return 0; /* copies of tokens */
+    *mask |= slots;
+    return 1;
+}
+
+/* tkvi_block_scores for block *i and the entries behind it, before `last`, that have the rest of its tokens: each sees
+ * other queries, and the scores of all are one softmax and one product with V. *i: out, the last of them. *n_tokens:
+ * out, slots that have scores. */
+static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries *q, int *i, int last,
+                                           float *scores, int *n_tokens) {
+    TKVI_ALIGNED float more[TKVI_ROWS * TKVI_BLOCK];
+    int any = tkvi_block_scores(u, q, *i, scores), t, k;
+    uint64_t mask = 0;
+    *n_tokens = tkvi_block_tokens(u->call->kv, u->list, u->ids, *i);
+    while (*i + 1 < last && tkvi_has_rest_of_block(u, *i, &mask)) {
+        ++*i;
+        *n_tokens = tkvi_max(*n_tokens, tkvi_block_tokens(u->call->kv, u->list, u->ids, *i));
+        if (!tkvi_block_scores(u, q, *i, any ? more : scores)) continue;
+        for (t = 0; t < u->rows * TKVI_BLOCK && any; t += 16)
+            for (k = 0; k < 16; k++)
+                scores[t + k] = scores[t + k] > more[t + k] ? scores[t + k] : more[t + k];
+        any = 1;
+    }
+    return any;
+}
+
 /* >>split: the online softmax over one range of blocks */
 static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: vectors also at -O2 */
     int i, k;
@@ -24561,7 +24595,10 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
         const tkvi_record *rec;
         float before[TKVI_ROWS], sum[TKVI_ROWS];
-        if (!tkvi_block_scores(u, q, i, scores)) continue;
+        int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i);
+        if (!(u->list->is_moved ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
+                                : tkvi_block_scores(u, q, i, scores)))
+            continue;
         memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
         if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
@@ -24582,8 +24619,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
-                                              tkvi_block_tokens(kv, u->list, u->ids, i),
-                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
+                                              n_tokens, tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
                                               sums->o + space * stride);
     }
 }
