@@ -203,6 +203,14 @@
  *   prompt, a beam, a reply to try out. Both share the blocks, so it copies nothing and codes nothing. Each then
  *   appends, truncates, pins and evicts for itself. tkv_seq_truncate takes back the newest tokens of one sequence.
  *
+ *   Moves. tkv_seq_shift gives tokens other positions, and no key changes: attention turns the query by the distance.
+ *   It needs the RoPE of each layer: model.rope, or layers[i].rope where layers differ; rope.dim TKV_OFF where a layer
+ *   does not rotate. Give the frequencies of YaRN, Llama 3 and the like in rope.frequencies. M-RoPE, frequencies that
+ *   change with the length and learned positions (rope.kind) cannot move. The cache keeps cosines and sines of each
+ *   distance, about 0.5 KB for 128 channels, in its index; in place for 32 distances at most. Without memory for one
+ *   it is computed in each call, with the same bits. tkv_rotate_rope does the same to a vector of yours. A decode step
+ *   over 32,768 tokens with 100 distances takes 3 % longer, with one for each block 10 % (bench/moves.c).
+ *
  *   Parts. Attention over two sets of keys is joined by their log-sum-exps. The sets can be two sequences, two caches
  *   or two machines. Give the keys of each set the rotation of their place in the whole text.
  *

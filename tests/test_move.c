@@ -533,6 +533,47 @@ TEST(kernels_agree_with_the_reference) {
     CHECK(moved > 20);
 }
 
+static void run_backwards(void *user, int n_tasks, tkv_task task, void *ctx) {
+    (void)user;
+    while (n_tasks-- > 0) task(ctx, n_tasks);
+}
+
+/* Tasks in any order give the bits of one thread, though each turns the queries for other blocks. */
+TEST(threads_get_the_same_bits) {
+    static const tkv_format k[] = {TKV_A30, TKV_KIVI4, TKV_F16}, v[] = {TKV_R30, TKV_KIVI4, TKV_F16};
+    enum { N = 40, Q_ROW = 2 * KV_HEADS * DIM, OUT_ROW = 2 * KV_HEADS * V_DIM };
+    static float q[N * Q_ROW], out[2][N * OUT_ROW], lse[2][N * 2 * KV_HEADS];
+    tkv_rng rng = tkv_rng_seed(21);
+    int f, i, n, moves;
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    for (f = 0; f < COUNT(k); f++)
+        for (moves = 1; moves <= 60; moves += 59) {
+            tkv_cache *kv[2];
+            for (i = 0; i < 2; i++) {
+                tkv_config cfg = make_config(2, 1);
+                int at;
+                cfg.tiers.warm = cfg.tiers.archive = pair_of(k[f], v[f]);
+                cfg.model.rope.dim = DIM;
+                if (i) cfg.host.parallel_for = run_backwards;
+                kv[i] = create_cache(&cfg);
+                CHECK_EQ(append_to_all_layers(kv[i], 0, 1, 1800, 100), TKV_OK);
+                for (at = moves; at-- > 0;) /* borders in the middle of blocks, and between them */
+                    CHECK_EQ(tkv_seq_shift(kv[i], 0, 20 + 32 * at, TKV_UNLIMITED, 7), TKV_OK);
+            }
+            for (n = 1; n <= N; n += N - 1) {
+                for (i = 0; i < 2; i++) {
+                    tkv_attend_params p;
+                    memset(&p, 0, sizeof p);
+                    p.layer = 1, p.n = n, p.q = q, p.out = out[i], p.lse = lse[i];
+                    CHECK_EQ(tkv_attend_ex(kv[i], &p), TKV_OK);
+                }
+                CHECK_MEM(out[0], out[1], (size_t)(n * OUT_ROW) * sizeof(float));
+                CHECK_MEM(lse[0], lse[1], (size_t)(n * 2 * KV_HEADS) * sizeof(float));
+            }
+            for (i = 0; i < 2; i++) tkv_destroy(kv[i]);
+        }
+}
+
 /* A thousand moves there and back change nothing: the cache reads as before, and holds no more entries. */
 TEST(a_thousand_moves_lose_nothing) {
     tkv_config cfg = make_config(2, 2);
@@ -674,6 +715,7 @@ int main(int argc, char **argv) {
     RUN(moved_keys_are_read_at_their_positions);
     RUN(keys_with_a_common_bias_move);
     RUN(kernels_agree_with_the_reference);
+    RUN(threads_get_the_same_bits);
     RUN(a_thousand_moves_lose_nothing);
     RUN(moves_without_memory_change_nothing);
     RUN(moves_are_refused_with_a_reason);
