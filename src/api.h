@@ -189,17 +189,39 @@ typedef struct tkv_format_pair {
     tkv_format k, v;
 } tkv_format_pair;
 
-/* The model's RoPE, for formats that undo it (KVQUANT). Of the first `dim` channels, each pair rotates by
- * scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at position 0. If the model rotates
- * differently, decoded keys stay correct, but compression loses more. */
+/* How the model gives positions to its keys. Tokens can move (tkv_seq_shift) with TKV_ROPE_FIXED only. */
+typedef enum tkv_rope_kind {
+    TKV_ROPE_FIXED = 0, /* one position per token, with the same frequencies at all times */
+    TKV_ROPE_MROPE,     /* several positions per token, as for images (Qwen2-VL) */
+    TKV_ROPE_DYNAMIC,   /* frequencies that change with the length (dynamic NTK, LongRoPE beyond a length) */
+    TKV_ROPE_LEARNED,   /* positions that are added before K is made (GPT-2), learned or not */
+    TKV_ROPE_COUNT
+} tkv_rope_kind;
+
+/* The model's RoPE, for formats that undo it (KVQUANT) and for tokens that move (tkv_seq_shift). Of the first `dim`
+ * channels, each pair rotates by scale * base^(-2j / dim) radians per token, j = 0 .. dim/2 - 1, starting at
+ * position 0. YaRN, Llama 3 and p-RoPE: give the frequencies that they compute. If the model rotates differently,
+ * decoded keys stay correct, but compression loses more, and moved keys are wrong. */
 typedef struct tkv_rope {
-    int dim;         /* rotated channels: even, at most head_dim; 0: none */
+    int dim; /* rotated channels: even, at most head_dim; 0: not given; TKV_OFF: keys are not rotated (NoPE) */
     int interleaved; /* 0: channels j and j + dim/2 are a pair (Hugging Face); 1: 2j and 2j + 1 (GGUF of Llama) */
     float base;      /* 2 to 1e9; 0: 10000 */
     float scale;     /* factor on positions, at most 4; 0: 1. Linear scaling by 4 is 0.25 */
     /* NULL, or dim/2 numbers from 0 to 1 that replace the powers of base; read during the call, not kept */
     const float *frequencies;
+    tkv_rope_kind kind; /* other than TKV_ROPE_FIXED: the rest is not used */
 } tkv_rope;
+/* Turns a head's vector by a number of positions, in place, as RoPE does. It is the arithmetic of tkv_seq_shift:
+ * attention to tokens that all moved by d is, bit for bit, that with queries turned by -d.
+ *   rope        as in tkv_config
+ *   head_dim    channels of x, 1 to 256
+ *   positions   may be negative; -n undoes n within rounding
+ *   x           [head_dim]
+ * Errors, x unchanged:
+ *   TKV_ERR_UNSUPPORTED   rope.dim is 0, or rope.kind is not TKV_ROPE_FIXED
+ *   TKV_ERR_ARG           a pointer is missing, or a number is out of range
+ * Cost: 3 us for 128 channels. Source: RoPE, arXiv 2104.09864. */
+TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int positions, float *x);
 
 typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache's value */
     tkv_format_pair hot, warm, archive;
@@ -207,6 +229,9 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
     int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
     int share_kv; /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
     int no_cache; /* 1: this layer has no K and V (a state-space layer, for example) */
+    /* RoPE of this layer's keys, where layers differ. With dim and kind 0 it is model.rope, and all fields must be 0.
+     * rope.dim TKV_OFF: this layer does not rotate its keys. A layer with share_kv takes the other layer's */
+    tkv_rope rope;
 } tkv_layer_config;
 
 /* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
@@ -400,7 +425,8 @@ typedef struct tkv_model_config { /* the model */
     int v_head_dim; /* channels of V and out, 1 .. 256; 0: head_dim */
     int window;     /* sliding window of all layers, in tokens; 0: none */
     float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
-    tkv_rope rope;  /* RoPE of the keys; KVQUANT formats need it */
+    tkv_rope
+        rope; /* RoPE of the keys; KVQUANT formats and tkv_seq_shift need it; layers[i].rope may differ */
 } tkv_model_config;
 
 typedef struct tkv_limits_config { /* capacity */
@@ -631,7 +657,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB). */
+ * with cfg.recompute 68 KiB, and 20 KiB more where tokens have moved). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (position) and head h results from these steps, in this order:
  *   s = scale * q.k
@@ -751,10 +777,11 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
 /* Moves the tokens with positions first .. end - 1 by delta positions, in all layers; end TKV_UNLIMITED: all from
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
- * one: its key has RoPE for that position. cfg.model.rope must be the model's. States stay, because a recurrence knows
- * the order of tokens and not their positions; a state with rotated keys must be put again. A reservation ends.
+ * one: its key has RoPE for that position. cfg.model.rope must be the model's (or layers[i].rope, where layers differ).
+ * States stay, because a recurrence knows the order of tokens and not their positions; a state with rotated keys must
+ * be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
- *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_STATE         a step is open
@@ -1775,7 +1802,8 @@ typedef struct tkv_config_arrays {
     tkv_level *ladder;
     int n_levels; /* entries of ladder: at least the levels of the config */
     float *frequencies;
-    int n_frequencies; /* entries of frequencies, for rope.frequencies: at least rope.dim / 2 */
+    /* entries of frequencies: at least rope.dim / 2 for each list in the text, of the model and of layers */
+    int n_frequencies;
 } tkv_config_arrays;
 /* Reads a config from a text and sets the fields named there. Other fields stay, so begin with zeros. Use
  * tkv_validate_config to check the whole config.
@@ -1784,7 +1812,7 @@ typedef struct tkv_config_arrays {
  * Errors, cfg and room unchanged:
  *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
  *   TKV_ERR_ARG      a pointer is missing
- * Cost: O(size), three times; 10 KB of stack. */
+ * Cost: O(size), three times; 14 KB of stack. */
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,

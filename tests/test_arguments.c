@@ -211,6 +211,7 @@ static int is_right(char want, int got) {
     case 'C': return got == TKV_ERR_CAPACITY;
     case 'G': return got == TKV_ERR_CONFIG;
     case 'S': return got == TKV_ERR_STATE;
+    case 'U': return got == TKV_ERR_UNSUPPORTED;
     case 'O': return got == 0;
     case '+': return got > 0;
     default: return want == '*';
@@ -1272,6 +1273,15 @@ static int call_codec(rig *r, int what, tkv_format format, size_t at, int x) {
     return tkv_decode_block(&c, r->o.code, size, 64, r->o.k, 0);
 }
 
+static int rotate(size_t at, int x, int head_dim, int positions) {
+    float q[256] = {0};
+    tkv_rope rope;
+    memset(&rope, 0, sizeof rope);
+    rope.dim = DIM;
+    set_int(&rope, at, x);
+    return tkv_rotate_rope(&rope, head_dim, positions, q);
+}
+
 static int code_tokens(rig *r, int decode, int n_tokens) {
     tkv_codec c;
     memset(&c, 0, sizeof c);
@@ -1303,11 +1313,18 @@ static void try_codec(rig *r) {
              call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, options.kvquant), x));
         SAFE(names[i], "position", PLAIN, 1 << 30, "AAAOOO",
              call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, position), x));
-        SAFE(names[i], "rope.dim", PLAIN, DIM, "AAAOAA",
+        SAFE(names[i], "rope.dim", PLAIN, DIM, "AAOOAA",
              call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, rope.dim), x));
         SAFE(names[i], "rope.interleaved", PLAIN, 1, "AAAOAA",
              call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, rope.interleaved), x));
     }
+    EACH("tkv_rotate_rope", "rope.dim", PLAIN, DIM, "AAOOAA", rotate(OF(tkv_rope, dim), x, DIM, 1));
+    EACH("tkv_rotate_rope", "rope.interleaved", PLAIN, 1, "AAAOAA",
+         rotate(OF(tkv_rope, interleaved), x, DIM, 1));
+    EACH("tkv_rotate_rope", "rope.kind", PLAIN, TKV_ROPE_COUNT - 1, "AAAUAA",
+         rotate(OF(tkv_rope, kind), x, DIM, 1));
+    EACH("tkv_rotate_rope", "head_dim", PLAIN, 256, "AAAOAA", rotate(OF(tkv_rope, dim), DIM, x, 1));
+    EACH("tkv_rotate_rope", "positions", PLAIN, 9, "OOOOOO", rotate(OF(tkv_rope, dim), DIM, DIM, x));
     SAFE("tkv_encode_block", "n_tokens", PLAIN, 64, "AAAOAA", code_tokens(r, 0, x));
     SAFE("tkv_decode_block", "n_tokens", PLAIN, 64, "AAAOAA", code_tokens(r, 1, x));
 }

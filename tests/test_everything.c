@@ -177,15 +177,20 @@ static void append_to_model(int seq, int layer, int first, int n, const int *pos
 
 /* A key of the model at its present position. */
 static const float *moved_key(const model_sequence *s, int token, float *out) {
-    const int dim = cfg.model.head_dim, pairs = cfg.model.rope.dim / 2;
+    const tkv_rope *own = &cfg.layers[(s - &model[0][0]) % LAYERS].rope,
+                   *rope = own->dim ? own : &cfg.model.rope;
+    const int dim = cfg.model.head_dim, pairs = rope->dim / 2; /* TKV_OFF / 2 is 0 */
+    const int step = rope->interleaved ? 2 : 1, apart = rope->interleaved ? 1 : pairs;
     int h, j;
     memcpy(out, s->k + token * k_row, (size_t)k_row * sizeof *out);
     for (h = 0; h < k_row / dim && s->turned[token]; h++)
         for (j = 0; j < pairs; j++) {
-            const double angle = s->turned[token] * pow(10000.0, -(double)j / pairs);
-            const double a = out[h * dim + j], b = out[h * dim + j + pairs];
-            out[h * dim + j] = (float)(a * cos(angle) - b * sin(angle));
-            out[h * dim + j + pairs] = (float)(b * cos(angle) + a * sin(angle));
+            const double base = rope->base > 0.0f ? (double)rope->base : 10000.0;
+            const double angle = s->turned[token] * pow(base, -(double)j / pairs);
+            float *x = out + h * dim + j * step;
+            const double a = x[0], b = x[apart];
+            x[0] = (float)(a * cos(angle) - b * sin(angle));
+            x[apart] = (float)(b * cos(angle) + a * sin(angle));
         }
     return out;
 }
@@ -1401,6 +1406,12 @@ static void choose_config(uint64_t seed) {
         layers[1].archive = formats[2].archive;
         token_bound = formats[FORMAT_ROWS].token;
         mean_bound = formats[FORMAT_ROWS].mean;
+    }
+    if (cfg.model.rope.dim && seed % 3 == 1) { /* layers differ in RoPE; no random number, as below */
+        layers[seed % LAYERS].rope.dim = TKV_OFF;
+        layers[(seed + 1) % LAYERS].rope.dim = dims[shape] / 2;
+        layers[(seed + 1) % LAYERS].rope.base = 500.0f;
+        layers[(seed + 1) % LAYERS].rope.interleaved = 1;
     }
     cfg.layers = layers;
     if (rand_below(4) == 0) cfg.host.parallel_for = run_backwards;

@@ -20,12 +20,22 @@ typedef struct plain_sequence {
 
 static float bias; /* common to all keys, before RoPE */
 
+/* The RoPE of a layer of last_config. */
+static const tkv_rope *rope_of_layer(int layer) {
+    const tkv_layer_config *c = last_config.layers ? &last_config.layers[layer] : NULL;
+    return c && (c->rope.dim || c->rope.kind) ? &c->rope : &last_config.model.rope;
+}
+
 /* Rotates a key as a model does. */
 static void rotate(const tkv_rope *rope, int position, float *x) {
     const int pairs = rope->dim / 2, step = rope->interleaved ? 2 : 1, apart = rope->interleaved ? 1 : pairs;
+    const double scale = rope->scale > 0.0f ? (double)rope->scale : 1.0;
     int j;
     for (j = 0; j < pairs; j++) {
-        const double angle = position * pow(rope->base > 0.0f ? rope->base : 10000.0, -2.0 * j / rope->dim);
+        const double base = rope->base > 0.0f ? (double)rope->base : 10000.0;
+        const double angle =
+            position * scale *
+            (rope->frequencies ? (double)rope->frequencies[j] : pow(base, -2.0 * j / rope->dim));
         const double a = x[j * step], b = x[j * step + apart];
         x[j * step] = (float)(a * cos(angle) - b * sin(angle));
         x[j * step + apart] = (float)(b * cos(angle) + a * sin(angle));
@@ -38,7 +48,7 @@ static void make_token(int id, int layer, int position, float *k, float *v) {
     fill_rows(id, layer, 0, 1, k, v);
     for (h = 0; h < KV_HEADS; h++) {
         for (i = 0; i < DIM && bias > 0.0f; i++) k[h * DIM + i] += bias * (i % 3 ? 1.0f : -1.0f);
-        rotate(&last_config.model.rope, position, k + h * DIM);
+        rotate(rope_of_layer(layer), position, k + h * DIM);
     }
 }
 
@@ -126,6 +136,7 @@ static double difference_in(tkv_cache *kv, int seq, const plain_sequence *s, con
     tkv_cache *plain;
     int t;
     one.model.n_layers = 1;
+    one.layers = NULL;
     one.limits.max_seqs = 1;
     CHECK_EQ(tkv_create(&one, &plain), TKV_OK);
     for (t = 0; t < n; t++)
@@ -252,6 +263,183 @@ TEST(moved_tokens_attend_as_if_made_there) {
     }
 }
 
+/* Frequencies as YaRN and Llama 3 compute them from a base: the slow ones are divided by a factor, those between are a
+ * mixture. */
+static void scaled_frequencies(int dim, double factor, double low, double high, float *to) {
+    int j;
+    for (j = 0; j < dim / 2; j++) {
+        const double f = pow(10000.0, -2.0 * j / dim), turns = 512.0 * f / 6.283185307179586;
+        const double mix = turns > high ? 1.0 : turns < low ? 0.0 : (turns - low) / (high - low);
+        to[j] = (float)(mix * f + (1.0 - mix) * f / factor);
+    }
+}
+
+/* Layers with different RoPE: bases as in Gemma 3, one without (NoPE), partial, interleaved, frequencies as given, and
+ * p-RoPE, which leaves the slow pairs alone. */
+TEST(layers_have_frequencies_of_their_own) {
+    static plain_sequence s;
+    enum { LAYERS = 8 };
+    tkv_layer_config layers[LAYERS];
+    float yarn[DIM / 2], llama[DIM / 2], p_rope[DIM / 2];
+    tkv_config cfg = make_f32_config(LAYERS, 1), exact = make_move_config(1);
+    tkv_rng rng = tkv_rng_seed(5);
+    tkv_cache *kv;
+    int i, round, id = 0;
+    memset(layers, 0, sizeof layers);
+    memset(&s, 0, sizeof s);
+    scaled_frequencies(DIM, 8.0, 1.0, 32.0, yarn);
+    scaled_frequencies(DIM, 32.0, 1.0, 4.0, llama);
+    for (i = 0; i < DIM / 2; i++) p_rope[i] = i < DIM / 4 ? (float)pow(1e6, -2.0 * i / DIM) : 0.0f;
+    cfg.model.rope.dim = DIM;
+    cfg.limits.max_append = 512;
+    cfg.layers = layers;
+    layers[1].rope.dim = DIM, layers[1].rope.base = 1e6f, layers[1].rope.scale = 0.125f;
+    layers[2].rope.dim = TKV_OFF;
+    layers[3].rope.dim = 8, layers[3].rope.base = 500.0f;
+    layers[4].rope.dim = DIM, layers[4].rope.interleaved = 1, layers[4].rope.frequencies = yarn;
+    layers[5].rope.dim = DIM, layers[5].rope.frequencies = llama;
+    layers[6].rope.dim = DIM, layers[6].rope.frequencies = p_rope;
+    layers[7].rope.dim = DIM, layers[7].rope.base = 1e6f, layers[7].rope.scale = 0.125f;
+    kv = create_cache(&cfg);
+    append_plain(kv, 0, &s, id, 400, 200);
+    for (round = 0; round < 6; round++) {
+        const int at = tkv_rng_below(&rng, s.token[s.n - 1].position), n = 1 + tkv_rng_below(&rng, 150);
+        if (round % 3 == 2) {
+            CHECK_EQ(tkv_seq_shift(kv, 0, at, TKV_UNLIMITED, n), TKV_OK);
+            shift_plain(&s, at, INT_MAX, n);
+        } else {
+            CHECK_EQ(tkv_seq_remove(kv, 0, at, at + n), TKV_OK);
+            remove_plain(&s, at, at + n);
+            CHECK_EQ(tkv_seq_shift(kv, 0, at + n, TKV_UNLIMITED, -n), TKV_OK);
+            shift_plain(&s, at + n, INT_MAX, -n);
+        }
+        check_plain(kv, 0, &s, &exact, 1e-9);
+        append_plain(kv, 0, &s, id += 1000, 1 + tkv_rng_below(&rng, 90), 40);
+        check_plain(kv, 0, &s, &exact, 1e-9);
+    }
+    tkv_destroy(kv);
+}
+
+/* A layer that does not rotate its keys reads after a move, to the bit, as before. */
+TEST(keys_without_rope_only_change_positions) {
+    tkv_config cfg = make_config(2, 1);
+    tkv_rng rng = tkv_rng_seed(3);
+    float q[2 * KV_HEADS * DIM], before[2 * KV_HEADS * V_DIM], after[2 * KV_HEADS * V_DIM];
+    int position[2];
+    tkv_cache *kv;
+    cfg.model.rope.dim = TKV_OFF;
+    kv = create_cache(&cfg);
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 700, 100), TKV_OK);
+    CHECK_EQ(tkv_attend(kv, 0, 1, q, 1, before), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 132, TKV_UNLIMITED, 1000), TKV_OK); /* a border of blocks */
+    CHECK_EQ(tkv_attend(kv, 0, 1, q, 1, after), TKV_OK);
+    CHECK_MEM(before, after, sizeof before);
+    CHECK_EQ(tkv_get_positions(kv, 0, 1, 131, 2, position), TKV_OK);
+    CHECK(position[0] == 131 && position[1] == 1132);
+    check_cache_at(kv, "moved by", 1000);
+    tkv_destroy(kv);
+}
+
+/* A format that undoes RoPE undoes that of the layer: reads and calibrations are those of a cache whose model has it. */
+TEST(formats_undo_the_rope_of_their_layer) {
+    tkv_config cfg = make_config(2, 1);
+    tkv_layer_config layers[2];
+    uint8_t saved[2][20000];
+    size_t size[2];
+    tkv_cache *kv[3];
+    int i, layer;
+    memset(layers, 0, sizeof layers);
+    layers[1].rope.dim = DIM - 2, layers[1].rope.base = 700.0f, layers[1].rope.interleaved = 1;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KVQUANT4, TKV_KVQUANT4);
+    for (i = 0; i < 3; i++) {
+        memset(&cfg.model.rope, 0, sizeof cfg.model.rope);
+        cfg.model.rope.dim = DIM;
+        if (i == 2) cfg.model.rope = layers[1].rope;
+        cfg.layers = i == 0 ? layers : NULL;
+        kv[i] = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv[i], 0, 1, 900, 100), TKV_OK);
+        check_cache_at(kv[i], "cache", i);
+    }
+    for (layer = 0; layer < 2; layer++) {
+        CHECK_EQ(tkv_read(kv[0], 0, layer, 0, 900, k_out, v_out), TKV_OK);
+        CHECK_EQ(tkv_read(kv[1 + layer], 0, layer, 0, 900, k_want, v_want), TKV_OK);
+        CHECK_MEM(k_out, k_want, 900 * K_ROW * sizeof(float));
+        CHECK_EQ(tkv_read(kv[2 - layer], 0, layer, 0, 900, k_want, v_want), TKV_OK);
+        CHECK(memcmp(k_out, k_want, 900 * K_ROW * sizeof(float)) != 0);
+    }
+    for (i = 0; i < 2; i++)
+        CHECK_EQ(tkv_save_calibration(kv[i], saved[i], sizeof saved[i], &size[i]), TKV_OK);
+    CHECK_EQ(tkv_load_calibration(kv[1], saved[1], size[1]), TKV_OK);
+    CHECK_EQ(tkv_load_calibration(kv[0], saved[1], size[1]), TKV_ERR_DATA);
+    CHECK_EQ(tkv_load_calibration(kv[1], saved[0], size[0]), TKV_ERR_DATA);
+    CHECK_MSG(strstr(tkv_get_last_error(kv[1]), "made with another cfg.model.rope"), "%s",
+              tkv_get_last_error(kv[1]));
+    CHECK_EQ(tkv_load_calibration(kv[0], saved[0], size[0]), TKV_OK);
+    for (i = 0; i < 3; i++) tkv_destroy(kv[i]);
+}
+
+/* Attention to tokens that all moved by d has the bits of attention with queries turned by -d, for one query and for
+ * many, in every format. */
+TEST(moves_equal_turned_queries_to_the_bit) {
+    static const int distance[] = {1, -100, 777, 123456};
+    enum { N = 40, Q_ROW = 2 * KV_HEADS * DIM, OUT_ROW = 2 * KV_HEADS * V_DIM };
+    static float q[N * Q_ROW], turned[N * Q_ROW], out[N * OUT_ROW], want[N * OUT_ROW];
+    float x[DIM], y[DIM];
+    tkv_rng rng = tkv_rng_seed(8);
+    int f, i, h, n, at, tested = 0;
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    for (f = 1; f < TKV_FORMAT_COUNT; f++) {
+        tkv_config cfg = make_config(2, 2);
+        tkv_cache *kv;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of((tkv_format)f, (tkv_format)f);
+        cfg.tiers.hot_tokens = 70;
+        cfg.model.rope.dim = f % 3 ? DIM : DIM - 2;
+        cfg.model.rope.interleaved = f % 2;
+        cfg.model.rope.base = f % 5 ? 0.0f : 500.0f;
+        if (tkv_validate_config(&cfg, NULL, 0)) cfg.tiers.warm.v = cfg.tiers.archive.v = TKV_F16; /* K only */
+        if (tkv_validate_config(&cfg, NULL, 0))
+            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F16, (tkv_format)f); /* V only */
+        if (tkv_validate_config(&cfg, NULL, 0)) continue; /* this build leaves the format out */
+        tested++;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, f, 1200, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        for (n = 0; n < 2; n++) CHECK_EQ(tkv_seq_remove(kv, n, 0, 132), TKV_OK);
+        for (at = i = 0; i < COUNT(distance); i++) {
+            CHECK_EQ(tkv_seq_shift(kv, 1, 0, TKV_UNLIMITED, distance[i] - at), TKV_OK);
+            at = distance[i];
+            memcpy(turned, q, sizeof q);
+            for (h = 0; h < N * 2 * KV_HEADS; h++)
+                CHECK_EQ(tkv_rotate_rope(&cfg.model.rope, DIM, -distance[i], turned + h * DIM), TKV_OK);
+            for (n = 1; n <= N; n += N - 1) {
+                CHECK_EQ(tkv_attend(kv, 1, 1, q, n, out), TKV_OK);
+                CHECK_EQ(tkv_attend(kv, 0, 1, turned, n, want), TKV_OK);
+                CHECK_MEM(out, want, (size_t)(n * OUT_ROW) * sizeof(float));
+            }
+        }
+        tkv_destroy(kv);
+    }
+    CHECK(tested > 20);
+    { /* there and back */
+        tkv_rope rope;
+        memset(&rope, 0, sizeof rope);
+        rope.dim = DIM;
+        memcpy(x, q, sizeof x);
+        CHECK_EQ(tkv_rotate_rope(&rope, DIM, 12345, x), TKV_OK);
+        CHECK(mean_squared_difference(x, q, DIM) > 0.01);
+        memcpy(y, q, sizeof y);
+        rotate(&rope, 12345, y);
+        CHECK_LE(mean_squared_difference(x, y, DIM), 1e-10);
+        CHECK_EQ(tkv_rotate_rope(&rope, DIM, -12345, x), TKV_OK);
+        CHECK_LE(mean_squared_difference(x, q, DIM), 1e-12);
+        rope.dim = 0;
+        CHECK_EQ(tkv_rotate_rope(&rope, DIM, 1, x), TKV_ERR_UNSUPPORTED);
+        CHECK_EQ(tkv_rotate_rope(&rope, DIM, 1, NULL), TKV_ERR_ARG);
+        CHECK_EQ(tkv_rotate_rope(NULL, DIM, 1, x), TKV_ERR_ARG);
+    }
+}
+
 /* Reads give keys as they are at the present positions. */
 TEST(moved_keys_are_read_at_their_positions) {
     static plain_sequence s;
@@ -370,6 +558,47 @@ TEST(kernels_agree_with_the_reference) {
     CHECK(moved > 20);
 }
 
+static void run_backwards(void *user, int n_tasks, tkv_task task, void *ctx) {
+    (void)user;
+    while (n_tasks-- > 0) task(ctx, n_tasks);
+}
+
+/* Tasks in any order give the bits of one thread, though each turns the queries for other blocks. */
+TEST(threads_get_the_same_bits) {
+    static const tkv_format k[] = {TKV_A30, TKV_KIVI4, TKV_F16}, v[] = {TKV_R30, TKV_KIVI4, TKV_F16};
+    enum { N = 40, Q_ROW = 2 * KV_HEADS * DIM, OUT_ROW = 2 * KV_HEADS * V_DIM };
+    static float q[N * Q_ROW], out[2][N * OUT_ROW], lse[2][N * 2 * KV_HEADS];
+    tkv_rng rng = tkv_rng_seed(21);
+    int f, i, n, moves;
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    for (f = 0; f < COUNT(k); f++)
+        for (moves = 1; moves <= 60; moves += 59) {
+            tkv_cache *kv[2];
+            for (i = 0; i < 2; i++) {
+                tkv_config cfg = make_config(2, 1);
+                int at;
+                cfg.tiers.warm = cfg.tiers.archive = pair_of(k[f], v[f]);
+                cfg.model.rope.dim = DIM;
+                if (i) cfg.host.parallel_for = run_backwards;
+                kv[i] = create_cache(&cfg);
+                CHECK_EQ(append_to_all_layers(kv[i], 0, 1, 1800, 100), TKV_OK);
+                for (at = moves; at-- > 0;) /* borders in the middle of blocks, and between them */
+                    CHECK_EQ(tkv_seq_shift(kv[i], 0, 20 + 32 * at, TKV_UNLIMITED, 7), TKV_OK);
+            }
+            for (n = 1; n <= N; n += N - 1) {
+                for (i = 0; i < 2; i++) {
+                    tkv_attend_params p;
+                    memset(&p, 0, sizeof p);
+                    p.layer = 1, p.n = n, p.q = q, p.out = out[i], p.lse = lse[i];
+                    CHECK_EQ(tkv_attend_ex(kv[i], &p), TKV_OK);
+                }
+                CHECK_MEM(out[0], out[1], (size_t)(n * OUT_ROW) * sizeof(float));
+                CHECK_MEM(lse[0], lse[1], (size_t)(n * 2 * KV_HEADS) * sizeof(float));
+            }
+            for (i = 0; i < 2; i++) tkv_destroy(kv[i]);
+        }
+}
+
 /* A thousand moves there and back change nothing: the cache reads as before, and holds no more entries. */
 TEST(a_thousand_moves_lose_nothing) {
     tkv_config cfg = make_config(2, 2);
@@ -485,6 +714,11 @@ TEST(cuts_before_the_first_moved_token) {
 
 /* Refusals name their reason and change nothing. */
 TEST(moves_are_refused_with_a_reason) {
+    static const char *const sentence[TKV_ROPE_COUNT] = {
+        "", "keys with M-RoPE cannot move: a token has several positions",
+        "keys with dynamic frequencies cannot move: these change with the length",
+        "keys with learned positions cannot move: the model added positions"};
+    int kind, of_layer;
     tkv_config cfg = make_config(2, 2);
     tkv_cache *kv = create_cache(&cfg);
     CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
@@ -495,6 +729,26 @@ TEST(moves_are_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_remove(kv, 0, 10, 9), TKV_ERR_ARG);
     CHECK_STR(tkv_get_last_error(kv), "end is 9; it must not be less than first");
     tkv_destroy(kv);
+    for (kind = 1; kind < TKV_ROPE_COUNT; kind++)
+        for (of_layer = 0; of_layer < 2; of_layer++) { /* all else works */
+            tkv_layer_config layers[2];
+            memset(layers, 0, sizeof layers);
+            cfg.model.rope.dim = DIM;
+            cfg.model.rope.kind = (tkv_rope_kind)(of_layer ? 0 : kind);
+            layers[1].rope.kind = (tkv_rope_kind)(of_layer ? kind : 0);
+            cfg.layers = layers;
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+            CHECK_EQ(tkv_seq_shift(kv, 0, 0, 10, 5), TKV_ERR_UNSUPPORTED);
+            CHECK_MSG(strstr(tkv_get_last_error(kv), sentence[kind]), "%s", tkv_get_last_error(kv));
+            CHECK_EQ(tkv_seq_fork(kv, 0, 1, 200), TKV_OK);
+            CHECK_EQ(tkv_seq_remove(kv, 0, 100, 150), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, 200), TKV_OK);
+            check_cache_at(kv, "kind", kind);
+            tkv_destroy(kv);
+        }
+    memset(&cfg.model.rope, 0, sizeof cfg.model.rope);
+    cfg.layers = NULL;
     cfg.model.rope.dim = DIM;
     cfg.model.window = 64;
     kv = create_cache(&cfg);
@@ -1078,9 +1332,14 @@ int main(int argc, char **argv) {
     RUN(removed_tokens_are_not_seen);
     RUN(removal_frees_memory);
     RUN(moved_tokens_attend_as_if_made_there);
+    RUN(layers_have_frequencies_of_their_own);
+    RUN(keys_without_rope_only_change_positions);
+    RUN(formats_undo_the_rope_of_their_layer);
+    RUN(moves_equal_turned_queries_to_the_bit);
     RUN(moved_keys_are_read_at_their_positions);
     RUN(keys_with_a_common_bias_move);
     RUN(kernels_agree_with_the_reference);
+    RUN(threads_get_the_same_bits);
     RUN(a_thousand_moves_lose_nothing);
     RUN(moves_without_memory_change_nothing);
     RUN(evicted_neighbours_of_split_blocks_merge);

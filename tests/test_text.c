@@ -8,7 +8,7 @@ enum { REASON = 200, MAX_LAYERS = 8, TEXT_BYTES = 1 << 16 };
 
 static tkv_layer_config layer_array[MAX_LAYERS];
 static tkv_level level_array[TKV_MAX_LEVELS];
-static float frequency_array[TKV_MAX_HEAD_DIM / 2];
+static float frequency_array[(1 + MAX_LAYERS) * TKV_MAX_HEAD_DIM / 2];
 static const tkv_config_arrays arrays = {layer_array,    MAX_LAYERS,      level_array,
                                          TKV_MAX_LEVELS, frequency_array, COUNT(frequency_array)};
 
@@ -225,10 +225,10 @@ TEST(sentences_of_mistakes) {
          "line 2: the program's room for layers is 8; it must be 9 or more"},
         {"model.rope.dim = 8\nmodel.rope.frequencies = 1, 2, 3",
          "line 2: model.rope.dim is 8; it must be 6, two for each"},
-        {"model.rope.frequencies = ", "it must be model.rope.dim / 2 numbers"},
-        {"model.rope.frequencies = 1, two", "it must be model.rope.dim / 2 numbers"},
-        {"model.rope.frequencies = 1,", "it must be model.rope.dim / 2 numbers"},
-        {"model.rope.frequencies = ,1", "it must be model.rope.dim / 2 numbers"},
+        {"model.rope.frequencies = ", "it must be rope.dim / 2 numbers"},
+        {"model.rope.frequencies = 1, two", "it must be rope.dim / 2 numbers"},
+        {"model.rope.frequencies = 1,", "it must be rope.dim / 2 numbers"},
+        {"model.rope.frequencies = ,1", "it must be rope.dim / 2 numbers"},
         {"n_layers 3", "line 1: there is no =; write key = value"},
         {"n_layers\n= 3", "line 1: there is no ="},
         {"= 3", "is no key"},
@@ -305,6 +305,80 @@ TEST(sentences_of_mistakes) {
     CHECK_EQ(reason[0], 'l');
 }
 
+/* Layers have RoPE of their own. Lists of frequencies follow one another in the caller's memory. */
+TEST(rope_of_layers) {
+    static const char text[] =
+        "model.n_layers = 6\nmodel.n_heads = 2\nmodel.head_dim = 8\nmodel.rope.dim = 8\n"
+        "layers[0-2].rope.frequencies = 1, 0.5\nlayers[0-2].rope.dim = 4\n"
+        "layers[3].rope.dim = off\nlayers[4].rope.kind = dynamic\n"
+        "model.rope.frequencies = 1, 1, 1, .25\n"
+        "layers[5].rope.dim = 2\nlayers[5].rope.frequencies = .125\n"
+        "layers[5].rope.interleaved = true";
+    static const char *const wrong[][2] = {
+        {"layers[1].rope.frequencies = 1, 1", "line 1: layers[1].rope.dim is 0; it must be 4, two for each"},
+        {"layers[0-1].rope.frequencies = 1, 1\nlayers[0].rope.dim = 4\nlayers[1].rope.dim = 6",
+         "line 1: layers[1].rope.dim is 6; it must be 4, two for each of its frequencies"},
+        {"layers[0].rope.dim = 2\nlayers[0].rope.frequencies = ", "it must be rope.dim / 2 numbers"},
+        {"layers[0].rope.kind = yarn",
+         "layers[0].rope.kind is yarn; it must be a whole number or fixed, mrope"},
+        {"layers[0].rope_dim = 2", "the nearest one is layers[i] or [i-j], up to 4095, and .rope.dim"}};
+    const tkv_config_arrays tight = {layer_array,    MAX_LAYERS,      level_array,
+                                     TKV_MAX_LEVELS, frequency_array, 6};
+    char reason[REASON], again[1000];
+    tkv_config cfg = tkv_default_config(), back = cfg;
+    int i;
+    CHECK_EQ(tkv_parse_config(&cfg, &tight, text, strlen(text), reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 11: the program's room for frequencies is 6; it must be 7"), "%s", reason);
+    CHECK_MSG(parse_config(&cfg, text, reason) == TKV_OK, "%s", reason);
+    for (i = 0; i < 3; i++) CHECK(layer_array[i].rope.frequencies == frequency_array);
+    CHECK_EQ(layer_array[2].rope.dim, 4);
+    CHECK_EQ(layer_array[3].rope.dim, TKV_OFF);
+    CHECK_EQ(layer_array[4].rope.kind, TKV_ROPE_DYNAMIC);
+    CHECK(cfg.model.rope.frequencies == frequency_array + 2);
+    CHECK(layer_array[5].rope.frequencies == frequency_array + 6);
+    CHECK_NEAR(frequency_array[1], .5, 0);
+    CHECK_NEAR(frequency_array[5], .25, 0);
+    CHECK_NEAR(frequency_array[6], .125, 0);
+    CHECK_MSG(tkv_validate_config(&cfg, reason, REASON) == TKV_OK, "%s", reason);
+    CHECK_EQ(tkv_print_config(&cfg, 0, again, sizeof again, NULL), TKV_OK);
+    CHECK_STR(again, "model.n_layers = 6\nmodel.n_heads = 2\nmodel.head_dim = 8\nmodel.rope.dim = 8\n"
+                     "model.rope.frequencies = 1, 1, 1, 0.25\n"
+                     "layers[0].rope.dim = 4\nlayers[0].rope.frequencies = 1, 0.5\n"
+                     "layers[1].rope.dim = 4\nlayers[1].rope.frequencies = 1, 0.5\n"
+                     "layers[2].rope.dim = 4\nlayers[2].rope.frequencies = 1, 0.5\n"
+                     "layers[3].rope.dim = off\nlayers[4].rope.kind = dynamic\n"
+                     "layers[5].rope.dim = 2\nlayers[5].rope.interleaved = true\n"
+                     "layers[5].rope.frequencies = 0.125\n");
+    for (i = 0; i < COUNT(wrong); i++) {
+        const tkv_status st = parse_config(&back, wrong[i][0], reason);
+        CHECK_MSG(st == TKV_ERR_CONFIG && strstr(reason, wrong[i][1]), "%s: %s", wrong[i][0], reason);
+    }
+    /* a list that the config still uses stays */
+    CHECK_EQ(parse_config(&back, "model.rope.dim = 4\nmodel.rope.frequencies = 1, .5", reason), TKV_OK);
+    CHECK_EQ(parse_config(&back,
+                          "model.n_layers = 1\nlayers[0].rope.dim = 2\nlayers[0].rope.frequencies = .1",
+                          reason),
+             TKV_OK);
+    CHECK(back.layers[0].rope.frequencies == frequency_array + 2);
+    CHECK_NEAR(back.model.rope.frequencies[0], 1, 0);
+    /* fields without dim, values out of range, and a format that undoes what is not known */
+    CHECK_EQ(parse_config(&cfg, "layers[2].rope.base = 500", reason), TKV_OK);
+    CHECK_EQ(tkv_validate_config(&cfg, reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "layers[2].rope.dim is 0; it must be set where another field of rope is"), "%s",
+              reason);
+    CHECK_EQ(parse_config(&cfg, "layers[2].rope.dim = 4\nlayers[2].rope.scale = 9", reason), TKV_OK);
+    CHECK_EQ(tkv_validate_config(&cfg, reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "layers[2].rope.scale is 9; it must be more than 0"), "%s", reason);
+    CHECK_EQ(parse_config(&cfg, "tiers.archive = kvquant3\nlayers[1].rope.kind = mrope", reason), TKV_OK);
+    CHECK_EQ(tkv_validate_config(&cfg, reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "layers[1].rope.kind is 1; KVQUANT undoes RoPE"), "%s", reason);
+    CHECK_EQ(parse_config(&cfg, "layers[1].rope.dim = off", reason), TKV_OK);
+    CHECK_MSG(tkv_validate_config(&cfg, reason, REASON) == TKV_OK, "%s", reason);
+    CHECK_EQ(parse_config(&cfg, "model.rope.kind = learned", reason), TKV_OK);
+    CHECK_EQ(tkv_validate_config(&cfg, reason, REASON), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "model.rope.kind is 3; KVQUANT undoes RoPE"), "%s", reason);
+}
+
 /* >>printing and parsing */
 static int pick_one(tkv_rng *r, const int *x, int n) { return x[tkv_rng_below(r, n)]; }
 #define PICK_ONE(r, list) pick_one(r, list, COUNT(list))
@@ -332,8 +406,9 @@ static const int windows[] = {0, 0, 1, 4096, TKV_OFF};
 static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, float *frequencies) {
     static const int few[] = {0, 1, 3}, groups[] = {0, 32, 64}, units[] = {0, 4, 16}, squats[] = {0, 16, 64};
     static const int fits[] = {0, 1, 2, 3, 4, 5}, isas[] = {0, 1}, tokens[] = {0, 128, 5000},
-                     dims[] = {0, 2, 16};
-    int i;
+                     dims[] = {0, 2, 16}, layer_dims[] = {0, 0, 2, 16, TKV_OFF};
+    static float own[MAX_LAYERS][8];
+    int i, k;
     memset(c, 0, sizeof *c);
     memset(layers, 0, MAX_LAYERS * sizeof *layers);
     c->model.n_layers = 1 + tkv_rng_below(r, MAX_LAYERS);
@@ -388,6 +463,13 @@ static void random_config(tkv_rng *r, tkv_config *c, tkv_layer_config *layers, f
         l->archive = random_pair(r, 0);
         l->no_cache = i > 0 && tkv_rng_below(r, 9) == 0;
         l->share_kv = i > 0 && !l->no_cache && tkv_rng_below(r, 5) == 0;
+        l->rope.dim = PICK_ONE(r, layer_dims);
+        if (l->rope.dim == 0) continue;
+        l->rope.interleaved = tkv_rng_below(r, 2);
+        l->rope.base = (float)tkv_rng_below(r, 2) * (2.0f + random_float(r, 0, 1e6));
+        l->rope.kind = (tkv_rope_kind)(tkv_rng_below(r, 4) ? 0 : tkv_rng_below(r, TKV_ROPE_COUNT));
+        for (k = 0; k < l->rope.dim / 2; k++) own[i][k] = random_float(r, 0, 1);
+        if (l->rope.dim > 0 && tkv_rng_below(r, 2)) l->rope.frequencies = own[i];
     }
 }
 
@@ -396,11 +478,19 @@ static void check_same_config(const tkv_config *a, const tkv_config *b) {
     static tkv_layer_config none[MAX_LAYERS];
     tkv_config x = *a, y = *b;
     const tkv_layer_config *la = a->layers ? a->layers : none, *lb = b->layers ? b->layers : none;
+    int i;
     if (a->model.rope.frequencies && b->model.rope.frequencies)
         CHECK_MEM(a->model.rope.frequencies, b->model.rope.frequencies,
                   (size_t)a->model.rope.dim / 2 * sizeof(float));
     CHECK_EQ(!a->model.rope.frequencies, !b->model.rope.frequencies);
-    CHECK_MEM(la, lb, (size_t)a->model.n_layers * sizeof *la);
+    for (i = 0; i < a->model.n_layers; i++) {
+        tkv_layer_config p = la[i], q = lb[i];
+        CHECK_EQ(!p.rope.frequencies, !q.rope.frequencies);
+        if (p.rope.frequencies && q.rope.frequencies)
+            CHECK_MEM(p.rope.frequencies, q.rope.frequencies, (size_t)p.rope.dim / 2 * sizeof(float));
+        p.rope.frequencies = q.rope.frequencies = NULL;
+        CHECK_MEM(&p, &q, sizeof p);
+    }
     x.layers = y.layers = NULL;
     x.model.rope.frequencies = y.model.rope.frequencies = NULL;
     CHECK_MEM(&x, &y, sizeof x);
@@ -841,6 +931,7 @@ int main(int argc, char **argv) {
     RUN(empty_texts);
     RUN(presets_come_first);
     RUN(sentences_of_mistakes);
+    RUN(rope_of_layers);
     RUN(print_and_parse);
     RUN(print_refuses);
     RUN(pressure_keys);

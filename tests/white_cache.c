@@ -727,6 +727,135 @@ TEST(shrinking_keeps_the_rest) {
         }
 }
 
+/* >>the table of rotations */
+/* Attention of the newest query of layer 1. */
+static void attend_newest(tkv_cache *kv, int seq, float *out) {
+    tkv_rng rng = tkv_rng_seed(6);
+    float q[2 * KV_HEADS * DIM];
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    CHECK_EQ(tkv_attend(kv, seq, 1, q, 1, out), TKV_OK);
+}
+
+/* Moves the tokens behind each of n borders by 3 positions. */
+static void move_behind_borders(tkv_cache *kv, int seq, int n) {
+    int i;
+    for (i = 0; i < n; i++) CHECK_EQ(tkv_seq_shift(kv, seq, 10 + 20 * i + 3 * i, TKV_UNLIMITED, 3), TKV_OK);
+}
+
+/* The table has the distances of all tokens, and those alone once it was full. Attention has the same bits without it.
+ * It is gone when no token has moved, and when the last sequence ends. */
+TEST(rotations_are_kept_while_tokens_have_them) {
+    tkv_config cfg = make_config(2, 2);
+    tkv_layer_config layers[2];
+    float out[2 * KV_HEADS * V_DIM], want[2 * KV_HEADS * V_DIM];
+    tkv_cache *kv;
+    int i, n;
+    memset(layers, 0, sizeof layers);
+    layers[1].rope.dim = 8;
+    cfg.layers = layers;
+    cfg.model.rope.dim = DIM;
+    kv = create_cache(&cfg);
+    CHECK_EQ(kv->turns.cap, 0);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 900, 100), TKV_OK);
+    for (n = 1; n <= 40; n += 13) {
+        move_behind_borders(kv, 0, n);
+        CHECK(kv->turns.n >= 2 * n);
+        for (i = 1; i < kv->turns.n; i++) {
+            const tkvi_turn_key *a = &kv->turns.key[i - 1], *b = &kv->turns.key[i];
+            CHECK(a->rope < b->rope || (a->rope == b->rope && a->turned < b->turned));
+        }
+        attend_newest(kv, 0, want);
+        i = kv->turns.n;
+        kv->turns.n = 0; /* as if there had been no memory */
+        attend_newest(kv, 0, out);
+        kv->turns.n = i / 2; /* the second half */
+        attend_newest(kv, 0, out);
+        kv->turns.n = i;
+        CHECK_MEM(out, want, sizeof out);
+        check_cache_at(kv, "borders", n);
+    }
+    for (i = 0; i < 300; i++) CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, 5), TKV_OK);
+    tkvi_drop_turns(kv);
+    CHECK(kv->turns.n <= 2 * (1 + 1 + 14 + 27 + 40) && kv->turns.cap < 400);
+    attend_newest(kv, 0, out);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    attend_newest(kv, 1, want);
+    CHECK_MEM(out, want, sizeof out);
+    CHECK(kv->turns.cap > 0);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK_EQ(kv->turns.cap, 0);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 300, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, 5), TKV_OK);
+    CHECK_EQ(kv->turns.n, 2);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, -5), TKV_OK);
+    CHECK_EQ(kv->turns.cap, 0);
+    check_cache_at(kv, "moved back", 0);
+    tkv_destroy(kv);
+}
+
+/* Without memory for the table, in place with less than it takes, and under a budget that tokens need, attention has the
+ * bits of a cache with a whole table. */
+TEST(rotations_are_not_needed) {
+    enum { BYTES = 1 << 20 };
+    tkv_config cfg = make_config(2, 1);
+    float want[2 * KV_HEADS * V_DIM], out[2 * KV_HEADS * V_DIM];
+    uint8_t *memory = (uint8_t *)malloc(BYTES);
+    tkv_cache *kv;
+    int i, n_tables = 0, fail_at;
+    cfg.model.rope.dim = DIM;
+    REQUIRE(memory != NULL);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 900, 100), TKV_OK);
+    move_behind_borders(kv, 0, 40);
+    attend_newest(kv, 0, want);
+    CHECK_EQ(kv->turns.n, 40);
+    tkv_destroy(kv);
+    for (fail_at = 1; fail_at < 4; fail_at++) {
+        counting_allocator p;
+        tkv_config counted = cfg;
+        counted.host.allocator = counting_allocator_of(&p);
+        kv = create_cache(&counted);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 900, 100), TKV_OK);
+        move_behind_borders(kv, 0, 39);
+        tkvi_free_turns(&kv->turns, &kv->heap);
+        p.fail_at = fail_at;
+        CHECK_EQ(tkv_seq_shift(kv, 0, 10 + 20 * 39 + 3 * 39, TKV_UNLIMITED, 3), TKV_OK);
+        p.fail_at = 0;
+        n_tables += kv->turns.n == 40;
+        attend_newest(kv, 0, out);
+        CHECK_MEM(out, want, sizeof out);
+        check_cache_at(kv, "allocation", fail_at);
+        tkv_destroy(kv);
+        CHECK_EQ(p.held, 0);
+    }
+    CHECK(n_tables < 3);
+    cfg.limits.max_tokens = 1024;
+    REQUIRE(tkv_create_in_place(&cfg, memory, BYTES, &kv, NULL, 0) == TKV_OK);
+    last_config = kv->tables.cfg;
+    CHECK_EQ(kv->turns.cap, 20);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 900, 100), TKV_OK);
+    for (i = 0; i < 40; i++) (void)tkv_seq_shift(kv, 0, 10 + 20 * i + 3 * i, TKV_UNLIMITED, 3);
+    CHECK_EQ(kv->turns.cap, 20);
+    check_cache_at(kv, "in place", 0);
+    tkv_destroy(kv);
+    cfg.limits.max_tokens = 0;
+    cfg.budget.bytes = 150000;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 200, 100), TKV_OK);
+    move_behind_borders(kv, 0, 5);
+    CHECK(kv->turns.cap > 0);
+    while (append_to_all_layers(kv, 0, 1, 50, 50) == TKV_OK) {
+        check_cache_at(kv, "length", tkv_get_length(kv, 0, 0));
+        attend_newest(kv, 0, out);
+    }
+    CHECK_EQ(kv->turns.cap, 0);
+    attend_newest(kv, 0, out);
+    check_cache_at(kv, "full", 0);
+    tkv_destroy(kv);
+    free(memory);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(check_finds_damage);
@@ -736,6 +865,8 @@ int main(int argc, char **argv) {
     RUN(appends_allocate_pages_and_tables);
     RUN(page_waste_is_bounded);
     RUN(pages_do_not_fragment);
+    RUN(rotations_are_kept_while_tokens_have_them);
+    RUN(rotations_are_not_needed);
     RUN(memory_comes_back);
     RUN(memory_comes_back_after_random_histories);
     RUN(shrinking_keeps_the_rest);

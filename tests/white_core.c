@@ -614,20 +614,21 @@ TEST(rope_against_double) {
                                  d % 3 == 1 ? 0.25
                                  : d % 4    ? 0
                                             : 1.75);
-            tkvi_rope rope;
+            tkvi_own_rope own;
+            const tkvi_rope *rope = &own.rope;
             if (b == COUNT(bases)) {
                 if (dim != 12) continue;
                 r.frequencies = given;
             }
             CHECK(tkvi_rope_has_fault(&r, 256) == NULL);
-            tkvi_rope_make(&rope, &r);
+            (void)tkvi_own_rope_make(&own, &r);
             for (p = 0; p < COUNT(positions); p++)
                 for (k = 0; k < 2; k++) {
                     float x[256] = {0.0f}, y[256];
                     double ref[256], worst = 0, size = 0;
                     tkv_rng_fill(&rng, x, (size_t)dim, 1);
                     memcpy(y, x, sizeof y);
-                    tkvi_rope_rotate(&rope, positions[p], k, y);
+                    tkvi_rope_rotate(rope, positions[p], k, y);
                     apply_rope_naively(&r, (double)positions[p], k ? -1 : 1, x, ref, dim);
                     for (i = 0; i < dim; i++) {
                         double e = fabs((double)y[i] - ref[i]);
@@ -637,7 +638,7 @@ TEST(rope_against_double) {
                     /* scale and frequencies are floats, which bounds the precision */
                     CHECK_MSG(worst <= 1e-6 * size, "dim %d, base %g, position %ld: %g of %g", dim,
                               (double)r.base, (long)positions[p], worst, size);
-                    tkvi_rope_rotate(&rope, positions[p], !k, y);
+                    tkvi_rope_rotate(rope, positions[p], !k, y);
                     CHECK_LE(sqrt(squared_error(x, y, dim)), 3e-7 * sqrt(sum_of_squares(x, dim)));
                 }
         }
@@ -653,6 +654,10 @@ TEST(invalid_rope_is_refused) {
     r = rope_of(63, 0, 0, 0);
     CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     r = rope_of(-2, 0, 0, 0);
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(TKV_OFF, 0, 0, 0);
+    CHECK(tkvi_rope_has_fault(&r, 64) == NULL);
+    r.kind = TKV_ROPE_COUNT;
     CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
     r = rope_of(2, 1.5, 0, 0);
     CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
@@ -686,10 +691,10 @@ TEST(rope_golden) {
     int i;
     for (i = 0; i < 64; i++) {
         tkv_rope r = rope_of(128, i % 2 ? 500000 : 10000, i / 2 % 2, i % 5 ? 0 : 0.25);
-        tkvi_rope rope;
-        tkvi_rope_make(&rope, &r);
+        tkvi_own_rope own;
+        const tkvi_rope *rope = tkvi_own_rope_make(&own, &r);
         tkv_rng_fill(&rng, x, 128, 1);
-        tkvi_rope_rotate(&rope, (int64_t)tkv_rng_below(&rng, 1 << 30) >> i % 30, i / 4 % 2, x);
+        tkvi_rope_rotate(rope, (int64_t)tkv_rng_below(&rng, 1 << 30) >> i % 30, i / 4 % 2, x);
         h = hash_of_floats(h, x, 128);
     }
     CHECK_MSG(h == 0xcaeaac5066f4fe89u, "%016llx", (unsigned long long)h);

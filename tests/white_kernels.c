@@ -627,6 +627,63 @@ TEST(zero_points_of_a_formats) {
     }
 }
 
+/* Rows are turned, in any order of channels, to the bits of the rotation of one vector, and then scaled. */
+TEST(rows_are_turned_as_vectors) {
+    tkv_isa list[TKV_ISA_COUNT];
+    int count = tkv_test_isas(list), i, k;
+    for (i = 0; i < count; i++) {
+        const tkvi_simd_ops *ops = tkvi_kernels_for(list[i])->simd_ops;
+        tkv_rng rng = tkv_rng_seed(14);
+        for (k = 0; k < n_rounds(300); k++) {
+            const int n = 16 * (1 + tkv_rng_below(&rng, 16)), rows = tkv_rng_below(&rng, 9);
+            const int turned = tkv_rng_below(&rng, 1 << 20) - (1 << 19);
+            static float x[9 * 256], y[256], plain[9 * 256], partner[9 * 256], out[9 * 256];
+            uint8_t pair[256], order[256];
+            tkv_rope r;
+            tkvi_own_rope own;
+            const tkvi_rope *rope;
+            tkvi_turned_rows t;
+            tkvi_turn turn;
+            float sign;
+            int c, row, at, wrong = 0;
+            memset(&r, 0, sizeof r);
+            r.dim = 2 * (1 + tkv_rng_below(&rng, n / 2));
+            r.interleaved = k % 2;
+            rope = tkvi_own_rope_make(&own, &r);
+            tkv_rng_fill(&rng, x, (size_t)((rows + 1) * n), 1.0);
+            for (c = 0; c < n; c++) order[c] = (uint8_t)c;
+            for (c = n; c-- > 1;) {
+                const int with = tkv_rng_below(&rng, c + 1);
+                const uint8_t was = order[c];
+                order[c] = order[with];
+                order[with] = was;
+            }
+            for (c = 0; c < n; c++) {
+                const int other = tkvi_partner_of(rope, order[c], &at, &sign);
+                pair[c] = (uint8_t)at;
+                for (row = 0; row <= rows; row++) {
+                    plain[row * n + c] = x[row * n + order[c]];
+                    partner[row * n + c] = sign * x[row * n + other];
+                }
+            }
+            tkvi_turn_make(rope, turned, 1, turn.cosine, turn.sine);
+            t.plain = plain, t.partner = partner, t.pair = pair;
+            t.cosine = turn.cosine, t.sine = turn.sine, t.lanes = rope->lanes;
+            t.n_rows = rows, t.n = n, t.scale = 0.3f, t.out = out, t.last = out + rows * n;
+            ops->turn_rows(&t);
+            for (row = 0; row <= rows; row++) {
+                memcpy(y, x + row * n, (size_t)n * sizeof *y);
+                CHECK_EQ(tkv_rotate_rope(&r, n, -turned, y), TKV_OK);
+                for (c = 0; c < n; c++)
+                    wrong += !(out[row * n + c] >= y[order[c]] * (row < rows ? 0.3f : 1.0f) &&
+                               out[row * n + c] <= y[order[c]] * (row < rows ? 0.3f : 1.0f));
+            }
+            CHECK_MSG(wrong == 0, "%s: %d of %d channels, %d rows", tkv_get_name(TKV_NAME_ISA, (int)list[i]),
+                      wrong, n, rows);
+        }
+    }
+}
+
 TEST(exponentials) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = tkv_test_isas(list), i, t, k;
@@ -1270,6 +1327,7 @@ int main(int argc, char **argv) {
     RUN(f32_to_f16);
     RUN(logarithmic_scales);
     RUN(zero_points_of_a_formats);
+    RUN(rows_are_turned_as_vectors);
     RUN(exponentials);
     RUN(exact_formats);
     RUN(decode_any_tokens);

@@ -34,6 +34,17 @@
 #include "kernels/prefill_avx512.h"
 #include "reclaim/discard.h"
 
+/* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
+ * present place, in an order of channels. Rows of queries that are not finite are 0. */
+typedef struct tkvi_plain_rows {
+    int is_set;
+    const uint8_t *order; /* NULL: of the model */
+    uint8_t pair[TKV_MAX_HEAD_DIM];
+    float plain[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad], as tkvi_turned_rows */
+    float partner[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    int hint; /* place in the cache's table of rotations */
+} tkvi_plain_rows;
+
 /* >>the call: parameters checked, defaults filled in */
 typedef struct tkvi_call {
     tkv_cache *kv;
@@ -49,6 +60,7 @@ typedef struct tkvi_call {
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
+    tkvi_plain_rows *plain;  /* the task's; NULL: no token has moved */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
     const tkvi_consumer *const *consumer;    /* [n_consumers]; NULL: a switch leaves it out */
     int n_consumers;                         /* 0: none */
@@ -348,6 +360,7 @@ typedef struct tkvi_queries {
     tkvi_reference reference;
     float origin[TKVI_ROWS];
     const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
+    int sorted_turned;    /* as `turned`, of `sorted` */
     float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
 } tkvi_queries;
 
@@ -448,40 +461,47 @@ static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
     tkvi_reference_key(u, ref->newest);
     if (!u->list->is_moved) return;
     memcpy(ref->moved, ref->newest, sizeof ref->moved);
-    if (ref->turned) tkvi_rope_rotate(kv->tables.rope, ref->turned, 0, ref->moved);
+    if (ref->turned) tkvi_rope_rotate(u->call->plan->rope, ref->turned, 0, ref->moved);
 }
 
-/* The rotation of queries for blocks that moved by `turned`; NULL: none. */
-static const tkvi_turn *tkvi_turn_back(const tkvi_work_tile *u, int turned, tkvi_turn *turn) {
-    if (!turned) return NULL;
-    tkvi_turn_make(u->call->kv->tables.rope, turned, 1, turn);
-    return turn;
+/* The rotation of queries for blocks that moved by `turned`, which is not 0. */
+static tkvi_angles tkvi_turn_back(const tkvi_work_tile *u, int turned, int *hint, tkvi_turn *room) {
+    const tkv_cache *kv = u->call->kv;
+    return tkvi_find_angles(&kv->tables, &kv->turns, u->call->plan->rope, turned, hint, room);
 }
 
-/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back. */
+/* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back, or NULL for 0. */
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
-                                const tkvi_turn *turn, float *ref) {
+                                const tkvi_angles *turn, float *ref) {
     memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
-    if (turn && turned != from->turned) tkvi_turn_apply(u->call->kv->tables.rope, turn, ref);
+    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
 }
 
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
 static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 
-/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
- * scale q.ref. */
-static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *turn, const float *ref,
-                             float *row) {
+/* Row r of a work tile as the caller gave it: [k_pad], padded with zeros. */
+static void tkvi_copy_query(const tkvi_work_tile *u, int r, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-    int dim = c->kv->tables.cfg.model.head_dim, i, k;
-    double sum[16] = {0.0}, origin = 0.0;
-    uint32_t exponent[16] = {0}, most = 0;
+    const int dim = c->kv->tables.cfg.model.head_dim;
+    int i;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
         for (i = 0; i < dim; i++) row[i] = tkvi_element(c->p->q, c->p->q_type, at + i);
-    if (turn) tkvi_turn_apply(c->kv->tables.rope, turn, row);
     for (i = dim; i < u->k_pad; i++) row[i] = 0.0f;
+}
+
+/* Loads row r of a work tile: [k_pad], turned, scaled, padded with zeros. turn: NULL for none. Returns its origin,
+ * scale q.ref. */
+static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_angles *turn, const float *ref,
+                             float *row) {
+    const tkvi_call *c = u->call;
+    int i, k;
+    double sum[16] = {0.0}, origin = 0.0;
+    uint32_t exponent[16] = {0}, most = 0;
+    tkvi_copy_query(u, r, row);
+    if (turn) tkvi_turn_apply(c->plan->rope, turn->cosine, turn->sine, row);
     for (i = 0; i < u->k_pad; i += 16) { /* vectors also at -O2 */
         float x[16];
         for (k = 0; k < 16; k++) x[k] = row[i + k] * c->scale;
@@ -498,25 +518,92 @@ static float tkvi_load_query(const tkvi_work_tile *u, int r, const tkvi_turn *tu
     return (float)origin;
 }
 
-/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. The origins are those of the first call,
- * since (R(-d)q).(R(-d)ref) = q.ref. */
-static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
-                                            int is_first) {
-    tkvi_turn room;
-    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
-    int r;
-    q->order = NULL;
-    q->turned = turned;
-    tkvi_turn_reference(u, &q->reference, turned, turn, q->ref);
-    for (r = 0; r < u->rows; r++) {
-        const float origin = tkvi_load_query(u, r, turn, q->ref, q->q + r * u->k_pad);
-        if (is_first) q->origin[r] = origin;
+/* Fills in the rows from which tkvi_turn_queries turns queries and reference key, in an order of channels. */
+static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const uint8_t *order) {
+    const tkvi_rope *rope = u->call->plan->rope;
+    tkvi_plain_rows *p = u->call->plain;
+    float row[TKV_MAX_HEAD_DIM], sign[TKV_MAX_HEAD_DIM];
+    uint8_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
+    int i, r, pair;
+    for (i = 0; i < u->k_pad; i++) {
+        channel[i] = order ? order[i] : (uint8_t)i;
+        partner[i] = (uint8_t)tkvi_partner_of(rope, channel[i], &pair, &sign[i]);
+        p->pair[i] = (uint8_t)pair;
     }
+    for (r = 0; r <= u->rows; r++) {
+        float *plain = p->plain + r * u->k_pad, *other = p->partner + r * u->k_pad;
+        if (r == u->rows) memcpy(row, q->reference.moved, (size_t)u->k_pad * sizeof *row);
+        else if (tkvi_is_finite(q->origin[r])) tkvi_copy_query(u, r, row);
+        else memset(row, 0, sizeof row);
+        for (i = 0; i < u->k_pad; i++) {
+            plain[i] = row[channel[i]];
+            other[i] = row[partner[i]] * sign[i];
+        }
+    }
+    p->order = order;
+    p->is_set = 1;
+}
+
+/* Turns the queries for blocks that moved by `turned`: q.R(d)k = (R(-d)q).k. Channels get the order of the block's K
+ * side, or, if it is NULL, that of the model. The origins stay, since (R(-d)q).(R(-d)ref) = q.ref. */
+static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned,
+                                            const uint8_t *order) {
+    tkvi_plain_rows *p = u->call->plain;
+    const tkvi_reference *from = &q->reference;
+    float *const ref = order ? q->sorted + u->rows * u->k_pad : q->ref;
+    tkvi_turned_rows t;
+    tkvi_turn room;
+    int i;
+    if (!p->is_set || p->order != order) tkvi_set_plain_rows(u, q, order);
+    if (order) {
+        q->order = order;
+        q->sorted_turned = turned;
+    } else {
+        q->turned = turned;
+    }
+    t.plain = p->plain;
+    t.partner = p->partner;
+    t.pair = p->pair;
+    t.n_rows = u->rows;
+    t.n = u->k_pad;
+    t.scale = u->call->scale;
+    t.out = order ? q->sorted : q->q;
+    t.lanes = u->call->plan->rope->lanes;
+    if (turned) {
+        const tkvi_angles turn = tkvi_turn_back(u, turned, &p->hint, &room);
+        t.cosine = turn.cosine;
+        t.sine = turn.sine;
+    } else {
+        for (i = 0; i < t.lanes; i++) {
+            room.cosine[i] = 1.0f;
+            room.sine[i] = 0.0f;
+        }
+        t.cosine = room.cosine;
+        t.sine = room.sine;
+    }
+    t.last = ref;
+    u->call->kv->kernels->simd_ops->turn_rows(&t);
+    for (i = 0; i < u->k_pad && turned == from->turned; i++) ref[i] = from->newest[order ? order[i] : i];
+}
+
+/* Makes q->sorted, or without an order q->q, what a block that moved by `turned` sees. */
+static void tkvi_show_queries(const tkvi_work_tile *u, tkvi_queries *q, int turned, const uint8_t *order) {
+    if (order ? q->order != order || q->sorted_turned != turned : q->turned != turned)
+        tkvi_turn_queries(u, q, turned, order);
 }
 
 static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
+    tkvi_turn room;
+    tkvi_angles turn = {NULL, NULL};
+    int r, hint = 0;
+    if (u->call->plain) u->call->plain->is_set = u->call->plain->hint = 0;
+    q->order = NULL;
     tkvi_reference_init(u, &q->reference);
-    tkvi_turn_queries(u, q, q->reference.turned, 1);
+    q->turned = q->reference.turned;
+    if (q->turned) turn = tkvi_turn_back(u, q->turned, &hint, &room);
+    memcpy(q->ref, q->reference.newest, sizeof q->ref);
+    for (r = 0; r < u->rows; r++)
+        q->origin[r] = tkvi_load_query(u, r, q->turned ? &turn : NULL, q->ref, q->q + r * u->k_pad);
 }
 
 /* >>scores of one block, after softcap, ALiBi, masks and visibility */
@@ -603,9 +690,8 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
-    if (kv->pool.entry[u->ids[i]].turned != q->turned)
-        tkvi_turn_queries(u, q, kv->pool.entry[u->ids[i]].turned, 0);
-    if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
+    if (u->call->plain) tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
+    else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
@@ -617,6 +703,40 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
         for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], i, at, scores + r * TKVI_BLOCK);
     }
     return 1;
+}
+
+/* Does entry i + 1 of the list have other tokens of the block of entry i? A border of a move lies in it. *mask: in and
+ * out, the slots of the entries before. */
+static int tkvi_has_rest_of_block(const tkvi_work_tile *u, int i, uint64_t *mask) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_entry *a = &kv->pool.entry[u->ids[i]], *b = &kv->pool.entry[u->ids[i + 1]];
+    const uint64_t slots = tkvi_live_mask(b, tkvi_block_tokens(kv, u->list, u->ids, i + 1));
+    if (a->block != b->block) return 0;
+    if (!*mask) *mask = tkvi_live_mask(a, tkvi_block_tokens(kv, u->list, u->ids, i));
+    if (*mask & slots) return 0; /* copies of tokens */
+    *mask |= slots;
+    return 1;
+}
+
+/* tkvi_block_scores for block *i and the entries behind it, before `last`, that have the rest of its tokens: each sees
+ * other queries, and the scores of all are one softmax and one product with V. *i: out, the last of them. *n_tokens:
+ * out, slots that have scores. */
+static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries *q, int *i, int last,
+                                           float *scores, int *n_tokens) {
+    TKVI_ALIGNED float more[TKVI_ROWS * TKVI_BLOCK];
+    int any = tkvi_block_scores(u, q, *i, scores), t, k;
+    uint64_t mask = 0;
+    *n_tokens = tkvi_block_tokens(u->call->kv, u->list, u->ids, *i);
+    while (*i + 1 < last && tkvi_has_rest_of_block(u, *i, &mask)) {
+        ++*i;
+        *n_tokens = tkvi_max(*n_tokens, tkvi_block_tokens(u->call->kv, u->list, u->ids, *i));
+        if (!tkvi_block_scores(u, q, *i, any ? more : scores)) continue;
+        for (t = 0; t < u->rows * TKVI_BLOCK && any; t += 16)
+            for (k = 0; k < 16; k++)
+                scores[t + k] = scores[t + k] > more[t + k] ? scores[t + k] : more[t + k];
+        any = 1;
+    }
+    return any;
 }
 
 /* >>split: the online softmax over one range of blocks */
@@ -662,7 +782,10 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         const uint8_t *bytes, *next = tkvi_next_record(u, i);
         const tkvi_record *rec;
         float before[TKVI_ROWS], sum[TKVI_ROWS];
-        if (!tkvi_block_scores(u, q, i, scores)) continue;
+        int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i);
+        if (!(u->list->is_moved ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
+                                : tkvi_block_scores(u, q, i, scores)))
+            continue;
         memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
         if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
@@ -683,8 +806,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
         kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
-                                              tkvi_block_tokens(kv, u->list, u->ids, i),
-                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
+                                              n_tokens, tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
                                               sums->o + space * stride);
     }
 }
@@ -847,8 +969,7 @@ static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_
     const tkvi_work_tile *u = o->view.tile;
     const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
-    if (u->list->is_moved && q->turned != u->call->kv->pool.entry[oldest].turned)
-        tkvi_turn_queries(u, q, u->call->kv->pool.entry[oldest].turned, 0);
+    if (u->call->plain) tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -922,6 +1043,7 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     const tkv_cache *kv = u->call->kv;
     int at[TKVI_BLOCK], r;
     scores += s->first * TKVI_BLOCK;
+    if (u->call->plain) tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
     tkvi_slot_indices(u, i, at);
@@ -936,6 +1058,7 @@ typedef struct tkvi_work {
     unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
     unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
     tkv_task task;         /* the task inside tkvi_run_fetching */
+    tkv_task inner;        /* the task inside tkvi_run_turning */
 } tkvi_work;
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
@@ -1066,7 +1189,7 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
 } tkvi_prefill_sums;
 
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
-static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_turn *turn, const float *ref,
+static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
                                           int lanes, float *q, float *origin) {
     TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
     int first, r;
@@ -1082,9 +1205,11 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_tu
 static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
                               tkvi_prefill_queries *q, float *origin) {
     tkvi_turn room;
-    const tkvi_turn *turn = tkvi_turn_back(u, turned, &room);
-    tkvi_turn_reference(u, reference, turned, turn, q->ref);
-    tkvi_load_lanes(u, turn, q->ref, q->lanes, q->q, origin);
+    tkvi_angles turn = {NULL, NULL};
+    int hint = 0;
+    if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
+    tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
+    tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
     q->coded = 0;
 }
 
@@ -1336,12 +1461,32 @@ static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     if (!tkvi_failed(&c)) w.task(&w, index);
 }
 
+/* Runs w->inner with plain rows of its own. */
+static TKVI_NOINLINE void tkvi_run_turning(void *ctx, int index) {
+    tkvi_plain_rows plain;
+    tkvi_work w = *(const tkvi_work *)ctx;
+    tkvi_call c = *w.call;
+    c.plain = &plain;
+    w.call = &c;
+    w.inner(&w, index);
+}
+
+/* 1 if queries of the call must be turned for some sequence. */
+static int tkvi_turns_queries(const tkvi_call *c) {
+    int i;
+    for (i = 0; i < c->n_rows && c->plan->rope; i++)
+        if (tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->is_moved) return 1;
+    return 0;
+}
+
 /* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
 static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
     tkv_task run = TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
+    w->inner = run;
+    if (tkvi_turns_queries(w->call)) run = tkvi_run_turning;
     if (together) tkvi_for(kv, n, run, w);
     else
         for (i = 0; i < n; i++) run(w, i);

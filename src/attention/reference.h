@@ -88,7 +88,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
             for (t = 0; t < n && kv->pool.entry[ids[i]].turned; t++)
-                tkvi_rope_rotate(kv->tables.rope, kv->pool.entry[ids[i]].turned, 0,
+                tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0,
                                  x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {
                 int seen = 0;

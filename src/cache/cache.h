@@ -4,7 +4,8 @@
  * A cache takes its memory from an allocator, or all of it from one buffer of the caller (in place). Its pieces:
  *
  *     fixed         this struct, tables, sequences, scratch
- *     can grow      the block table; the page table; one array of block lists per sequence; pages
+ *     can grow      the block table; the page table; one array of block lists per sequence; pages; the table of
+ *                   rotations
  *     on demand     versions of learned tables, statistics, work space of eviction
  *
  * In place, an arena in the caller's buffer serves the same requests. It serves them at their largest sizes before
@@ -17,6 +18,7 @@
 #include "cache/pool.h"
 #include "cache/meter.h"
 #include "cache/states.h"
+#include "cache/turns.h"
 
 #define TKVI_POSITIONS (1 << 30) /* positions are 0 .. 2^30 - 1 */
 
@@ -201,6 +203,7 @@ struct tkv_cache {
     tkvi_call_state call;
     tkvi_states states;
     tkvi_meter *meter;              /* NULL: none (cache/meter.h) */
+    tkvi_turns turns;               /* of tokens that have moved (cache/turns.h) */
     tkvi_token_scores token_scores; /* how the config scores attention (reclaim/scores.h) */
 };
 
@@ -689,6 +692,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
     kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
+    kv->turns.lanes = derived->rope_lanes;
     for (c = 0; c < derived->cfg.model.n_layers; c++)
         if (kv->tables.plan[c].stored_layer == c)
             kv->budget.bytes_per_block +=
@@ -837,6 +841,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->tables.version[s].bytes, kv->tables.version_bytes);
     tkvi_free_stats(kv);
     tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
+    tkvi_free_turns(&kv->turns, &kv->heap);
     heap = kv->heap; /* the last piece to free contains kv */
     if (!kv->pool.keep_all) tkvi_put(&heap, kv, kv->sizes.total);
 }
@@ -898,7 +903,12 @@ static void tkvi_compute_most_blocks(const tkv_config *cfg, const tkvi_plan *p, 
 
 /* Entries that a block takes in place. Tokens of a block that move apart, or before it is full, have entries of their
  * own. */
-static int tkvi_entries_of_block(const tkv_config *cfg) { return cfg->model.rope.dim ? 2 : 1; }
+static int tkvi_entries_of_block(const tkvi_derived_config *derived) { return derived->n_ropes ? 2 : 1; }
+
+/* Distances of moved tokens that the table of rotations has room for in place (cache/turns.h). */
+static int tkvi_turns_in_place(const tkvi_derived_config *derived) {
+    return derived->n_ropes ? tkvi_min(derived->cfg.limits.max_tokens / TKVI_BLOCK + 4, 32) : 0;
+}
 
 /* Largest sizes of a cache in place. */
 typedef struct tkvi_in_place_sizes {
@@ -912,7 +922,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
                                        tkvi_in_place_sizes *sizes) {
     const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
     const int64_t list_blocks =
-        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(&derived->cfg);
+        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived);
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
     size_t without_pages = 0, lists, states;
@@ -927,6 +937,8 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
                   &without_pages) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
+        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), without_pages,
+                  &without_pages) ||
         !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
     sizes->pages = (int64_t)(budget / derived->page_bytes);
@@ -937,7 +949,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         uint64_t fitting_blocks =
             tkvi_may_leave_ram(&derived->cfg)
                 ? blocks
-                : 64u * (uint64_t)sizes->pages * (uint64_t)tkvi_entries_of_block(&derived->cfg);
+                : 64u * (uint64_t)sizes->pages * (uint64_t)tkvi_entries_of_block(derived);
         sizes->block_cap =
             tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
         sizes->page_cap = tkvi_cap_for(sizes->pages);
@@ -1027,9 +1039,9 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     if (sizes->pages > pages_apart) sizes->pages = pages_apart; /* every tier of every list at its most */
     if (blocks > 0x3fffffff || sizes->pages > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->page_cap = tkvi_cap_for(sizes->pages);
-    sizes->block_cap = tkvi_cap_for(blocks * tkvi_entries_of_block(&derived->cfg) + derived->n_classes);
-    sizes->list_cap = tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) *
-                                   tkvi_entries_of_block(&derived->cfg));
+    sizes->block_cap = tkvi_cap_for(blocks * tkvi_entries_of_block(derived) + derived->n_classes);
+    sizes->list_cap =
+        tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived));
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
@@ -1039,6 +1051,8 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
                   &sizes->bytes) ||
         !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), sizes->bytes,
+                  &sizes->bytes) ||
         !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
@@ -1146,6 +1160,8 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     /* No call here can fail: tkvi_size_in_place added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
         if (!tkvi_allocate_version(kv, i)) return TKV_ERR_CAPACITY;
+    if (derived.n_ropes && !tkvi_grow_turns(&kv->turns, &kv->heap, tkvi_turns_in_place(&derived)))
+        return TKV_ERR_CAPACITY;
     if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
     for (i = 0; i < derived.cfg.limits.max_seqs; i++)
         if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;

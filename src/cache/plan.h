@@ -71,6 +71,9 @@ typedef struct tkvi_plan {
     /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
      * families that learn from tokens, and from queries, as bits (tkvi_family.part). */
     int allocates, token_parts, query_parts;
+    const tkvi_rope
+        *rope; /* of the keys that this layer reads; NULL: they are not rotated, or `immobile` is set */
+    const char *immobile; /* NULL, or why keys cannot move (tkv_seq_shift) */
 } tkvi_plan;
 
 /* Do blocks of this layer need a table at some level? */
@@ -94,10 +97,14 @@ typedef struct tkvi_derived_config {
     int n_layouts;                          /* one for each key, then those of single layers */
     int any_shared, any_rotated, any_fixed; /* 1: heads share bytes; rotated V; a family can undo RoPE */
     int token_parts, query_parts;           /* of all layers, as in tkvi_plan */
-    const char *needs_rope;                 /* not NULL: a format undoes RoPE; the error if there is none */
-    int n_stored;                           /* layers with blocks of their own */
-    int n_levels;                           /* levels of the ladder */
-    int recode_pages;                       /* pages that recoding needs under a budget; 0: no budget */
+    const char *needs_rope; /* not NULL: a format undoes RoPE, and that of a layer is not known; the error */
+    int needs_rope_layer;   /* that layer */
+    int n_ropes;            /* distinct ropes of the layers */
+    size_t rope_bytes;      /* of their arrays */
+    int rope_lanes;         /* the most of one (tkvi_rope.lanes) */
+    int n_stored;           /* layers with blocks of their own */
+    int n_levels;           /* levels of the ladder */
+    int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
     tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
@@ -134,9 +141,10 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_rope *rope;         /* of cfg.model.rope; NULL: it is not set */
-    int has_fixed_slots;     /* 1: tokens cannot move to other slots, because a format undoes RoPE */
-    int any_rotated;         /* 1: some V format is rotated */
+    tkvi_rope *rope;         /* [n_ropes] distinct ropes of the layers (tkvi_plan.rope) */
+    int n_ropes;
+    int has_fixed_slots; /* 1: tokens cannot move to other slots, because a format undoes RoPE */
+    int any_rotated;     /* 1: some V format is rotated */
 } tkvi_tables;
 
 /* The tier whose format blocks of `tier` get. A level can have fewer tiers than the one that put them there. */
@@ -292,6 +300,18 @@ static void tkvi_name_entry(char *owner, size_t size, const char *list, int inde
     tkvi_append_text(&t, "].");
 }
 
+/* Checks the RoPE of a layer, or of the model. `owner` as in tkvi_bad_in. */
+static tkv_status tkvi_validate_rope(const tkv_rope *rope, int head_dim, const char *owner, char *reason,
+                                     size_t size) {
+    const char *field;
+    double value;
+    const char *wrong = tkvi_rope_fault(rope, head_dim, &field, &value);
+    return wrong ? tkvi_bad_in(reason, size, owner, field, value, wrong) : TKV_OK;
+}
+
+/* 1 if a layer has a RoPE of its own. */
+static int tkvi_has_own_rope(const tkv_layer_config *c) { return c->rope.dim != 0 || c->rope.kind != 0; }
+
 static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size_t size) {
     int i, cached = 0;
     for (i = 0; i < cfg->model.n_layers; i++) {
@@ -301,7 +321,13 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         tkvi_name_entry(owner, sizeof owner, "layers[", i);
         st = tkvi_validate_tiers(c, owner, reason, size);
         if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
+        if (!st) st = tkvi_validate_rope(&c->rope, cfg->model.head_dim, owner, reason, size);
         if (st) return st;
+        if (!tkvi_has_own_rope(c) &&
+            (c->rope.interleaved || c->rope.base > 0.0f || c->rope.scale > 0.0f || c->rope.frequencies))
+            return tkvi_bad_in(reason, size, owner, "rope.dim", c->rope.dim,
+                               "it must be set where another field of rope is; a layer takes all or none of "
+                               "model.rope");
         if (c->no_cache != 0 && c->no_cache != 1)
             return tkvi_bad_in(reason, size, owner, "no_cache", c->no_cache, "it must be 0 or 1");
         if (c->share_kv < 0 || c->share_kv > i)
@@ -390,6 +416,34 @@ static int tkvi_may_leave_ram(const tkv_config *cfg) {
 
 static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
     return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
+/* The RoPE of a layer with K and V of its own. */
+static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
+    return cfg->layers && tkvi_has_own_rope(&cfg->layers[layer]) ? &cfg->layers[layer].rope
+                                                                 : &cfg->model.rope;
+}
+
+/* The first layer that has the tables of this layer's RoPE; -1: it needs none. */
+static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
+    const tkv_rope *rope = tkvi_rope_of_layer(cfg, layer);
+    int i;
+    if (!tkvi_has_own_kv(cfg, layer) || !tkvi_rope_is_known(rope)) return -1;
+    for (i = 0; i < layer; i++) {
+        const tkv_rope *other = tkvi_rope_of_layer(cfg, i);
+        if (tkvi_has_own_kv(cfg, i) && tkvi_rope_is_known(other) && tkvi_is_same_rope(rope, other)) break;
+    }
+    return i;
+}
+
+/* Why keys with this RoPE cannot move, or NULL. */
+static const char *tkvi_why_immobile(const tkv_rope *rope) {
+    static const char *const why[TKV_ROPE_COUNT] = {
+        "set cfg.model.rope: keys cannot move without the model's RoPE",
+        "keys with M-RoPE cannot move: a token has several positions, and a distance has no single rotation",
+        "keys with dynamic frequencies cannot move: these change with the length of the sequence",
+        "keys with learned positions cannot move: the model added positions before it made the keys"};
+    return rope->kind == TKV_ROPE_FIXED && rope->dim != 0 ? NULL : why[rope->kind];
 }
 
 /* Copies cfg.recompute.cost to *cost, with the shape of the model and with defaults. Returns NULL, or the reason why it
@@ -612,7 +666,11 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
         p->token_parts |= parts;
         if (k->learn_queries) p->query_parts |= k->part;
         h->any_fixed |= k->undoes_rope || v->undoes_rope;
-        if (k->undoes_rope && k->undoes_rope(&h->cfg.format)) h->needs_rope = k->needs_rope;
+        if (k->undoes_rope && k->undoes_rope(&h->cfg.format) && !h->needs_rope &&
+            tkvi_why_immobile(tkvi_rope_of_layer(&h->cfg, layer))) {
+            h->needs_rope = k->needs_rope;
+            h->needs_rope_layer = layer;
+        }
     }
     return fits;
 }
@@ -707,6 +765,13 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
+    }
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
+        if (tkvi_rope_layer(&h->cfg, i) != i) continue;
+        h->n_ropes++;
+        h->rope_lanes =
+            tkvi_max(h->rope_lanes, tkvi_rope_lanes(tkvi_rope_of_layer(&h->cfg, i), h->cfg.model.head_dim));
+        h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
     if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
@@ -814,8 +879,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, "format.", option->name,
                            tkvi_member_int(&cfg->format, option->offset), option->want);
     TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
-    wrong = tkvi_rope_fault(&cfg->model.rope, cfg->model.head_dim, &field, &value);
-    if (wrong) return tkvi_bad(reason, size, field, value, wrong);
+    st = tkvi_validate_rope(&cfg->model.rope, cfg->model.head_dim, "model.", reason, size);
+    if (st) return st;
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
         return tkvi_bad(reason, size, "host.nonfinite", (int)cfg->host.nonfinite,
                         "it must be a tkv_nonfinite");
@@ -869,8 +934,14 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
-    if (!st && shape->needs_rope && !cfg->model.rope.dim)
-        return tkvi_bad(reason, size, "model.rope.dim", 0, shape->needs_rope);
+    if (!st && shape->needs_rope) {
+        const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);
+        char owner[32] = "model.";
+        if (rope != &cfg->model.rope)
+            tkvi_name_entry(owner, sizeof owner, "layers[", shape->needs_rope_layer);
+        return tkvi_bad_in(reason, size, owner, rope->kind ? "rope.kind" : "rope.dim",
+                           rope->kind ? (int)rope->kind : rope->dim, shape->needs_rope);
+    }
     if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !st &&
         (cfg->offload.write ||
          cfg->recompute.compute)) { /* attention has a fetch buffer of this size on its stack */
@@ -906,7 +977,7 @@ static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes
     s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
     s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
-    s->rope = h->cfg.model.rope.dim ? tkvi_align_up(sizeof(tkvi_rope)) : 0;
+    s->rope = tkvi_align_up((size_t)h->n_ropes * sizeof(tkvi_rope)) + h->rope_bytes;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
 }
 
@@ -976,8 +1047,10 @@ static void tkvi_init_layout(tkvi_layout *c, const tkvi_derived_config *h, int k
     c->bytes = h->bytes[key];
 }
 
-/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. */
-static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads) {
+/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. rope: of the
+ * layer. */
+static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads,
+                              const tkvi_rope *rope) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
     int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
@@ -987,7 +1060,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
     key.pair = c->pair;
     key.tokens = c->tokens;
     tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
-    c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, t->rope);
+    c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
         tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
@@ -1024,8 +1097,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
 /* The state of a family that learns from tokens, in a version of the layer's table. version -1: without bytes. */
 static tkvi_family_state tkvi_table_state_of(const tkvi_tables *t, const tkvi_family *f, int layer,
                                              int version) {
-    return tkvi_state_of(&t->cfg, t->rope, version < 0 ? NULL : t->version[version].states, t->token_parts, f,
-                         layer);
+    return tkvi_state_of(&t->cfg, t->plan[layer].rope, version < 0 ? NULL : t->version[version].states,
+                         t->token_parts, f, layer);
 }
 
 /* Connects the sides of a layout to the states of their families in a version of the layer's table. */
@@ -1040,6 +1113,26 @@ static void tkvi_connect_states(const tkvi_tables *t, tkvi_layout *c, int layer,
         s->layer_state = state.layer;
         s->head_state = tkvi_head_state(&state, f, i / 2);
     }
+}
+
+/* Sets the RoPE of a layer's plan. Plans of earlier layers have theirs. *next: memory for the arrays of a new one. */
+static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int layer, uint8_t **next) {
+    tkvi_plan *p = &t->plan[layer];
+    const tkv_rope *rope = tkvi_rope_of_layer(&h->cfg, layer);
+    const int first = tkvi_rope_layer(&h->cfg, layer);
+    if (p->stored_layer < 0) return;
+    if (p->stored_layer != layer) {
+        p->rope = t->plan[p->stored_layer].rope;
+        p->immobile = t->plan[p->stored_layer].immobile;
+        return;
+    }
+    p->immobile = tkvi_why_immobile(rope);
+    if (first < 0) return;
+    if (first == layer) {
+        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->cfg.model.head_dim, h->any_fixed, *next);
+        *next += tkvi_align_up(tkvi_rope_bytes(rope, h->any_fixed));
+    }
+    p->rope = first == layer ? &t->rope[t->n_ropes++] : t->plan[first].rope;
 }
 
 /* Builds the tables in `mem`, tkvi_tables_bytes of zeros. */
@@ -1070,10 +1163,8 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->current_version = (int8_t *)(mem += s.split);
     memset(t->current_version, -1, (size_t)h->cfg.model.n_layers);
     t->has_fixed_slots = h->any_fixed;
-    if (h->cfg.model.rope.dim) {
-        t->rope = (tkvi_rope *)(void *)(mem + s.current);
-        tkvi_rope_make(t->rope, &h->cfg.model.rope);
-    }
+    t->rope = (tkvi_rope *)(void *)(mem += s.current);
+    mem += s.rope - h->rope_bytes;
     for (i = 0; i < h->n_keys; i++)
         t->layout[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
     for (i = 0; i < h->n_keys; i++) tkvi_init_layout(&t->layout[i], h, i);
@@ -1082,6 +1173,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *tier_specs = tkvi_tier_specs_of(t, i);
         (void)tkvi_plan_of(h, i, p, tier_specs); /* h has all keys, so none is added */
+        tkvi_place_rope(t, h, i, &mem);
         if (p->stored_layer != i) continue;
         tkvi_own_layouts(tier_specs, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
@@ -1092,7 +1184,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
     for (i = 0; i < h->n_keys; i++)
-        tkvi_share_layout(t, &t->layout[i], NULL); /* the others wait for a table */
+        tkvi_share_layout(t, &t->layout[i], NULL, NULL); /* the others wait for a table */
     t->cfg.layers = NULL;
     t->cfg.budget.ladder = NULL;
     t->cfg.model.rope.frequencies = NULL;

@@ -63,7 +63,8 @@ typedef struct tkvi_simd_ops {
     /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
     void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                           uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder decode_tiles; /* formats/tiles.h */
+    tkvi_decoder decode_tiles;                    /* formats/tiles.h */
+    void (*turn_rows)(const tkvi_turned_rows *t); /* core/rope.h */
 } tkvi_simd_ops;
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */

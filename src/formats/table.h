@@ -72,7 +72,8 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {
     tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
     tkvi_decode_zero_points_scalar, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
     tkvi_interleave_scalar,         tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
-    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar};
+    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar,
+    tkvi_turn_rows_scalar};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -210,10 +211,10 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
 }
 
 /* Sets the RoPE of a side, if its format codes keys before RoPE. */
-static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_rope *rope) {
-    if (!TKVI_HAS_ROPE || c->side != TKV_K || !c->rope.dim || !s->format->family->undoes_rope) return;
-    tkvi_rope_make(rope, &c->rope);
-    s->rope = tkvi_undone_rope(s->format->family, s->options, rope);
+static void tkvi_codec_rope(const tkv_codec *c, tkvi_side *s, tkvi_own_rope *rope) {
+    if (!TKVI_HAS_ROPE || c->side != TKV_K || !tkvi_rope_is_known(&c->rope)) return;
+    if (!s->format->family->undoes_rope) return;
+    s->rope = tkvi_undone_rope(s->format->family, s->options, tkvi_own_rope_make(rope, &c->rope));
 }
 
 TKV_API size_t tkv_get_block_bytes(const tkv_codec *c) {
@@ -226,7 +227,7 @@ TKV_API tkv_status tkv_encode_block(const tkv_codec *c, const float *x, ptrdiff_
                                     void *dst, size_t size) {
     tkv_format_options options;
     tkvi_side s;
-    tkvi_rope rope;
+    tkvi_own_rope rope;
     int t, i;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !dst || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
@@ -246,7 +247,7 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
                                     ptrdiff_t stride) {
     tkv_format_options options;
     tkvi_side s;
-    tkvi_rope rope;
+    tkvi_own_rope rope;
     if (c && tkvi_format_left_out(c->format)) return TKV_ERR_UNSUPPORTED;
     if (!x || !src || !tkvi_codec_side(c, &options, &s) || n_tokens < 1 || n_tokens > TKVI_BLOCK ||
         size < s.bytes)

@@ -608,11 +608,43 @@ static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const
     }
 }
 
+/* Keeps the compiler from fusing a product into a sum: tkvi_turn_rows_scalar rounds each. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_ROUNDED_X86(x) __asm__("" : "+x"(x))
+#else
+#define TKVI_ROUNDED_X86(x) (void)(x)
+#endif
+
+static TKVI_TARGET_AVX2 void tkvi_turn_rows_avx2(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const __m256 scale = _mm256_set1_ps(t->scale);
+    int i, k, r;
+    for (i = 0; i < t->n; i += 4)
+        for (k = 0; k < 4; k++) {
+            const int pair = t->pair[i + k];
+            cosine[i + k] = t->cosine[pair];
+            sine[i + k] = t->sine[pair];
+        }
+    for (i = 0; i < t->n; i += 8) {
+        const __m256 c = _mm256_load_ps(cosine + i), s = _mm256_load_ps(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(t->plain + r * t->n + i), c);
+            __m256 y = _mm256_mul_ps(_mm256_loadu_ps(t->partner + r * t->n + i), s);
+            TKVI_ROUNDED_X86(x);
+            TKVI_ROUNDED_X86(y);
+            x = _mm256_add_ps(x, y);
+            if (r < t->n_rows) _mm256_storeu_ps(t->out + r * t->n + i, _mm256_mul_ps(x, scale));
+            else _mm256_storeu_ps(t->last + i, x);
+        }
+    }
+}
+
 static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
     tkvi_f16_to_f32_avx2,         tkvi_f32_to_f16_avx2,        tkvi_decode_log_scales_avx2,
     tkvi_decode_zero_points_avx2, tkvi_encode_log_scales_avx2, tkvi_pack_tile_avx2,
     tkvi_interleave_avx2,         tkvi_encode_k_columns_avx2,  tkvi_finalize_scales_avx2,
-    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2};
+    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2,
+    tkvi_turn_rows_avx2};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -891,11 +923,12 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8
         tkvi_decode_code_rows_avx2(&rd, from, count, x);
         if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine[TKVI_ROPE_NEAR] : first[0],
-                               from ? rd.rope->sine[TKVI_ROPE_NEAR] : first[1], 1,
+            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine + TKVI_ROPE_NEAR * rd.rope->row : first[0],
+                               from ? rd.rope->sine + TKVI_ROPE_NEAR * rd.rope->row : first[1], 1,
                                rotated + 16 * r * rd.n_vectors);
         for (t = 1; t < count && rd.rope; t++)
-            tkvi_rope_row_avx2(&rd, rd.rope->cosine[t], rd.rope->sine[t], 0, x + 16 * t * rd.n_vectors);
+            tkvi_rope_row_avx2(&rd, rd.rope->cosine + t * rd.rope->row, rd.rope->sine + t * rd.rope->row, 0,
+                               x + 16 * t * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
             tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
                                    rows - r, count, scores + r * TKVI_BLOCK + from);

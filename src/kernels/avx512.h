@@ -364,11 +364,49 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
     }
 }
 
+/* TKVI_ROUNDED_X86 for all registers. This file is for gcc and clang only. */
+#define TKVI_ROUNDED_AVX512(x) __asm__("" : "+v"(x))
+
+/* For up to 64 lanes; cosine and sine are looked up in registers. */
+static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) {
+    const __m512 scale = _mm512_set1_ps(t->scale);
+    __m512 cosine[4], sine[4];
+    int i, k, r;
+    if (t->lanes > 64) {
+        tkvi_turn_rows_avx2(t);
+        return;
+    }
+    for (k = 0; k < 4; k++) {
+        const int at = tkvi_min(16 * k, t->lanes - 16);
+        cosine[k] = _mm512_loadu_ps(t->cosine + at);
+        sine[k] = _mm512_loadu_ps(t->sine + at);
+    }
+    for (i = 0; i < t->n; i += 16) {
+        const __m512i pair =
+            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(t->pair + i)));
+        const __mmask16 high = _mm512_test_epi32_mask(pair, _mm512_set1_epi32(32));
+        const __m512 c = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(cosine[0], pair, cosine[1]),
+                                              _mm512_permutex2var_ps(cosine[2], pair, cosine[3]));
+        const __m512 s = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(sine[0], pair, sine[1]),
+                                              _mm512_permutex2var_ps(sine[2], pair, sine[3]));
+        for (r = 0; r <= t->n_rows; r++) {
+            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(t->plain + r * t->n + i), c);
+            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(t->partner + r * t->n + i), s);
+            TKVI_ROUNDED_AVX512(x);
+            TKVI_ROUNDED_AVX512(y);
+            x = _mm512_add_ps(x, y);
+            if (r < t->n_rows) _mm512_storeu_ps(t->out + r * t->n + i, _mm512_mul_ps(x, scale));
+            else _mm512_storeu_ps(t->last + i, x);
+        }
+    }
+}
+
 static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
     tkvi_f16_to_f32_avx512,         tkvi_f32_to_f16_avx2,         tkvi_decode_log_scales_avx512,
     tkvi_decode_zero_points_avx512, tkvi_encode_log_scales_avx2,  tkvi_pack_tile_avx2,
     tkvi_interleave_avx2,           tkvi_encode_k_columns_avx512, tkvi_finalize_scales_avx2,
-    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512};
+    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512,
+    tkvi_turn_rows_avx512};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -625,7 +663,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
         __m512 acc[4][4];
         const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
         const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = roped ? rd->rope->cosine[t] : NULL, *sine = roped ? rd->rope->sine[t] : NULL;
+        const float *cosine = roped ? rd->rope->cosine + t * rd->rope->row : NULL;
+        const float *sine = roped ? rd->rope->sine + t * rd->rope->row : NULL;
         TKVI_UNROLL
         for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
         TKVI_UNROLL
@@ -642,8 +681,8 @@ TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code
             __m512 a[4], b[4];
             TKVI_UNROLL
             for (j = 0; j < 4; j++) {
-                const __m512 c = _mm512_loadu_ps(cosine + j * (TKV_MAX_HEAD_DIM / 2));
-                const __m512 d = _mm512_loadu_ps(sine + j * (TKV_MAX_HEAD_DIM / 2));
+                const __m512 c = _mm512_loadu_ps(cosine + j * rd->rope->row);
+                const __m512 d = _mm512_loadu_ps(sine + j * rd->rope->row);
                 const uint8_t *kj = k + (size_t)j * rd->row_bytes;
                 const float *mj = m + 16 * j * rd->n_vectors;
                 __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
@@ -743,8 +782,9 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const u
         const int count = tkvi_min(step, n - from);
         int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
         for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine[step] : first[0],
-                                      from ? rd.rope->sine[step] : first[1], x + 16 * r * rd.n_vectors);
+            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine + step * rd.rope->row : first[0],
+                                      from ? rd.rope->sine + step * rd.rope->row : first[1],
+                                      x + 16 * r * rd.n_vectors);
         for (r = 0; r < rows; r += 4)
             kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
                         scores + r * TKVI_BLOCK + from);

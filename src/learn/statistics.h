@@ -242,7 +242,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         tkvi_layout *c = &kv->tables.layout[r->layout[tier] + version];
         if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
         done = r->layout[tier];
-        tkvi_share_layout(&kv->tables, c, heads);
+        tkvi_share_layout(&kv->tables, c, heads, kv->tables.plan[layer].rope);
         tkvi_connect_states(&kv->tables, c, layer, version);
     }
     kv->tables.current_version[layer] = (int8_t)version;

@@ -582,6 +582,7 @@ static tkv_status tkvi_check_request(tkv_cache *kv, const tkvi_request *request,
     size_t least;
     kv->call.store_failed = 0; /* a store that failed in an earlier call is tried again */
     if (tkvi_bytes_for(kv, request) <= budget) return TKV_OK;
+    if (!kv->pool.keep_all) tkvi_free_turns(&kv->turns, &kv->heap); /* attention can do without them */
     least = tkvi_least_bytes(kv, request);
     return least <= budget ? TKV_OK : tkvi_refuse_over_budget(kv, least);
 }

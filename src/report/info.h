@@ -1031,7 +1031,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     held = kv->sizes.total + tkvi_learning_bytes(kv) + tkvi_held_state_bytes(kv) +
            kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
-           kv->pool.page_cap * sizeof(tkvi_page) +
+           kv->pool.page_cap * sizeof(tkvi_page) + tkvi_turns_bytes(kv->turns.cap, kv->turns.lanes) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);

@@ -126,7 +126,13 @@ typedef struct tkvi_parser {
     int key_line;
     /* what the text has named so far */
     int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* largest list index, plus 1; 0: none */
-    int frequencies, frequencies_line;
+    int frequencies, frequencies_line;                           /* of model.rope: numbers, and line */
+    int n_taken;            /* numbers of all lists of frequencies, in this pass */
+    const char *taken_from; /* the last list of frequencies */
+    int taken_line;         /* its line */
+    int n_kept;             /* numbers in front of these lists that the config still uses */
+    uint8_t
+        pairs[TKVI_MAX_LAYERS]; /* layers[i].rope.dim / 2 less the numbers of its frequencies, modulo 256 */
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
 } tkvi_parser;
@@ -457,24 +463,34 @@ static void tkvi_write_name(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_quote(o);
 }
 
-/* Reads rope.frequencies into the caller's memory (tkv_config_arrays). */
+/* Entries of the caller's memory for frequencies. */
+static int tkvi_frequencies_room(const tkvi_parser *r) {
+    return r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+}
+
+/* Reads rope.frequencies into the caller's memory (tkv_config_arrays), one list behind the other. The layers of a range
+ * have one list. */
 static int tkvi_read_frequencies(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    const int most = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    const int most = tkvi_frequencies_room(r), n = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
     (void)row;
-    r->frequencies = tkvi_read_list(s, TKV_MAX_HEAD_DIM / 2, NULL);
-    r->frequencies_line = r->key_line;
-    if (!r->frequencies) return 0;
-    if (!at || r->frequencies > most) return 1; /* tkvi_check_frequencies reports it */
-    tkvi_read_list(s, most, r->room->frequencies);
+    if (!n) return 0;
+    if (r->taken_from != s.at) r->n_taken += n;
+    r->taken_from = s.at;
+    r->taken_line = r->key_line;
+    if (!at || r->n_kept + r->n_taken > most) return 1; /* tkvi_check_frequencies reports it */
     {
-        const float *x = r->room->frequencies;
+        float *to = r->room->frequencies + (r->n_kept + r->n_taken - n);
+        const float *x = to;
+        tkvi_read_list(s, n, to);
         memcpy(at, &x, sizeof x);
     }
     return 1;
 }
 
 static void tkvi_write_frequencies(const tkvi_row *row, const void *at, tkvi_out *o) {
-    const tkv_rope *rope = (const tkv_rope *)(const void *)((const char *)at - row->offset);
+    const tkv_rope *rope =
+        (const tkv_rope *)(const void *)((const char *)at - offsetof(tkv_rope, frequencies));
+    (void)row;
     if (rope->dim < 2 || rope->dim > TKV_MAX_HEAD_DIM) o->bad = TKV_ERR_CONFIG;
     else tkvi_write_list(rope->frequencies, rope->dim / 2, o);
 }
@@ -498,13 +514,18 @@ static const tkvi_kind tkvi_kinds[] = {
     {"formats of K and V, such as a30/r20, or one for both (tkv_get_name)", tkvi_read_pair, tkvi_write_pair},
     {"names joined by +", tkvi_read_flags, tkvi_write_flags},
     {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
-    {"model.rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
+    {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
     {"the name of a preset (tkv_get_name)", tkvi_read_preset, NULL},
 };
 
 /* >>the table of all fields */
 static const tkvi_word tkvi_words_off[] = {{"off", TKV_OFF}, {NULL, 0}};
 static const tkvi_word tkvi_words_length[] = {{"off", TKV_OFF}, {"unlimited", TKV_UNLIMITED}, {NULL, 0}};
+static const tkvi_word tkvi_words_rope[] = {{"fixed", TKV_ROPE_FIXED},
+                                            {"mrope", TKV_ROPE_MROPE},
+                                            {"dynamic", TKV_ROPE_DYNAMIC},
+                                            {"learned", TKV_ROPE_LEARNED},
+                                            {NULL, 0}};
 static const tkvi_word tkvi_words_nonfinite[] = {
     {"refuse", TKV_NONFINITE_REFUSE}, {"saturate", TKV_NONFINITE_SATURATE}, {NULL, 0}};
 static const tkvi_word tkvi_words_heads[] = {
@@ -555,7 +576,8 @@ static const tkvi_row tkvi_later_rows[] = {
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
-    TKVI_ROW(tkv_rope, dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_rope, dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_rope, kind, TKVI_INT, tkvi_words_rope),
     TKVI_ROW(tkv_rope, interleaved, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_rope, base, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_rope, scale, TKVI_FLOAT, NULL),
@@ -572,6 +594,12 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_layer_config, rope.dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_layer_config, rope.kind, TKVI_INT, tkvi_words_rope),
+    TKVI_ROW(tkv_layer_config, rope.interleaved, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_layer_config, rope.base, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_layer_config, rope.scale, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_layer_config, rope.frequencies, TKVI_FREQUENCIES, NULL),
 };
 
 static const tkvi_row tkvi_level_rows[] = {
@@ -918,11 +946,27 @@ static int tkvi_mark_seen(tkvi_parser *r, int group, int index, const tkvi_row *
 
 enum { TKVI_CHECK, TKVI_BEGIN, TKVI_TAKE }; /* the three passes over a text */
 
+/* Keeps, in the check pass, what tkvi_check_frequencies needs. */
+static void tkvi_note_rope(tkvi_parser *r, int group, int layer, const tkvi_row *row) {
+    const int n = row->kind == TKVI_FREQUENCIES ? tkvi_read_list(r->value, TKV_MAX_HEAD_DIM / 2, NULL) : 0;
+    int dim = 0;
+    if (row->kind == TKVI_FREQUENCIES && group != TKVI_OF_LAYERS) {
+        r->frequencies = n;
+        r->frequencies_line = r->key_line;
+    }
+    if (group != TKVI_OF_LAYERS) return;
+    if (row->offset == offsetof(tkv_layer_config, rope.dim) && tkvi_read_int(r, row, r->value, &dim))
+        r->pairs[layer] = (uint8_t)(r->pairs[layer] + (dim > 0 && dim <= TKV_MAX_HEAD_DIM ? dim / 2 : 0));
+    r->pairs[layer] = (uint8_t)(r->pairs[layer] - n);
+}
+
 /* Reads all values of one pass into their fields. The check pass does not write to lists or frequencies, whose
  * memory is the caller's, and does not apply presets. */
 static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
     int found, g, i, from, to;
     tkvi_rewind(r);
+    r->n_taken = 0;
+    r->taken_from = NULL;
     for (found = tkvi_next(r); found > 0; found = tkvi_next(r)) {
         const tkvi_row *row = tkvi_find_row(r, &g, &from, &to);
         int begins;
@@ -949,6 +993,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
                 tkvi_append_bad_value(r, row);
                 return TKV_ERR_CONFIG;
             }
+            if (pass == TKVI_CHECK && r->fields == tkvi_config_fields) tkvi_note_rope(r, g, i, row);
         }
     }
     return found < 0 ? TKV_ERR_CONFIG : TKV_OK;
@@ -1019,21 +1064,47 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     return TKV_OK;
 }
 
+/* Checks the frequencies of each layer that the text gives some. */
+static tkv_status tkvi_check_layer_frequencies(tkvi_parser *r) {
+    const tkvi_row *row;
+    int found, g, from, to;
+    tkvi_rewind(r);
+    for (found = tkvi_next(r); found > 0; found = tkvi_next(r)) {
+        row = tkvi_find_row(r, &g, &from, &to);
+        if (!row || g != TKVI_OF_LAYERS || row->kind != TKVI_FREQUENCIES) continue;
+        for (; from <= to; from++) {
+            const int n = tkvi_read_list(r->value, TKV_MAX_HEAD_DIM / 2, NULL);
+            char what[48];
+            tkvi_text t = tkvi_text_begin(what, sizeof what);
+            if (!r->pairs[from]) continue;
+            tkvi_append_text(&t, "layers[");
+            tkvi_append_int(&t, from);
+            tkvi_append_text(&t, "].rope.dim is ");
+            return tkvi_report_wrong_count(r, r->key_line, what, 2 * ((r->pairs[from] + n) & 255), 2 * n,
+                                           ", two for each of its frequencies");
+        }
+    }
+    return TKV_OK;
+}
+
 /* The same check for rope.frequencies, which has rope.dim / 2 entries. */
 static tkv_status tkvi_check_frequencies(tkvi_parser *r, const tkv_config *cfg, const tkv_config *was) {
-    const int n = r->frequencies, line = r->frequencies_line;
-    const int room = r->room && r->room->frequencies ? r->room->n_frequencies : 0;
+    const int n = r->frequencies, line = r->frequencies_line, room = tkvi_frequencies_room(r);
     if (n && n * 2 != cfg->model.rope.dim)
         return tkvi_report_wrong_count(r, line, "model.rope.dim is ", cfg->model.rope.dim, 2 * n,
                                        ", two for each of model.rope.frequencies");
-    if (n > room)
-        return tkvi_report_wrong_count(r, line, "the program's room for model.rope.frequencies is ", room, n,
-                                       " or more (tkv_config_arrays)");
+    if (!n && room && was->model.rope.frequencies == r->room->frequencies)
+        r->n_kept = tkvi_max(0, was->model.rope.dim / 2);
+    if (r->n_taken && r->n_kept + r->n_taken > room)
+        return tkvi_report_wrong_count(r, r->taken_line,
+                                       n == r->n_taken ? "the program's room for model.rope.frequencies is "
+                                                       : "the program's room for frequencies is ",
+                                       room, r->n_kept + r->n_taken, " or more (tkv_config_arrays)");
     if (!n && was->model.rope.frequencies && cfg->model.rope.dim > was->model.rope.dim)
         return tkvi_report_wrong_count(r, tkvi_line_of(r, "model.rope.dim"), "model.rope.dim is ",
                                        cfg->model.rope.dim, was->model.rope.dim,
                                        " or less, as the program has frequencies");
-    return TKV_OK;
+    return tkvi_check_layer_frequencies(r);
 }
 
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,

@@ -16,6 +16,7 @@
 #define TKVI_STEP_MOVE_H
 
 #include "step/fork.h"
+#include "step/turns.h"
 
 /* Positions first .. end - 1. */
 typedef struct tkvi_range {
@@ -289,7 +290,7 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
         slot = tkvi_split_slot(kv, list, ids, i, from);
         if (slot) tkvi_split_entry(kv, move->seq, layer, i++, slot);
         kv->pool.entry[ids[i]].shift += move->delta;
-        kv->pool.entry[ids[i]].turned += move->delta;
+        if (kv->tables.plan[layer].rope) kv->pool.entry[ids[i]].turned += move->delta;
     }
     list->is_moved = 0;
     for (i = 0; i < list->n; i++) {
@@ -331,9 +332,10 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
 
 /* Checks that tokens can get other positions. */
 static tkv_status tkvi_check_movable(tkv_cache *kv) {
-    if (!kv->tables.rope)
-        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
-                         "set cfg.model.rope: keys cannot move without the model's RoPE", 0, NULL);
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].immobile)
+            return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, kv->tables.plan[layer].immobile, 0, NULL);
     if (kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: anchors cannot move, and there are",
@@ -356,6 +358,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st || !delta) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for a last block that takes more tokens */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) tkvi_move_in_list(kv, layer, &move);
+    tkvi_remember_turns(kv, seq);
     return tkvi_ok(kv);
 }
 
@@ -532,6 +535,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_reserve_slots(kv, dst, 0);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
+    tkvi_remember_turns(kv, dst);
     kv->seq[dst].used = ++kv->call.clock;
     return tkvi_ok(kv);
 }

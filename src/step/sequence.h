@@ -961,7 +961,8 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
             if (k && !st)
                 tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
             for (t = 0; t < to - from && k && !st && turned; t++)
-                tkvi_rope_rotate(kv->tables.rope, turned, 0, k + (row + (size_t)h + (size_t)t * heads) * dk);
+                tkvi_rope_rotate(kv->tables.plan[layer].rope, turned, 0,
+                                 k + (row + (size_t)h + (size_t)t * heads) * dk);
             if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);

@@ -158,6 +158,7 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
     tkvi_shrink_blocks(kv);
     tkvi_shrink_states(kv, seq);
     tkvi_shrink_pages(&kv->pool);
+    if (!kv->pool.n_entries) tkvi_free_turns(&kv->turns, &kv->heap);
 }
 
 #endif /* TKVI_STEP_SHRINK_H */
