@@ -1885,7 +1885,8 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
  * and values are those of the text that it was read in. Pins and states stay behind. Reservations of src and dst end.
  * Errors, nothing changed (with a budget, blocks may be coded again):
- *   TKV_ERR_UNSUPPORTED   at is not `first` and cfg.model.rope is not set; or there are anchors
+ *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
+ *                         anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or tokens of the range, or of dst, have expired
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_CAPACITY      dst would exceed max_tokens
@@ -1903,7 +1904,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  *   n           0 to max_append
  *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
  * Errors, nothing changed:
- *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
  *   TKV_ERR_CAPACITY      max_tokens is too small: no token would stay behind the sinks
@@ -24859,13 +24860,18 @@ static void tkvi_place_rows(tkvi_work_tile *u) {
     }
 }
 
+/* The rows first .. first + n - 1 of a work tile as a tile. */
+static tkvi_work_tile tkvi_some_rows(const tkvi_work_tile *u, int first, int n) {
+    tkvi_work_tile some = *u;
+    some.first += first;
+    some.rows = n;
+    tkvi_place_rows(&some);
+    return some;
+}
+
 /* The rows from `first` on as a work tile of at most call->view_rows rows. */
 static tkvi_work_tile tkvi_eight_rows(const tkvi_work_tile *u, int first) {
-    tkvi_work_tile eight = *u;
-    eight.first += first;
-    eight.rows = tkvi_min(u->call->view_rows, u->rows - first);
-    tkvi_place_rows(&eight);
-    return eight;
+    return tkvi_some_rows(u, first, tkvi_min(u->call->view_rows, u->rows - first));
 }
 
 /* Fills in what tkvi_consumer.sample reads. The tile has at most 8 rows. */
@@ -25589,11 +25595,10 @@ static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q
     int i, k;
     for (k = 0; k < c->n_consumers; k++) rows |= o->observed[k];
     if (!rows) return;
-    s.tile = *u;
     s.q = q;
     for (s.first = 0; !(rows >> s.first & 1);) s.first++;
-    for (s.tile.rows = 0; rows >> s.first >> s.tile.rows;) s.tile.rows++;
-    s.tile.first += s.first;
+    for (i = 0; rows >> s.first >> i;) i++;
+    s.tile = tkvi_some_rows(u, s.first, i);
     if (s.tile.rows < u->rows) tkvi_load_queries(&s.tile, q);
     o->view.scoring = &s;
     for (i = first; i < last; i++) {
@@ -28699,7 +28704,7 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     tkvi_truncate_entry(kv, id, to);
     e->start = at;
     e->shift += from - at + copy->delta;
-    e->turned += copy->delta;
+    if (kv->tables.plan[layer].rope) e->turned += copy->delta;
     if (TKVI_HAS_EVICT && kv->pool.token_meta)
         kv->pool.token_meta[id].pinned_mask = kv->pool.token_meta[id].temporary_mask = 0;
     tkvi_ids(kv, copy->dst, layer)[dst->n++] = id;
@@ -28880,7 +28885,7 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     if (end < gone->from) return 1;
     if (start >= gone->to) {
         e->start -= n;
-        e->turned -= n;
+        if (kv->tables.plan[layer].rope) e->turned -= n;
         tkvi_move_stamps_up(kv, ids[i], n);
         return 1;
     }
@@ -28904,7 +28909,7 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
         e->start = gone->to;
     }
     e->start -= n;
-    e->turned -= n;
+    if (kv->tables.plan[layer].rope) e->turned -= n;
     tkvi_move_stamps_up(kv, ids[i], n);
     return 1;
 }

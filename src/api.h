@@ -795,7 +795,8 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
  * and values are those of the text that it was read in. Pins and states stay behind. Reservations of src and dst end.
  * Errors, nothing changed (with a budget, blocks may be coded again):
- *   TKV_ERR_UNSUPPORTED   at is not `first` and cfg.model.rope is not set; or there are anchors
+ *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
+ *                         anchors
  *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or tokens of the range, or of dst, have expired
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_CAPACITY      dst would exceed max_tokens
@@ -813,7 +814,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  *   n           0 to max_append
  *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
  * Errors, nothing changed:
- *   TKV_ERR_UNSUPPORTED   cfg.model.rope is not set, or there are anchors
+ *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
  *   TKV_ERR_CAPACITY      max_tokens is too small: no token would stay behind the sinks

@@ -325,7 +325,7 @@ TEST(shared_blocks) {
     }
 }
 
-/* A sequence copies a shared partial tail when it first writes to it. A shared block is coded again once, when its last
+/* The first sequence that appends writes into a shared partial tail. The next one gets a copy of it. A shared block is coded again once, when its last
  * holder demotes it, or when the last one that had it exact is gone. */
 static void follow_a_shared_block(int last_leaves) {
     tkv_config cfg = make_config(1, 3);
@@ -342,12 +342,18 @@ static void follow_a_shared_block(int last_leaves) {
     CHECK_EQ(tail->refs, 2);
     before = snapshot_of_seq(kv, 0);
     CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK); /* the full block is not demoted yet */
-    CHECK_EQ(kv->pool.n_blocks, n_blocks + 1);
-    CHECK_EQ(tail->refs, 1);
+    CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK);
+    CHECK_EQ(kv->pool.n_blocks, n_blocks);
+    CHECK_EQ(tail->refs, 2);
+    CHECK_EQ(tail->n_shared_slots, 42);
     CHECK(tkvi_block_of(kv, tkvi_ids(kv, 0, 0)[a->n - 1]) == tail &&
-          tkvi_block_of(kv, tkvi_ids(kv, 1, 0)[b->n - 1]) != tail);
-    CHECK_EQ(append_tokens(kv, 1, 0, 1, 1), TKV_OK); /* the tail is not shared any more */
+          tkvi_block_of(kv, tkvi_ids(kv, 1, 0)[b->n - 1]) == tail);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 2, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 2, 0, 2, 1), TKV_OK); /* the slot is taken */
     CHECK_EQ(kv->pool.n_blocks, n_blocks + 1);
+    CHECK_EQ(tail->refs, 2);
+    check_cache_at(kv, "a copied tail", 0);
+    CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK);
     CHECK_EQ(append_tokens(kv, 0, 0, 0, 0), TKV_OK);
     after = snapshot_of_seq(kv, 0);
     CHECK(is_same_snapshot(&before, &after));

@@ -269,13 +269,18 @@ static void tkvi_place_rows(tkvi_work_tile *u) {
     }
 }
 
+/* The rows first .. first + n - 1 of a work tile as a tile. */
+static tkvi_work_tile tkvi_some_rows(const tkvi_work_tile *u, int first, int n) {
+    tkvi_work_tile some = *u;
+    some.first += first;
+    some.rows = n;
+    tkvi_place_rows(&some);
+    return some;
+}
+
 /* The rows from `first` on as a work tile of at most call->view_rows rows. */
 static tkvi_work_tile tkvi_eight_rows(const tkvi_work_tile *u, int first) {
-    tkvi_work_tile eight = *u;
-    eight.first += first;
-    eight.rows = tkvi_min(u->call->view_rows, u->rows - first);
-    tkvi_place_rows(&eight);
-    return eight;
+    return tkvi_some_rows(u, first, tkvi_min(u->call->view_rows, u->rows - first));
 }
 
 /* Fills in what tkvi_consumer.sample reads. The tile has at most 8 rows. */
@@ -999,11 +1004,10 @@ static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q
     int i, k;
     for (k = 0; k < c->n_consumers; k++) rows |= o->observed[k];
     if (!rows) return;
-    s.tile = *u;
     s.q = q;
     for (s.first = 0; !(rows >> s.first & 1);) s.first++;
-    for (s.tile.rows = 0; rows >> s.first >> s.tile.rows;) s.tile.rows++;
-    s.tile.first += s.first;
+    for (i = 0; rows >> s.first >> i;) i++;
+    s.tile = tkvi_some_rows(u, s.first, i);
     if (s.tile.rows < u->rows) tkvi_load_queries(&s.tile, q);
     o->view.scoring = &s;
     for (i = first; i < last; i++) {

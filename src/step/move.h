@@ -429,7 +429,7 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     tkvi_truncate_entry(kv, id, to);
     e->start = at;
     e->shift += from - at + copy->delta;
-    e->turned += copy->delta;
+    if (kv->tables.plan[layer].rope) e->turned += copy->delta;
     if (TKVI_HAS_EVICT && kv->pool.token_meta)
         kv->pool.token_meta[id].pinned_mask = kv->pool.token_meta[id].temporary_mask = 0;
     tkvi_ids(kv, copy->dst, layer)[dst->n++] = id;

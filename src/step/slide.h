@@ -56,7 +56,7 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     if (end < gone->from) return 1;
     if (start >= gone->to) {
         e->start -= n;
-        e->turned -= n;
+        if (kv->tables.plan[layer].rope) e->turned -= n;
         tkvi_move_stamps_up(kv, ids[i], n);
         return 1;
     }
@@ -80,7 +80,7 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
         e->start = gone->to;
     }
     e->start -= n;
-    e->turned -= n;
+    if (kv->tables.plan[layer].rope) e->turned -= n;
     tkvi_move_stamps_up(kv, ids[i], n);
     return 1;
 }
