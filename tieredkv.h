@@ -1056,6 +1056,7 @@
 #define tkv_seq_free_bytes TKV_NAME_(tkv_seq_free_bytes)
 #define tkv_seq_get_memory TKV_NAME_(tkv_seq_get_memory)
 #define tkv_seq_get_state TKV_NAME_(tkv_seq_get_state)
+#define tkv_seq_keep TKV_NAME_(tkv_seq_keep)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_list_states TKV_NAME_(tkv_seq_list_states)
 #define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)
@@ -1895,6 +1896,19 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries
  * Cost: O(blocks), in all layers. */
 TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at);
+/* Of the tokens with indices from `first` on, keeps those in `indices` and removes the others, in all layers: the path
+ * of a draft tree that the model accepted. The kept ones get the indices first, first + 1, ..., and keep their
+ * positions. All tokens from `first` on must still be exact and this sequence's alone, as those of the last append
+ * are: their rows are copied. So nothing is left of the others, as if they had never been appended. States behind
+ * `first` are dropped. A reservation ends.
+ *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
+ * Errors, no token changed:
+ *   TKV_ERR_STATE   a token from `first` on is compressed, or a fork shares it; or a step is open
+ *   TKV_ERR_RANGE   there is no token with one of the indices
+ *   TKV_ERR_ARG     no such sequence, a number is negative, or indices do not rise
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for entries
+ * Cost: O(n) rows, in all layers. */
+TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n);
 /* Makes room for n more tokens in a sequence without end. If it would hold more than max_tokens (with policy
  * "sliding" cfg.evict.keep_tokens, if given), the oldest tokens behind the sinks go, a multiple of 64 of them. All
  * later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
@@ -29006,6 +29020,225 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
 }
 
 #endif /* TKVI_STEP_SLIDE_H */
+/* ======== step/keep.h ======== */
+/*
+ * step/keep.h - tkv_seq_keep: of the newest tokens, which are exact, some stay and close up. So an accepted path of a
+ * draft tree stands as if it alone had been appended.
+ *
+ *     drafted    ... [a b c d e f g - ]         keep from b on: b d g
+ *     kept       ... [a b d g - - - - ]         rows of d and g were copied to the slots behind b
+ *
+ * A row never moves to a later slot, so the rows are copied in order, in place. Kept tokens get the next indices and
+ * keep their positions: where these jump, an entry begins.
+ */
+#ifndef TKVI_STEP_KEEP_H
+#define TKVI_STEP_KEEP_H
+
+
+typedef struct tkvi_keep {
+    int seq, first, n;
+    const int *indices;
+} tkvi_keep;
+
+/* Copies the rows of a token to a slot of another block or of the same, with the data of the token. */
+static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_t to, int to_slot) {
+    const tkvi_block *a = tkvi_block_of(kv, from), *b = tkvi_block_of(kv, to);
+    const tkvi_simd_ops *ops = kv->kernels->simd_ops;
+    float row[TKV_MAX_HEAD_DIM];
+    int h;
+    for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
+        const tkvi_record *r = &kv->tables.layout[a->layout].record[h],
+                          *s = &kv->tables.layout[b->layout].record[h];
+        const uint8_t *src = tkvi_block_bytes(&kv->pool, a) + r->at;
+        uint8_t *dst = tkvi_block_bytes(&kv->pool, b) + s->at;
+        tkvi_values(&r->k, ops, src, from_slot, 1, row, 0);
+        s->k.format->side[TKV_K].put(&s->k, ops, row, to_slot, dst);
+        tkvi_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
+        s->v.format->side[TKV_V].put(&s->v, ops, row, to_slot, dst + s->v_at);
+    }
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        const tkvi_token_meta *m = &kv->pool.token_meta[from];
+        tkvi_token_meta *n = &kv->pool.token_meta[to];
+        const uint64_t bit = (uint64_t)1 << to_slot;
+        n->scores[to_slot] = m->scores[from_slot];
+        n->pinned_mask = (n->pinned_mask & ~bit) | (m->pinned_mask >> from_slot & 1) << to_slot;
+        n->temporary_mask = (n->temporary_mask & ~bit) | (m->temporary_mask >> from_slot & 1) << to_slot;
+    }
+}
+
+/* Checks that the tokens of a layer from `first` on are exact, in RAM, and this sequence's alone. */
+static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *keep) {
+    const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
+    int i, slot;
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const tkvi_record *r = kv->tables.layout[b->layout].record;
+        uint32_t n_own = 1;
+        if (tkvi_block_end(kv, list, ids, i) <= keep->first) continue;
+        while (i >= (int)n_own && tkvi_goes_on(kv, list, ids, i - (int)n_own + 1)) n_own++;
+        while (i + 1 < list->n && tkvi_goes_on(kv, list, ids, i + 1)) {
+            i++;
+            n_own++;
+        }
+        if (tkvi_is_offloaded(b) || !tkvi_is_exact(r->k.format) || !tkvi_is_exact(r->v.format) ||
+            tkvi_tier_at(list, i) != TKV_TIER_HOT || kv->pool.entry[ids[i]].n_packed)
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are not exact any more: index",
+                             tkvi_max(keep->first, tkvi_block_start(kv, ids, i)), "");
+        if (b->refs > n_own)
+            return tkvi_fail(kv, TKV_ERR_STATE, "another sequence shares tokens: index",
+                             tkvi_max(keep->first, tkvi_block_start(kv, ids, i)), "");
+    }
+    for (i = 0; i < keep->n; i++)
+        if (keep->indices[i] >= list->len || tkvi_find_token(kv, list, ids, keep->indices[i], &slot) < 0)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token with index", keep->indices[i], "");
+    return TKV_OK;
+}
+
+/* Entries that the kept tokens take at most, in all layers. Returns the length of the longest list then. */
+static int tkvi_count_kept(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    const tkvi_keep *keep = (const tkvi_keep *)what;
+    int layer, i, longest = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
+        int n = 0, next = -1;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
+        for (i = 0; i < keep->n; i++) {
+            const int position = tkvi_index_position(kv, list, ids, keep->indices[i]);
+            n += position != next;
+            next = position + 1;
+        }
+        n += 2 + keep->n / TKVI_BLOCK + (list->sinks > 0); /* blocks that they fill */
+        demand->entries += n;
+        longest = tkvi_max(longest, list->n + n);
+    }
+    return longest;
+}
+
+/* Where the next kept token goes. */
+typedef struct tkvi_keep_cursor {
+    int i, slot;  /* an old entry with the block, and the slot there */
+    int n_new;    /* new entries, behind the old ones in the array of the list */
+    int position; /* that goes on in the last new entry; -1: none does */
+} tkvi_keep_cursor;
+
+/* Moves the cursor to the next block if this one is full. */
+static void tkvi_find_kept_slot(const tkv_cache *kv, int seq, int layer, tkvi_keep_cursor *to) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer), number = kv->pool.entry[ids[to->i]].block;
+    const int capacity = to->i < list->sinks
+                             ? kv->tables.plan[layer].sink
+                             : kv->tables.layout[tkvi_block_of(kv, ids[to->i])->layout].tokens;
+    if (to->slot < capacity) return;
+    while (kv->pool.entry[ids[to->i]].block == number) to->i++;
+    to->slot = 0;
+    to->position = -1;
+}
+
+/* Puts a token of an old entry into the next slot. */
+static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int index,
+                            tkvi_keep_cursor *to) {
+    const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
+    uint32_t *ids = tkvi_ids(kv, keep->seq, layer), *new_ids = ids + list->n;
+    int from_slot;
+    const uint32_t from = ids[tkvi_find_token(kv, list, ids, keep->indices[index], &from_slot)];
+    const int at = keep->first + index, shift = kv->pool.entry[from].shift + keep->indices[index] - at;
+    const int turned = kv->pool.entry[from].turned;
+    tkvi_find_kept_slot(kv, keep->seq, layer, to);
+    if (to->position < 0 || kv->pool.entry[new_ids[to->n_new - 1]].shift != shift ||
+        kv->pool.entry[new_ids[to->n_new - 1]].turned != turned) {
+        const uint32_t id = tkvi_share_entry(&kv->pool, ids[to->i], to->slot + 1);
+        tkvi_entry *e = &kv->pool.entry[id];
+        new_ids[to->n_new++] = id;
+        e->start = at;
+        e->shift = shift;
+        e->turned = turned;
+        e->first_slot = (uint8_t)to->slot;
+        e->end_slot = 0;
+        e->evicted_mask = 0;
+        if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+            tkvi_token_meta *meta = &kv->pool.token_meta[id];
+            *meta = kv->pool.token_meta[from];
+            meta->pinned_mask = meta->temporary_mask = meta->anchored_mask = 0;
+        }
+        to->position = 0;
+    }
+    tkvi_copy_token(kv, from, from_slot, new_ids[to->n_new - 1], to->slot);
+    tkvi_block_of(kv, ids[to->i])->n_shared_slots = (uint8_t)++to->slot;
+}
+
+/* Keeps tokens of a layer. There must be room for the entries of tkvi_count_kept. */
+static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
+    tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
+    uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
+    const int n_old = list->n, i = tkvi_block_at(kv, list, ids, keep->first);
+    int n_kept = i, t, n_sinks = 0;
+    tkvi_keep_cursor to;
+    if (i < 0) return;
+    memset(&to, 0, sizeof to);
+    to.i = i;
+    to.slot = kv->pool.entry[ids[i]].first_slot + keep->first - tkvi_block_start(kv, ids, i);
+    to.position = -1;
+    for (t = 0; t < keep->n; t++) tkvi_keep_token(kv, keep, layer, t, &to);
+    tkvi_forget_meter_copies_in(kv, keep->seq, layer, keep->first, TKVI_FOREVER);
+    if (tkvi_block_start(kv, ids, i) < keep->first) { /* its tokens before `first` stay */
+        tkvi_truncate_entry(kv, ids[i], keep->first);
+        n_kept++;
+    }
+    for (t = n_kept; t < n_old; t++) tkvi_release_entry(&kv->pool, ids[t]);
+    tkvi_uncount_blocks(list, n_kept, n_old);
+    memmove(ids + n_kept, ids + n_old, (size_t)to.n_new * sizeof *ids);
+    for (t = 0; t < to.n_new && list->sinks == n_kept + t; t++)
+        n_sinks += kv->tables.layout[tkvi_block_of(kv, ids[n_kept + t])->layout].key ==
+                       kv->tables.plan[layer].sink_layout &&
+                   kv->tables.plan[layer].sink > 0 && n_sinks == t;
+    list->sinks += n_sinks;
+    list->n = n_kept + to.n_new;
+    list->len = keep->first + keep->n;
+    list->chunk_start = tkvi_min(list->chunk_start, list->len);
+    for (t = n_kept; t < list->n; t++)
+        list->is_moved |= kv->pool.entry[ids[t]].shift != 0 || kv->pool.entry[ids[t]].turned != 0;
+    tkvi_token_score_cut(kv, list, ids);
+    if (n_kept > 0 && n_kept < list->n && tkvi_can_unite(kv, list, ids, n_kept - 1))
+        tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
+}
+
+TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n) {
+    tkvi_keep keep;
+    tkv_status st = TKV_OK;
+    int layer, i;
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
+    if (first < 0) return tkvi_fail(kv, TKV_ERR_ARG, "first is", first, "; it must not be negative");
+    if (n < 0 || (n > 0 && !indices))
+        return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, ", or indices are missing");
+    for (i = 0; i < n; i++)
+        if (indices[i] < (i ? indices[i - 1] + 1 : first))
+            return tkvi_fail(kv, TKV_ERR_ARG, "indices must rise, from `first` on; one is", indices[i], "");
+    if (n == 0) return tkv_seq_truncate(kv, seq, first);
+    keep.seq = seq;
+    keep.first = first;
+    keep.indices = indices;
+    keep.n = n;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
+    if (!st)
+        st = tkvi_provide_entries(kv, seq, tkvi_count_kept, &keep, "no memory to keep tokens of sequence");
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
+         layer++) /* a full budget may have coded some */
+        if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
+    if (st) return st;
+    tkvi_reserve_slots(kv, seq, 0);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer) tkvi_keep_in_list(kv, layer, &keep);
+    tkvi_drop_states(&kv->states, seq, first);
+    tkvi_release_unused(kv, seq);
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_STEP_KEEP_H */
 /* ======== step/promote.h ======== */
 /*
  * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).

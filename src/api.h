@@ -805,6 +805,19 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries
  * Cost: O(blocks), in all layers. */
 TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at);
+/* Of the tokens with indices from `first` on, keeps those in `indices` and removes the others, in all layers: the path
+ * of a draft tree that the model accepted. The kept ones get the indices first, first + 1, ..., and keep their
+ * positions. All tokens from `first` on must still be exact and this sequence's alone, as those of the last append
+ * are: their rows are copied. So nothing is left of the others, as if they had never been appended. States behind
+ * `first` are dropped. A reservation ends.
+ *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
+ * Errors, no token changed:
+ *   TKV_ERR_STATE   a token from `first` on is compressed, or a fork shares it; or a step is open
+ *   TKV_ERR_RANGE   there is no token with one of the indices
+ *   TKV_ERR_ARG     no such sequence, a number is negative, or indices do not rise
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for entries
+ * Cost: O(n) rows, in all layers. */
+TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n);
 /* Makes room for n more tokens in a sequence without end. If it would hold more than max_tokens (with policy
  * "sliding" cfg.evict.keep_tokens, if given), the oldest tokens behind the sinks go, a multiple of 64 of them. All
  * later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is

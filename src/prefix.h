@@ -171,6 +171,7 @@
 #define tkv_seq_free_bytes TKV_NAME_(tkv_seq_free_bytes)
 #define tkv_seq_get_memory TKV_NAME_(tkv_seq_get_memory)
 #define tkv_seq_get_state TKV_NAME_(tkv_seq_get_state)
+#define tkv_seq_keep TKV_NAME_(tkv_seq_keep)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_list_states TKV_NAME_(tkv_seq_list_states)
 #define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)

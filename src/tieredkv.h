@@ -131,6 +131,7 @@ extern "C" {
 #include "step/turns.h"
 #include "step/move.h"
 #include "step/slide.h"
+#include "step/keep.h"
 #include "step/promote.h"
 #include "step/recompute.h"
 #include "step/ranking.h"

@@ -465,6 +465,9 @@ static void try_appends(rig *r) {
     SAFE("tkv_seq_list_states", "capacity", EVERY, CAPACITY, "AAAO..",
          tkv_seq_list_states(r->kv, 0, 0, r->o.list, x, &r->o.a));
 
+    EACH("tkv_seq_keep", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_keep(r->kv, x, 0, NULL, 0));
+    EACH("tkv_seq_keep", "first", EVERY, LENGTH, "AAA***", tkv_seq_keep(r->kv, 0, x, NULL, 0));
+    EACH("tkv_seq_keep", "n", EVERY, 0, "AAAOAA", tkv_seq_keep(r->kv, 0, LENGTH, NULL, x));
     EACH("tkv_seq_slide", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_slide(r->kv, x, 0, NULL));
     EACH("tkv_seq_slide", "n", EVERY, 0, "AAAO..", tkv_seq_slide(r->kv, 0, x, NULL));
 

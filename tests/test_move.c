@@ -1327,6 +1327,95 @@ TEST(forks_of_evicted_tokens_are_cut_and_moved) {
     tkv_destroy(kv);
 }
 
+/* >>accepted paths */
+/* A draft tree is appended with the positions of its depths. What is kept equals the path appended alone: exact tokens
+ * to the bit, and attention. */
+TEST(a_kept_path_equals_one_that_was_appended_alone) {
+    static plain_sequence tree, path;
+    int meta, round;
+    for (meta = 0; meta < 2; meta++) {
+        tkv_config cfg = make_config(2, 1);
+        tkv_rng rng = tkv_rng_seed(4);
+        tkv_cache *kv, *alone;
+        cfg.model.rope.dim = DIM;
+        if (meta) cfg.importance.sample_every = 1;
+        kv = create_cache(&cfg);
+        alone = create_cache(&cfg);
+        memset(&tree, 0, sizeof tree);
+        memset(&path, 0, sizeof path);
+        for (round = 0; round < 40; round++) {
+            const int n = 1 + tkv_rng_below(&rng, 90), first = path.n;
+            const int base = path.n ? path.token[path.n - 1].position + 1 : 0;
+            int depth[90], kept[90], position[90], t, n_kept = 0;
+            for (t = 0; t < n; t++) { /* each token is one deeper than some token before, or a root */
+                const int parent = t ? tkv_rng_below(&rng, t + 1) - 1 : -1;
+                depth[t] = parent < 0 ? 0 : depth[parent] + 1;
+                position[t] = base + depth[t];
+            }
+            for (t = 0; t < n; t++) /* a path: depths 0, 1, 2, ... in order */
+                if (depth[t] == n_kept) kept[n_kept++] = first + t;
+            tree.n = first;
+            CHECK_EQ(append_at_positions(kv, 0, &tree, 1000 * round, n, position), TKV_OK);
+            CHECK_EQ(tkv_seq_keep(kv, 0, first, kept, n_kept), TKV_OK);
+            check_cache_at(kv, "kept", round);
+            for (t = 0; t < n_kept; t++) {
+                int layer;
+                path.token[path.n].id = 1000 * round + kept[t] - first;
+                path.token[path.n++].position = base + t;
+                for (layer = 0; layer < 2; layer++)
+                    make_token(path.token[path.n - 1].id, layer, base + t, k_in + (layer * 90 + t) * K_ROW,
+                               v_in + (layer * 90 + t) * V_ROW);
+            }
+            for (t = 0; t < 2; t++)
+                CHECK_EQ(tkv_append(alone, 0, t, k_in + t * 90 * K_ROW, v_in + t * 90 * V_ROW, n_kept),
+                         TKV_OK);
+            CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), path.n);
+            for (t = 0; t < 2 && round % 8 == 7; t++) {
+                float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM], want[2 * KV_HEADS * V_DIM];
+                static int got[MAX_TOKENS], expected[MAX_TOKENS];
+                tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+                CHECK_EQ(tkv_attend(kv, 0, t, q, 1, out), TKV_OK);
+                CHECK_EQ(tkv_attend(alone, 0, t, q, 1, want), TKV_OK);
+                CHECK_LE(mean_squared_difference(out, want, COUNT(out)), 1e-9);
+                CHECK_EQ(tkv_get_positions(kv, 0, t, 0, path.n, got), TKV_OK);
+                CHECK_EQ(tkv_get_positions(alone, 0, t, 0, path.n, expected), TKV_OK);
+                CHECK_MEM(got, expected, (size_t)path.n * sizeof *got);
+                CHECK_EQ(tkv_read(kv, 0, t, path.n - 30, 30, k_out, v_out), TKV_OK); /* exact tokens */
+                CHECK_EQ(tkv_read(alone, 0, t, path.n - 30, 30, k_want, v_want), TKV_OK);
+                CHECK_MEM(k_out, k_want, 30 * K_ROW * sizeof(float));
+                CHECK_MEM(v_out, v_want, 30 * V_ROW * sizeof(float));
+            }
+        }
+        CHECK(path.n > 150);
+        tkv_destroy(kv);
+        tkv_destroy(alone);
+    }
+}
+
+TEST(keeping_is_refused_with_a_reason) {
+    tkv_config cfg = make_config(2, 2);
+    tkv_cache *kv = create_cache(&cfg);
+    const int late[] = {310, 320}, falling[] = {320, 310}, early[] = {20, 30};
+    snapshot before;
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 30, 30), TKV_OK);
+    before = snapshot_of(kv);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 20, early, 2), TKV_ERR_STATE);
+    CHECK_STR(tkv_get_last_error(kv), "tokens are not exact any more: index 20");
+    CHECK_EQ(tkv_seq_keep(kv, 0, 290, late, 2), TKV_ERR_STATE);
+    CHECK_STR(tkv_get_last_error(kv), "another sequence shares tokens: index 290");
+    CHECK_EQ(tkv_seq_keep(kv, 0, 305, falling, 2), TKV_ERR_ARG);
+    check_unchanged(kv, &before, "refused");
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 330, late, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 325, early, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 305, late, 2), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 307);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 305, late, 1), TKV_ERR_RANGE);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(removed_tokens_are_not_seen);
@@ -1358,6 +1447,8 @@ int main(int argc, char **argv) {
     RUN(empty_sequences_are_cut_and_moved);
     RUN(a_sequence_slides_without_end);
     RUN(slides_of_torn_sequences);
+    RUN(a_kept_path_equals_one_that_was_appended_alone);
+    RUN(keeping_is_refused_with_a_reason);
     RUN(forks_of_evicted_tokens_are_cut_and_moved);
     return tkv_test_end();
 }
