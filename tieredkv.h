@@ -28603,7 +28603,8 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
         if (from < to && (first < 0 || last >= TKVI_POSITIONS))
             return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
                              "; positions are 0 to 2^30 - 1");
-        if (from < to && tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+        if (from < to && tkvi_is_discarded(tkvi_block_of(kv, ids[i])) &&
+            tkvi_slots_between(kv, list, ids, i, from, to)) /* evicted tokens need no source */
             return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
                              "");
     }

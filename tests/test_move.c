@@ -712,6 +712,26 @@ TEST(cuts_before_the_first_moved_token) {
     tkv_destroy(kv);
 }
 
+/* A range of a discarded block in which all tokens are evicted needs no source. */
+TEST(evicted_tokens_of_discarded_blocks_move) {
+    tkv_config cfg = make_move_config(1);
+    uint64_t victims[8];
+    tkv_cache *kv;
+    int i;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 400, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_discard(kv, 0, 132, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 100, 132, 1000), TKV_ERR_NO_SOURCE);
+    memset(victims, 0, sizeof victims);
+    for (i = 100; i < 132; i++) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 400), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 100, 132, 1000), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 80, 132, 1000), TKV_ERR_NO_SOURCE);
+    check_cache_at(kv, "moved", 0);
+    tkv_destroy(kv);
+}
+
 /* Refusals name their reason and change nothing. */
 TEST(moves_are_refused_with_a_reason) {
     static const char *const sentence[TKV_ROPE_COUNT] = {
@@ -1433,6 +1453,7 @@ int main(int argc, char **argv) {
     RUN(moves_without_memory_change_nothing);
     RUN(evicted_neighbours_of_split_blocks_merge);
     RUN(cuts_before_the_first_moved_token);
+    RUN(evicted_tokens_of_discarded_blocks_move);
     RUN(moves_are_refused_with_a_reason);
     RUN(tokens_take_the_positions_given);
     RUN(positions_can_go_back);
