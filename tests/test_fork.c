@@ -385,6 +385,46 @@ TEST(a_discarded_block_ages_in_a_fork) {
     tkv_destroy(kv);
 }
 
+/* A fork onto a sequence whose tokens eviction takes meanwhile gets its memory, or is refused before it loses any. */
+TEST(forks_under_a_budget_evict_or_are_refused) {
+    int budget, seq, n, n_forks = 0, n_evicting = 0;
+    for (budget = 80000; budget < 200000; budget += 4000)
+        for (n = 96; n < 480; n += 36) {
+            tkv_config cfg = make_config(2, 3);
+            tkv_budget_info before, after;
+            tkv_memory_info memory;
+            snapshot was;
+            tkv_status st;
+            tkv_cache *kv = NULL;
+            cfg.evict.policy = (tkv_evict_policy)(n / 12 % 2 ? TKV_EVICT_FIFO : TKV_EVICT_SLIDING);
+            cfg.budget.bytes = (size_t)budget;
+            if (tkv_create(&cfg, &kv)) continue;
+            note_config(&cfg);
+            for (seq = 2; seq >= 0; seq--)
+                (void)append_to_all_layers(kv, seq, seq, seq == 2 ? n : 700 - 300 * seq, 60);
+            CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+            (void)tkv_set_budget(kv, memory.total); /* a longer index takes bytes of tokens */
+            CHECK_EQ(tkv_get_budget(kv, &before), TKV_OK);
+            was = snapshot_of_tokens(kv);
+            st = tkv_seq_fork(kv, 0, 2, TKV_UNLIMITED);
+            CHECK_EQ(tkv_get_budget(kv, &after), TKV_OK);
+            CHECK_MSG(st == TKV_OK || st == TKV_ERR_BUDGET, "budget %d: %d, %s", budget, (int)st,
+                      tkv_get_last_error(kv));
+            if (st) {
+                snapshot is = snapshot_of_tokens(kv);
+                CHECK_MSG(is_same_snapshot(&was, &is), "budget %d: a refused fork changed tokens", budget);
+                free_snapshot(&is);
+            }
+            n_forks += !st;
+            n_evicting += !st && after.evicted > before.evicted;
+            free_snapshot(&was);
+            check_cache_at(kv, "budget", budget);
+            tkv_destroy(kv);
+        }
+    CHECK(n_forks > 100 && n_evicting > 0);
+    printf(" %d forks, %d evicted ", n_forks, n_evicting);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(forks_see_their_own_tokens);
@@ -395,5 +435,6 @@ int main(int argc, char **argv) {
     RUN(forks_are_refused_with_a_reason);
     RUN(a_budget_counts_shared_tokens_once);
     RUN(a_discarded_block_ages_in_a_fork);
+    RUN(forks_under_a_budget_evict_or_are_refused);
     return tkv_test_end();
 }

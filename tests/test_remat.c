@@ -978,10 +978,57 @@ TEST(recompute_configs) {
     CHECK_MSG(strstr(reason, "recompute.compute") != NULL, "%s", reason);
 }
 
+/* The model of a config with one KV head of ROW channels. */
+static int compute_single_head(void *user, int seq, int layer, int head, const int *positions, int n,
+                               float *k, float *v) {
+    int t;
+    (void)user;
+    (void)head;
+    for (t = 0; t < n; t++) {
+        if (k) memcpy(k + t * ROW, k_model[seq][layer] + positions[t] * ROW, ROW * sizeof *k);
+        if (v) memcpy(v + t * ROW, v_model[seq][layer] + positions[t] * ROW, ROW * sizeof *v);
+    }
+    return 0;
+}
+
+/* A move that needs memory discards a block, and then splits it. Each part gets its rows from the model, also in one
+ * read. */
+TEST(rows_of_a_moved_part_are_given) {
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, 1, ROW, SEQS, CHUNK);
+    tkv_memory_info memory;
+    row_model m;
+    tkv_cache *kv;
+    int l, t, n, before;
+    cfg.model.rope.dim = ROW;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.budget.bytes = 600000;
+    cfg.budget.pressure.max_level = TKV_OFF;
+    attach_row_model(&m, &cfg);
+    cfg.recompute.compute = compute_single_head;
+    cfg.recompute.cost.threshold = TKV_ZERO;
+    kv = create_cache(&cfg);
+    for (t = 0; t < 12; t++) CHECK_EQ(append_to_both(kv, NULL, 0, 70), TKV_OK);
+    n = tkv_get_length(kv, 0, 0);
+    CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+    CHECK_EQ(tkv_set_budget(kv, memory.total), TKV_OK); /* a longer index takes bytes of blocks */
+    before = count_discarded(kv, 0, 0);
+    CHECK_EQ(tkv_seq_shift(kv, 0, before + 40, before + 130, 1), TKV_OK); /* from the first block in RAM on */
+    CHECK(count_discarded(kv, 0, 0) > before);
+    check_cache(kv);
+    for (l = 0; l < LAYERS; l++) {
+        CHECK_EQ(tkv_read(kv, 0, l, 0, n, k_a, v_a), TKV_OK);
+        CHECK_MEM(v_a, v_model[0][l], (size_t)(n * ROW) * sizeof *v_a);
+        for (t = 0; t < n; t++) CHECK_EQ(tkv_read(kv, 0, l, t, 1, k_b + t * ROW, NULL), TKV_OK);
+        CHECK_MEM(k_a, k_b, (size_t)(n * ROW) * sizeof *k_a);
+    }
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(20);
     RUN(restored_blocks_are_the_same);
+    RUN(rows_of_a_moved_part_are_given);
     RUN(tiers_change_while_blocks_are_discarded);
     RUN(wrong_restores_change_nothing);
     RUN(failed_allocations_change_nothing);

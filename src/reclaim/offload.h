@@ -40,12 +40,13 @@ typedef struct tkvi_piece {
 typedef struct tkvi_fetch_buffer {
     TKVI_ALIGNED uint8_t bytes[TKVI_OFFLOAD_ROOM];
     uint32_t key; /* of the block; TKVI_NIL: the buffer is empty */
+    uint32_t id;  /* the entry: of a discarded block, it has only the rows of that entry */
     int head, part;
     int seq, layer; /* of all blocks that are read with it */
 } tkvi_fetch_buffer;
 
 static void tkvi_empty_buffer(tkvi_fetch_buffer *buffer, int seq, int layer) {
-    buffer->key = TKVI_NIL;
+    buffer->key = buffer->id = TKVI_NIL;
     buffer->seq = seq;
     buffer->layer = layer;
 }
@@ -221,7 +222,9 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     const int is_computed = what == TKVI_ITSELF && tkvi_is_discarded(b);
     if (is_computed && tkvi_has_no_source(kv, b)) return TKV_ERR_NO_SOURCE;
     *bytes = buffer->bytes + (side == TKV_V && !part ? record->v_at : 0);
-    if (buffer->key == piece.key && buffer->head == head && buffer->part == part) return TKV_OK;
+    if (buffer->key == piece.key && buffer->head == head && buffer->part == part &&
+        (!is_computed || buffer->id == id))
+        return TKV_OK;
     buffer->key = TKVI_NIL;
     if (is_computed) {
         if (!tkvi_compute_piece(kv, id, record, head, part, buffer)) return TKV_ERR_NO_SOURCE;
@@ -232,6 +235,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
             return TKV_ERR_DATA;
     }
     buffer->key = piece.key;
+    buffer->id = id;
     buffer->head = head;
     buffer->part = part;
     return TKV_OK;

@@ -53,6 +53,12 @@ static tkv_status tkvi_provide_entries(tkv_cache *kv, int seq, tkvi_count_entrie
     int longest;
     tkvi_request request = tkvi_request_entries(kv, seq, count, what, &row, &longest);
     tkv_status st = TKV_OK;
+    const int may_evict = TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && tkvi_has_budget(kv) &&
+                          tkvi_bytes_for(kv, &request) > kv->tables.cfg.budget.bytes;
+    int layer;
+    /* Eviction may free entries of seq that were counted as given back, or merge blocks that must be split then. */
+    for (layer = 0; may_evict && layer < kv->tables.cfg.model.n_layers; layer++)
+        request.fixed.entries += tkvi_list_of(kv, seq, layer)->n + 2;
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
         if (!st) st = tkvi_reclaim(kv, &request, kv->tables.cfg.budget.bytes);
