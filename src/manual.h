@@ -791,7 +791,7 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute, and 20 KiB more where tokens have moved: give worker threads that much.
+ *   cfg.recompute. Where tokens have moved it uses 20 KiB more. Give worker threads that much.
  *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };

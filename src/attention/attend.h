@@ -40,8 +40,8 @@ typedef struct tkvi_plain_rows {
     int is_set;
     const uint8_t *order; /* NULL: of the model */
     uint8_t pair[TKV_MAX_HEAD_DIM];
-    float plain[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad], as tkvi_turned_rows */
-    float partner[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    /* plain, then partner: [rows + 1][k_pad] each, as tkvi_turned_rows. With prefill kernels: [channel][lanes] */
+    float rows[2 * (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
     int hint; /* place in the cache's table of rotations */
 } tkvi_plain_rows;
 
@@ -536,7 +536,7 @@ static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const 
         p->pair[i] = (uint8_t)pair;
     }
     for (r = 0; r <= u->rows; r++) {
-        float *plain = p->plain + r * u->k_pad, *other = p->partner + r * u->k_pad;
+        float *plain = p->rows + r * u->k_pad, *other = plain + (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM;
         if (r == u->rows) memcpy(row, q->reference.moved, (size_t)u->k_pad * sizeof *row);
         else if (tkvi_is_finite(q->origin[r])) tkvi_copy_query(u, r, row);
         else memset(row, 0, sizeof row);
@@ -566,8 +566,8 @@ static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_querie
     } else {
         q->turned = turned;
     }
-    t.plain = p->plain;
-    t.partner = p->partner;
+    t.plain = p->rows;
+    t.partner = p->rows + (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM;
     t.pair = p->pair;
     t.n_rows = u->rows;
     t.n = u->k_pad;
@@ -1205,15 +1205,55 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_an
     }
 }
 
-/* Loads the queries as blocks that moved by `turned` see them. */
+/* lanes: [channel][lanes] query rows of a work tile as given; 0 in lanes without a row and for rows that are not
+ * finite. */
+static TKVI_NOINLINE void tkvi_set_plain_lanes(const tkvi_work_tile *u, int n_lanes, const float *origin,
+                                               float *lanes) {
+    TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
+    int first, r;
+    for (first = 0; first < n_lanes; first += 16) {
+        memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
+        for (r = first; r < tkvi_min(first + 16, u->rows); r++)
+            if (tkvi_is_finite(origin[r])) tkvi_copy_query(u, r, rows + (r - first) * u->k_pad);
+        u->call->many->transpose(rows, u->k_pad, u->k_pad, lanes + first, n_lanes);
+    }
+}
+
+/* Turns the queries in lanes, as tkvi_turn_queries does. turn: NULL for none. origin: of the first load. */
+static TKVI_NOINLINE void tkvi_turn_lanes(const tkvi_work_tile *u, const tkvi_angles *turn,
+                                          const float *origin, tkvi_prefill_queries *q) {
+    const tkvi_rope *rope = u->call->plan->rope;
+    const float scale = u->call->scale;
+    float *const lanes = u->call->plain->rows;
+    int c, i, k;
+    if (!u->call->plain->is_set) tkvi_set_plain_lanes(u, q->lanes, origin, lanes);
+    u->call->plain->is_set = 1;
+    for (c = 0; c < u->k_pad; c++) {
+        int pair;
+        float sign;
+        const float *x = lanes + c * q->lanes;
+        const float *y = lanes + tkvi_partner_of(rope, c, &pair, &sign) * q->lanes;
+        const float cosine = turn && pair < rope->pairs ? turn->cosine[pair] : 1.0f;
+        const float sine = turn && pair < rope->pairs ? sign * turn->sine[pair] : 0.0f;
+        for (i = 0; i < q->lanes; i += 16) { /* vectors also at -O2 */
+            float z[16];
+            for (k = 0; k < 16; k++) z[k] = (x[i + k] * cosine + y[i + k] * sine) * scale;
+            for (k = 0; k < 16; k++) q->q[c * q->lanes + i + k] = z[k];
+        }
+    }
+}
+
+/* Loads the queries as blocks that moved by `turned` see them. is_first 0: turns them, and origins stay. */
 static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
-                              tkvi_prefill_queries *q, float *origin) {
+                              int is_first, tkvi_prefill_queries *q, float *origin) {
     tkvi_turn room;
     tkvi_angles turn = {NULL, NULL};
     int hint = 0;
     if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
     tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
-    tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
+    if (is_first) tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
+    else tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
+    if (is_first && u->call->plain) u->call->plain->is_set = 0;
     q->coded = 0;
 }
 
@@ -1273,12 +1313,11 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     tkvi_prefill_queries q;
     tkvi_reference reference;
     tkvi_softmax_args w;
-    float origin[TKVI_PREFILL];
     int i, r, rotated, turned;
     q.lanes = lanes;
     tkvi_reference_init(u, &reference);
     turned = reference.turned;
-    tkvi_prefill_turn(u, &reference, turned, &q, sums->origin);
+    tkvi_prefill_turn(u, &reference, turned, 1, &q, sums->origin);
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
     for (r = 0; r < TKVI_PREFILL; r++) {
         sums->m[r] = TKVI_HIDDEN;
@@ -1306,7 +1345,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (!bytes) return;
             if (e->turned != turned) {
                 turned = e->turned;
-                tkvi_prefill_turn(u, &reference, turned, &q, origin); /* origins are those of the first */
+                tkvi_prefill_turn(u, &reference, turned, 0, &q, sums->origin);
             }
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
             if (u->changes || !tkvi_has_all_slots(e))
