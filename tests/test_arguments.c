@@ -116,7 +116,7 @@ static void configure_cache(rig *r) {
     if (r->kind == BUDGET) {
         tkv_memory_info m;
         CHECK_EQ(tkv_estimate_memory(cfg, LENGTH, SEQS, &m), TKV_OK);
-        cfg->budget.bytes = m.total / 16 * 12;
+        cfg->budget.bytes = m.total / 64 * 49;
     }
 }
 
@@ -439,7 +439,8 @@ static void try_appends(rig *r) {
 
     EACH("tkv_seq_copy", "src", EVERY, SEQS, "AAAAAA", tkv_seq_copy(r->kv, x, 0, 0, 1, 0));
     EACH("tkv_seq_copy", "first", EVERY, LENGTH, "AAA***", tkv_seq_copy(r->kv, 0, x, INT_MAX, 1, 0));
-    EACH("tkv_seq_copy", "end", EVERY, LENGTH, "A*A***", tkv_seq_copy(r->kv, 0, 0, x, 1, 0));
+    EACH("tkv_seq_copy", "end", EVERY, LENGTH, "A*A***",
+         tkv_seq_copy(r->kv, 0, LENGTH - 1, x, 1, LENGTH - 1));
     EACH("tkv_seq_copy", "dst", EVERY, SEQS, "AAAAAA", tkv_seq_copy(r->kv, 0, 0, 1, x, 0));
     EACH("tkv_seq_copy", "at", EVERY, LENGTH, "AAA***", tkv_seq_copy(r->kv, 0, 0, 1, 1, x));
     EACH("tkv_seq_put_state", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_put_state(r->kv, x, 0, 1, k_in, 9));
