@@ -1196,8 +1196,7 @@ static void make_call(void) {
 /* >>configs */
 static const tkv_format_pair format_rows[][2] = {
     {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
-    /* F16/F32 and BF16/F16 are not here: with eviction and a window, tkvi_reclaim then misses a bound of its own. */
-    {{TKV_F16, TKV_F16}, {TKV_F16, TKV_F16}},
+    {{TKV_F16, TKV_F32}, {TKV_BF16, TKV_F16}},
     {{TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI3}},
     {{TKV_KVQUANT4, TKV_KVQUANT4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
     {{TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
