@@ -22966,6 +22966,14 @@ static void tkvi_free_block(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_unlist_block(kv, seq, layer, i);
 }
 
+/* 1 if the tokens of blocks i and i + 1 have consecutive indices, without a gap. Without token_meta only such blocks
+ * merge. */
+static int tkvi_is_consecutive(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_entry *a = &kv->pool.entry[ids[i]], *b = &kv->pool.entry[ids[i + 1]];
+    return !a->evicted_mask && !b->evicted_mask &&
+           tkvi_block_tokens(kv, list, ids, i) - a->first_slot == b->start - a->start;
+}
+
 /* Number of tokens of block i + 1 that may move to block i; 0: none. Both blocks need the same tier and format, and
  * the last block takes no part. A packed block spans at most 65536 positions (16 bits).
  *
@@ -22983,8 +22991,9 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - tkvi_block_start(kv, ids, i) > 65536) return 0;
     if (!tkvi_moved_alike(&kv->pool.entry[ids[i]], &kv->pool.entry[ids[i + 1]])) return 0;
-    n_free = TKVI_BLOCK - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
+    n_free = kv->tables.layout[a->layout].tokens - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1));
+    if (!kv->pool.token_meta) return n <= n_free && tkvi_is_consecutive(kv, list, ids, i) ? n : 0;
     if (n <= n_free) return n;
     if (kv->pool.token_meta[ids[i]].anchored_mask | kv->pool.token_meta[ids[i + 1]].anchored_mask) return 0;
     if (fill) return n_free;
@@ -23040,11 +23049,16 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                                 v + (size_t)n * dv, dv);
         tkvi_encode_record(kv, layer, head, record_a, a->first_position, n, bytes_a + record_a->at);
     }
-    tkvi_align_steps(kv, ids[i], ids[i + 1]);
-    to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
-    to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
-    to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
-    to->first_slot = to->end_slot = 0;
+    to->end_slot = from->end_slot ? (uint8_t)(tkvi_n_bits(used_a) + n_moved) : (uint8_t)0;
+    if (kv->pool.token_meta) {
+        tkvi_align_steps(kv, ids[i], ids[i + 1]);
+        to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
+        to->n_packed =
+            (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
+        to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
+        to->end_slot = 0;
+    }
+    to->first_slot = 0;
     tkvi_forget_meter_copies(kv, seq, layer, to->start);
     tkvi_forget_copy(&kv->pool, to->block);
     kv->counts.merged++;
@@ -23057,6 +23071,18 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                              from->start); /* the block begins later now, and has other tokens */
     tkvi_forget_copy(&kv->pool, from->block);
     tkvi_advance_start(kv, list, ids, i + 1);
+}
+
+/* Merges blocks i and i + 1 of a list if all their tokens fit into one. Returns 1 if it did. */
+static int tkvi_join_if_short(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int n;
+    if (i < list->sinks || i + 2 >= list->n) return 0;
+    n = tkvi_n_joinable(kv, layer, list, ids, i, 0);
+    if (!n || n < tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1))) return 0;
+    tkvi_join_blocks(kv, seq, layer, i, n);
+    return 1;
 }
 
 /* After an eviction: frees empty blocks and merges neighbours. fill: as in tkvi_n_joinable. */
@@ -27255,9 +27281,18 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
     return TKV_OK;
 }
 
+/* Merges short blocks with their neighbours where ageing has just recoded blocks: the newest ones of each tier. Cuts
+ * leave short blocks behind. */
+static void tkvi_join_aged(tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive - 2)) {}
+    while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive + list->warm - 2)) {}
+}
+
 /* Ages a list before an append of n tokens, with slots reserved for the layer. Returns 0 without memory. */
 static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
     const int reserved_len = kv->seq[seq].reserved_len;
+    const uint64_t demoted_before = kv->counts.demoted;
     tkvi_demand needed = tkvi_no_demand();
     int aged;
     if (kv->seq[seq].in_step) return 1;
@@ -27265,6 +27300,7 @@ static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
         (void)tkvi_take_from_reservation(kv, seq, needed.slots);
     aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0,
                          tkvi_most_to_age(tkvi_list_of(kv, seq, layer), n));
+    if (kv->counts.demoted != demoted_before) tkvi_join_aged(kv, seq, layer);
     if (reserved_len) tkvi_reserve_slots(kv, seq, reserved_len);
     return aged;
 }
@@ -27480,6 +27516,16 @@ static int tkvi_age_in_idle_time(tkv_cache *kv, int seq, const tkvi_idle_work *w
     return aged >= 0;
 }
 
+/* Merges short neighbours in all lists of a sequence. */
+static void tkvi_join_in_idle_time(tkv_cache *kv, int seq, const tkvi_idle_work *work) {
+    int layer, i;
+    tkvi_unreserve_slots(kv, seq);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        for (i = tkvi_list_of(kv, seq, layer)->sinks; i + 2 < tkvi_list_of(kv, seq, layer)->n; i++)
+            while (tkvi_has_time(kv, work) && tkvi_join_if_short(kv, seq, layer, i)) {}
+    tkvi_release_unused(kv, seq);
+}
+
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_time_up, void *user,
                                 int *done) {
     tkvi_idle_work work;
@@ -27495,6 +27541,8 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && ready; seq++)
         if (!kv->seq[seq].in_step) ready = tkvi_age_in_idle_time(kv, seq, &work);
     while (ready && tkvi_has_time(kv, &work) && tkvi_recode_in_idle_time(kv)) {}
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && ready; seq++)
+        if (!kv->seq[seq].in_step) tkvi_join_in_idle_time(kv, seq, &work);
     tkvi_trim(&kv->pool);
     if (done) *done = (int)(kv->counts.demoted - before);
     return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);

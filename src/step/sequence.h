@@ -426,9 +426,18 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
     return TKV_OK;
 }
 
+/* Merges short blocks with their neighbours where ageing has just recoded blocks: the newest ones of each tier. Cuts
+ * leave short blocks behind. */
+static void tkvi_join_aged(tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive - 2)) {}
+    while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive + list->warm - 2)) {}
+}
+
 /* Ages a list before an append of n tokens, with slots reserved for the layer. Returns 0 without memory. */
 static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
     const int reserved_len = kv->seq[seq].reserved_len;
+    const uint64_t demoted_before = kv->counts.demoted;
     tkvi_demand needed = tkvi_no_demand();
     int aged;
     if (kv->seq[seq].in_step) return 1;
@@ -436,6 +445,7 @@ static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
         (void)tkvi_take_from_reservation(kv, seq, needed.slots);
     aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0,
                          tkvi_most_to_age(tkvi_list_of(kv, seq, layer), n));
+    if (kv->counts.demoted != demoted_before) tkvi_join_aged(kv, seq, layer);
     if (reserved_len) tkvi_reserve_slots(kv, seq, reserved_len);
     return aged;
 }
@@ -651,6 +661,16 @@ static int tkvi_age_in_idle_time(tkv_cache *kv, int seq, const tkvi_idle_work *w
     return aged >= 0;
 }
 
+/* Merges short neighbours in all lists of a sequence. */
+static void tkvi_join_in_idle_time(tkv_cache *kv, int seq, const tkvi_idle_work *work) {
+    int layer, i;
+    tkvi_unreserve_slots(kv, seq);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        for (i = tkvi_list_of(kv, seq, layer)->sinks; i + 2 < tkvi_list_of(kv, seq, layer)->n; i++)
+            while (tkvi_has_time(kv, work) && tkvi_join_if_short(kv, seq, layer, i)) {}
+    tkvi_release_unused(kv, seq);
+}
+
 TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_time_up, void *user,
                                 int *done) {
     tkvi_idle_work work;
@@ -666,6 +686,8 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && ready; seq++)
         if (!kv->seq[seq].in_step) ready = tkvi_age_in_idle_time(kv, seq, &work);
     while (ready && tkvi_has_time(kv, &work) && tkvi_recode_in_idle_time(kv)) {}
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && ready; seq++)
+        if (!kv->seq[seq].in_step) tkvi_join_in_idle_time(kv, seq, &work);
     tkvi_trim(&kv->pool);
     if (done) *done = (int)(kv->counts.demoted - before);
     return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
