@@ -27282,11 +27282,14 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
 }
 
 /* Merges short blocks with their neighbours where ageing has just recoded blocks: the newest ones of each tier. Cuts
- * leave short blocks behind. */
+ * leave short blocks behind. A cut block could not merge while it was the last one. */
 static void tkvi_join_aged(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive - 2)) {}
-    while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive + list->warm - 2)) {}
+    int back;
+    for (back = 4; back >= 2; back--) {
+        while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive - back)) {}
+        while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive + list->warm - back)) {}
+    }
 }
 
 /* Ages a list before an append of n tokens, with slots reserved for the layer. Returns 0 without memory. */

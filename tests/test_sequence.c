@@ -2313,12 +2313,11 @@ TEST(wiping_leaves_nothing) {
     }
 }
 
-/* Many cuts into coded tokens leave short blocks. They merge when they are recoded, and in tkv_maintain. */
+/* Cuts into coded tokens leave short blocks. They merge when they are recoded, and in tkv_maintain. */
 TEST(short_blocks_merge) {
-    int meta, round, layer, most = 0;
+    int meta, round, layer;
     for (meta = 0; meta < 2; meta++) {
-        tkv_config cfg = make_config(2, 2);
-        tkv_rng rng = tkv_rng_seed(11);
+        tkv_config cfg = make_config(2, 1);
         tkv_memory_info torn, fresh;
         tkv_layer_info info;
         tkv_cache *kv;
@@ -2326,35 +2325,32 @@ TEST(short_blocks_merge) {
         cfg.tiers.warm_tokens = 200;
         if (meta) cfg.importance.sample_every = 1;
         kv = create_cache(&cfg);
-        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1000, 50), TKV_OK);
-        for (round = 0; round < 60; round++) { /* each takes back up to 200 tokens and writes as many again */
-            const int n = 1 + tkv_rng_below(&rng, 200);
-            CHECK_EQ(tkv_seq_truncate(kv, 0, 1000 - n), TKV_OK);
-            CHECK_EQ(append_to_all_layers(kv, 0, 1, n, 30), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 200, 50), TKV_OK);
+        for (round = 0; round < 80; round++) { /* 10 tokens stay of each 200 */
+            CHECK_EQ(append_to_all_layers(kv, 0, 1, 200, 50), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, 210 + 10 * round), TKV_OK);
             check_cache_at(kv, "cut", round);
             for (layer = 0; layer < 2; layer++) {
-                int n_blocks;
                 CHECK_EQ(tkv_get_layer(kv, 0, layer, &info), TKV_OK);
-                n_blocks =
-                    info.blocks[TKV_TIER_HOT] + info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE];
-                CHECK_LE(n_blocks, 2 * ((1000 + 63) / 64) + 2);
-                if (n_blocks > most) most = n_blocks;
+                CHECK_LE(info.blocks[TKV_TIER_HOT] + info.blocks[TKV_TIER_WARM] +
+                             info.blocks[TKV_TIER_ARCHIVE],
+                         2 * ((info.length + 63) / 64) + 2);
             }
         }
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 100, 50), TKV_OK);
         CHECK_EQ(tkv_maintain(kv, 1000, NULL, NULL, NULL), TKV_OK);
         check_cache_at(kv, "maintained", meta);
         CHECK_EQ(tkv_get_memory(kv, &torn), TKV_OK);
-        CHECK_EQ(tkv_read(kv, 0, 1, 0, 1000, k_out, v_out), TKV_OK);
-        fill_rows(1, 1, 0, 1000, k_want, v_want);
-        CHECK_LE(mean_squared_difference(k_out, k_want, 1000 * K_ROW), 0.4);
-        CHECK_LE(mean_squared_difference(v_out, v_want, 1000 * V_ROW), 0.4);
+        CHECK_EQ(tkv_read(kv, 0, 1, 0, 1100, k_out, v_out), TKV_OK);
+        fill_rows(1, 1, 0, 1100, k_want, v_want);
+        CHECK_LE(mean_squared_difference(k_out, k_want, 1100 * K_ROW), 0.5);
+        CHECK_LE(mean_squared_difference(v_out, v_want, 1100 * V_ROW), 0.5);
         CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
-        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1000, 50), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 50), TKV_OK);
         CHECK_EQ(tkv_get_memory(kv, &fresh), TKV_OK);
-        CHECK_LE(torn.total, 1.35 * (double)fresh.total);
+        CHECK_LE(torn.total, 1.3 * (double)fresh.total);
         tkv_destroy(kv);
     }
-    CHECK(most > 17); /* there were short blocks */
 }
 
 int main(int argc, char **argv) {
