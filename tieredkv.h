@@ -139,7 +139,10 @@
  * 4. WORDS
  *
  *   cache      all state for one model: n_layers layers, up to max_seqs sequences
- *   sequence   one conversation or beam; its tokens have positions 0, 1, 2, ...
+ *   sequence   one conversation or beam: tokens in the order of their appends
+ *   index      of a token: 0 .. length - 1, no holes. It never changes while tokens only come and go at the end
+ *   position   of a token: what RoPE rotated its key for. Positions may repeat, jump and be moved. Without that, index
+ *              and position are the same number
  *   fork       a sequence that shares the blocks of another one and goes on for itself (tkv_seq_fork)
  *   head group the n_heads / n_kv_heads query heads that share a KV head
  *   block      64 consecutive tokens of one layer of one sequence, all KV heads: the unit of coding and of memory
@@ -170,7 +173,12 @@
  *   evicted    a token that a policy or the caller removed for good (cfg.evict, tkv_evict)
  *   expired    a token that every sliding window has passed, and that was then removed
  *
- *   All four keep their positions. The length of a sequence (tkv_get_length) counts every token ever appended.
+ *   All four keep their indices and positions. The length of a sequence (tkv_get_length) counts them.
+ *
+ *   Functions mean by a number of a token:
+ *     index      tkv_read, tkv_seq_truncate, tkv_seq_fork, tkv_seq_keep, masks, row_ends, scores, pins, eviction, tiers
+ *     position   tkv_seq_remove, tkv_seq_shift, tkv_seq_copy, windows, ALiBi, RoPE
+ *   Causality goes by index inside the blocks that have queries of the call, else by position.
  *
  *
  * 5. APPENDING AND ATTENDING
@@ -207,6 +215,18 @@
  *   Forks. tkv_seq_fork makes a sequence that begins with the tokens of another one: a character after a common
  *   prompt, a beam, a reply to try out. Both share the blocks, so it copies nothing and codes nothing. Each then
  *   appends, truncates, pins and evicts for itself. tkv_seq_truncate takes back the newest tokens of one sequence.
+ *
+ *   Other changes of a sequence. None of them codes a token again:
+ *     tkv_seq_remove   removes positions anywhere
+ *     tkv_seq_shift    gives tokens other positions
+ *     tkv_seq_copy     adds tokens of another sequence, at other positions: a document that several prompts share, or a
+ *                      token that belongs to several sequences (append it to one, and copy it to the others)
+ *     tkv_seq_keep     after a draft tree: the accepted path stays, the other newest tokens go
+ *     tkv_seq_slide    a text without end (chapter 7)
+ *
+ *   Positions and masks of a call. token_positions of tkv_append_params gives each new token a position, as images and
+ *   draft trees need it. row_ends of tkv_attend_params lets the tokens of an image see all of it in a causal chunk.
+ *   first_rows of both names the row at which each sequence of a batch begins, for batches padded on the left.
  *
  *   States. A recurrent layer has no keys that could be cut: it must begin again from a state. tkv_seq_put_state keeps
  *   a copy of such bytes after the first n tokens, for a layer and a sequence. It may be a no_cache layer. States count
@@ -475,41 +495,35 @@
  *   TKV_ERR_BUDGET means that the last level allowed has nothing left to recode. The length of every layer is as
  *   before. A program can raise the budget, reset another sequence, or allow a stage of chapter 9.
  *
- *   A chat without end. A window or sliding eviction keeps the memory of a cache constant, however long the text
- *   gets. With an allocator, max_tokens 0 and keep_tokens 1024, the bytes were constant over 1.1 million tokens.
- *   These limits remain:
- *     - Positions only rise, as evicted and expired tokens keep theirs. A sequence ends at cfg.limits.max_tokens, by
- *       default 2^30 - 1, with TKV_ERR_CAPACITY. The model's own context may end earlier.
- *     - In place, the index must have memory for all of max_tokens from the beginning. A window takes 4 bytes per
- *       layer for each 64 positions. Eviction takes about 850 bytes more for each 64 positions, in all.
- *     - In place without a budget, eviction needs the bytes of max_tokens as if all tokens stayed. So set a budget.
- *   At its end a sequence is reset. The model then computes the newest part of the text again, from position 0 on.
+ *   A chat without end. Three ways keep the memory of a cache constant, however long the text gets:
+ *     tkv_seq_slide      the oldest tokens behind the sinks go, and all later ones move up in index and position. So a
+ *                        sequence never ends, in an arena for max_tokens. It needs the model's RoPE.
+ *     a window           cfg.model.window; the sinks go, too. Indices and positions rise to max_tokens, by default
+ *                        2^30 - 1. In place it takes 4 bytes per layer for each 64 positions.
+ *     sliding eviction   cfg.evict; the sinks stay. Indices and positions rise as with a window. In place it takes
+ *                        about 850 bytes more for each 64 positions. Set a budget: else it takes those of max_tokens.
  *
  * Recipe R2: a chat without end in a fixed arena
- *     static unsigned char arena[1 << 20];
- *     cfg.budget.bytes = sizeof arena;                     // first, old tokens are compressed, down the ladder
- *     cfg.evict.policy = TKV_EVICT_SLIDING;                // then the oldest go, except four sinks
- *     cfg.limits.max_tokens = 16384;                       // positions until a restart
- *     if (tkv_create_in_place(&cfg, arena, sizeof arena, &kv, NULL, 0)) return 1;
- *     int restarts = 0;
+ *     cfg.limits.max_tokens = 1024;                        // tokens that the arena holds
+ *     cfg.model.rope.dim = 32;                             // as the model rotates keys
+ *     size_t bytes;
+ *     if (tkv_get_required_bytes(&cfg, &bytes, NULL)) return 1;
+ *     void *arena = malloc(bytes);
+ *     if (tkv_create_in_place(&cfg, arena, bytes, &kv, NULL, 0)) return 1;
+ *     int removed, total = 0;
  *     for (int turn = 0; turn < 400; turn++) {             // of 64 tokens each
- *         int again = 0;
- *         if (tkv_get_length(kv, 0, TKV_ALL_LAYERS) + 64 > cfg.limits.max_tokens) {
- *             if (tkv_seq_reset(kv, 0)) return 1;
- *             restarts++;
- *             again = 8;                                   // the newest 512 tokens, computed again
- *         }
- *         for (int chunk = 0; chunk <= again; chunk++) {
- *             for (int layer = 0; layer < LAYERS; layer++) {
- *                 run_model(64);
- *                 if (tkv_append(kv, 0, layer, k, v, 64)) return puts(tkv_get_last_error(kv)), 1;
- *                 if (tkv_attend(kv, 0, layer, q, 1, out)) return 1;
- *             }
+ *         if (tkv_seq_slide(kv, 0, 64, &removed)) return 1;
+ *         total += removed;                                // positions go on from tkv_get_length
+ *         for (int layer = 0; layer < LAYERS; layer++) {
+ *             run_model(64);
+ *             if (tkv_append(kv, 0, layer, k, v, 64)) return puts(tkv_get_last_error(kv)), 1;
+ *             if (tkv_attend(kv, 0, layer, q, 1, out)) return 1;
  *         }
  *     }
- *     tkv_layer_info info;
- *     if (tkv_get_layer(kv, 0, 0, &info)) return 1;
- *     printf("25600 tokens, %d restart, %d held, %d evicted\n", restarts, info.length - info.evicted, info.evicted);
+ *     printf("25600 tokens, %d held, %d gone\n", tkv_get_length(kv, 0, 0), total);
+ *     tkv_destroy(kv);
+ *     free(arena);
+ *     kv = NULL;
  * End of recipe
  *
  *   Small contexts. A cache has costs that do not grow with its tokens. tkv_estimate_memory with one token shows
