@@ -515,6 +515,7 @@ static tkv_status call_append_at(void) {
     if (s->len + n > LONGEST) return skip_call();
     at = next_position(seq, layer);
     if (back > 220) at = choose_int(0, at + 100);
+    if (at > (1 << 30) + CHUNK) at = -1;
     for (i = 0; i < n; i++, at += tkv_rng_below(&rng, 5) ? 1 : tkv_rng_below(&rng, 20)) {
         positions[i] = at;
         if (at < 0 || at >= 1 << 30) call.must_fail = 1;
@@ -807,7 +808,7 @@ static tkv_status call_copy(void) {
     if (is_seq(dst)) len = model[dst][0].len;
     st = tkv_seq_copy(kv, src, first, end, dst, at);
     if (call.must_fail) return st;
-    CHECK_EQ(st == TKV_ERR_STATE, in_step[src] || in_step[dst]);
+    if (!call.is_hostile) CHECK_EQ(st == TKV_ERR_STATE, in_step[src] || in_step[dst]);
     if (st == TKV_ERR_UNSUPPORTED) CHECK(!cfg.model.rope.dim || cfg.tiers.n_anchors);
     if (st == TKV_ERR_RANGE) CHECK(window_of(0) || window_of(1) || at != first);
     if (st || tkv_get_length(kv, dst, 0) == len) return st;
@@ -863,6 +864,7 @@ static tkv_status call_keep(void) {
     if (in_step[seq]) CHECK_EQ(st != TKV_OK, 1);
     if (st == TKV_ERR_STATE && !call.is_hostile)
         CHECK_MSG(in_step[seq] || !is_exact || !is_live || may_share[seq], "exact tokens from %d on", first);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors);
     if (st == TKV_ERR_RANGE && !call.is_hostile) CHECK(n == 0 ? window_of(0) || window_of(1) : !is_live);
     if (st) return st;
     for (l = 0; l < 2; l++) {
@@ -1371,7 +1373,7 @@ static const struct {
     {"remove", 12, call_remove, ERR(STATE) | ERR(RANGE)},
     {"shift", 16, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"copy", 14, call_copy, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
-    {"keep", 14, call_keep, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE)},
+    {"keep", 14, call_keep, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED)},
     {"slide", 12, call_slide, ERR(CAPACITY) | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"put state", 5, call_put_state, MEMORY_ERRORS},
     {"reset", 3, call_reset, 0},
