@@ -54,14 +54,17 @@ static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *kee
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_record *r = kv->tables.layout[b->layout].record;
         uint32_t n_own = 1;
+        int is_ready;
         if (tkvi_block_end(kv, list, ids, i) <= keep->first) continue;
         while (i >= (int)n_own && tkvi_goes_on(kv, list, ids, i - (int)n_own + 1)) n_own++;
+        /* Later entries of the block are no older, but may be packed. */
+        is_ready = tkvi_tier_at(list, i) == TKV_TIER_HOT && !kv->pool.entry[ids[i]].n_packed;
         while (i + 1 < list->n && tkvi_goes_on(kv, list, ids, i + 1)) {
             i++;
             n_own++;
+            is_ready &= !kv->pool.entry[ids[i]].n_packed;
         }
-        if (tkvi_is_offloaded(b) || !tkvi_is_exact(r->k.format) || !tkvi_is_exact(r->v.format) ||
-            tkvi_tier_at(list, i) != TKV_TIER_HOT || kv->pool.entry[ids[i]].n_packed)
+        if (!is_ready || tkvi_is_offloaded(b) || !tkvi_is_exact(r->k.format) || !tkvi_is_exact(r->v.format))
             return tkvi_fail(kv, TKV_ERR_STATE, "tokens are not exact any more: index",
                              tkvi_max(keep->first, tkvi_block_start(kv, ids, i)), "");
         if (b->refs > n_own)
@@ -157,7 +160,9 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     if (i < 0) return;
     memset(&to, 0, sizeof to);
     to.i = i;
-    to.slot = kv->pool.entry[ids[i]].first_slot + keep->first - tkvi_block_start(kv, ids, i);
+    /* `first` may be an index behind the slots of its entry, whose token is gone. */
+    to.slot = tkvi_min(kv->pool.entry[ids[i]].first_slot + keep->first - tkvi_block_start(kv, ids, i),
+                       tkvi_block_tokens(kv, list, ids, i));
     to.position = -1;
     for (t = 0; t < keep->n; t++) tkvi_keep_token(kv, keep, layer, t, &to);
     tkvi_forget_meter_copies_in(kv, keep->seq, layer, keep->first, TKVI_FOREVER);
@@ -197,6 +202,10 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
         if (indices[i] < (i ? indices[i - 1] + 1 : first))
             return tkvi_fail(kv, TKV_ERR_ARG, "indices must rise, from `first` on; one is", indices[i], "");
     if (n == 0) return tkv_seq_truncate(kv, seq, first);
+    if (kv->tables.cfg.tiers.n_anchors && indices[n - 1] != first + n - 1)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "set tiers.n_anchors to 0: with anchors only tokens in a row can stay, from", first,
+                         " on");
     keep.seq = seq;
     keep.first = first;
     keep.indices = indices;

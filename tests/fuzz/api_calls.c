@@ -37,7 +37,7 @@ enum {
     MAX_HEADS = 4,
     MAX_DIM = 32,
     MAX_ROW = 2 * MAX_DIM, /* K or V of a token */
-    ROWS = 6,              /* queries of a call of attention */
+    ROWS = 10,             /* queries of a call of attention, and rows between them */
     WORDS = (LONGEST + 63) / 64,
     MAX_BLOCKS = 96,
     ALLOCATED = 64 << 20 /* a cache that asks for more bytes is refused */
@@ -97,6 +97,7 @@ typedef struct model_layer {
 
 static model_layer model[SEQS][2];
 static int in_step[SEQS], reserved[SEQS], has_moved[SEQS], has_discards[SEQS];
+static int may_share[SEQS]; /* 1: the sequence had blocks in common with another one */
 
 static tkv_config cfg;
 static tkv_layer_config layer_cfg[LAYERS];
@@ -111,7 +112,7 @@ static uint32_t next_id;
 static size_t budget_before;
 static uint8_t image[1 << 17]; /* of tkv_save_calibration */
 static size_t image_size;
-static float k_in[SEQS * CHUNK * MAX_ROW + 64], v_in[SEQS * CHUNK * MAX_ROW + 64];
+static float k_in[SEQS * (CHUNK + 1) * MAX_ROW + 64], v_in[SEQS * (CHUNK + 1) * MAX_ROW + 64];
 static float k_out[LONGEST * MAX_ROW], v_out[LONGEST * MAX_ROW];
 
 static int min_of(int a, int b) { return a < b ? a : b; }
@@ -179,11 +180,12 @@ static void truncate_model(int seq, int layer, int len) {
 static void reset_model(int seq) {
     truncate_model(seq, 0, 0);
     truncate_model(seq, 1, 0);
-    in_step[seq] = reserved[seq] = has_moved[seq] = has_discards[seq] = 0;
+    in_step[seq] = reserved[seq] = has_moved[seq] = has_discards[seq] = may_share[seq] = 0;
 }
 
-/* Appends tokens first_id, ... to the model, at the positions that the cache says. */
-static void append_to_model(int seq, int layer, uint32_t first_id, int n) {
+/* Appends tokens first_id, ... to the model, at the positions that the cache says. positions: that they must have;
+ * NULL: each follows the one before. */
+static void append_to_model(int seq, int layer, uint32_t first_id, int n, const int *positions) {
     model_layer *s = &model[seq][layer];
     int i;
     if (!in_step[seq] && n) s->exact_from = s->len;
@@ -191,7 +193,8 @@ static void append_to_model(int seq, int layer, uint32_t first_id, int n) {
     for (i = s->len; i < s->len + n; i++) {
         s->id[i] = first_id + (uint32_t)(i - s->len);
         s->turned[i] = s->is_pinned[i] = s->state[i] = 0;
-        if (i && (i > s->len || s->state[i - 1] == LIVE || s->state[i - 1] == DISCARDED))
+        if (positions) CHECK_EQ(s->position[i], positions[i - s->len]);
+        else if (i && (i > s->len || s->state[i - 1] == LIVE || s->state[i - 1] == DISCARDED))
             CHECK_EQ(s->position[i], s->position[i - 1] + 1);
     }
     s->len += n;
@@ -339,6 +342,25 @@ static void check_layer(int seq, int layer, int with_values) {
     if (with_values && !tkv_test_.n_bad) check_values(seq, layer, tier);
 }
 
+static uint32_t hash_seen(int seq, int n);
+
+/* Every state is that of the tokens of its sequence. */
+static void check_states(int seq, int layer) {
+    static int at[256];
+    static uint32_t words[640];
+    int n = 0, i, j;
+    size_t size = 0;
+    CHECK_EQ(tkv_seq_list_states(kv, seq, layer, at, COUNT(at), &n), TKV_OK);
+    for (i = 0; i < min_of(n, COUNT(at)) && !tkv_test_.n_bad; i++) {
+        const uint32_t want = hash_seen(seq, min_of(at[i], model[seq][0].len));
+        CHECK(at[i] <= model[seq][0].len);
+        CHECK_EQ(tkv_seq_get_state(kv, seq, layer, at[i], words, sizeof words, &size), TKV_OK);
+        for (j = 0; j < (int)(size / sizeof *words) && !tkv_test_.n_bad; j++)
+            CHECK_MSG(words[j] == want, "sequence %d, layer %d: the state after %d tokens has seen others",
+                      seq, layer, at[i]);
+    }
+}
+
 static void check_everything(void) {
     static int turn;
     tkv_memory_info m;
@@ -359,6 +381,8 @@ static void check_everything(void) {
     turn++;
     for (s = 0; s < SEQS; s++)
         for (l = 0; l < 2 && !tkv_test_.n_bad; l++) check_layer(s, l, turn % 2 == l);
+    for (s = 0; s < SEQS; s++)
+        for (l = 0; l < cfg.model.n_layers && !tkv_test_.n_bad; l++) check_states(s, l);
     for (s = 0; s < SEQS; s++) {
         CHECK_EQ(tkv_get_length(kv, s, TKV_ALL_LAYERS), min_len(s));
         if (cfg.model.n_layers == LAYERS) {
@@ -418,7 +442,7 @@ static tkv_status call_append(void) {
     if (fits) CHECK_MSG(st == TKV_OK, "%d, but it was reserved up to %d", (int)st, reserved[seq]);
     if (bad) CHECK(st != TKV_OK);
     if (st) return st;
-    append_to_model(seq, layer, next_id, n);
+    append_to_model(seq, layer, next_id, n, NULL);
     next_id += (uint32_t)n;
     return st;
 }
@@ -427,6 +451,12 @@ static tkv_status call_append(void) {
 static void note_recoding(void) {
     int i;
     for (i = 0; i < 2 * SEQS; i++) model[i / 2][i % 2].exact_from = model[i / 2][i % 2].len;
+}
+
+/* The position that follows that of the last token. */
+static int next_position(int seq, int layer) {
+    const model_layer *s = &model[seq][layer];
+    return s->len ? s->position[s->len - 1] + 1 : 0;
 }
 
 /* Appends n tokens to all layers, as programs do. A layer that lags catches up. */
@@ -440,7 +470,7 @@ static tkv_status append_to_all(int seq, int n) {
             make_row(next_id + (uint32_t)t, l, 1, v_in + t * v_row);
         }
         st = tkv_append(kv, seq, l, k_in, v_in, some);
-        if (!st) append_to_model(seq, l, next_id, some);
+        if (!st) append_to_model(seq, l, next_id, some, NULL);
         next_id += (uint32_t)some;
     }
     return st;
@@ -471,12 +501,58 @@ static void fill_sequences(void) {
         }
 }
 
+/* Appends tokens at positions that repeat and jump, now and then back. */
+static tkv_status call_append_at(void) {
+    const int seq = choose_seq(), layer = choose_layer(), n = choose_int(1, 40);
+    const int seed = next_byte(), back = next_byte();
+    int positions[CHUNK], i, at, jumps = 0;
+    tkv_append_params p;
+    tkv_rng rng = tkv_rng_seed((uint64_t)seed);
+    model_layer *s;
+    tkv_status st;
+    if (call.is_hostile || call.must_fail || !is_layer(layer)) return skip_call();
+    s = &model[seq][layer];
+    if (s->len + n > LONGEST) return skip_call();
+    at = next_position(seq, layer);
+    if (back > 220) at = choose_int(0, at + 100);
+    if (at > (1 << 30) + CHUNK) at = -1;
+    for (i = 0; i < n; i++, at += tkv_rng_below(&rng, 5) ? 1 : tkv_rng_below(&rng, 20)) {
+        positions[i] = at;
+        if (at < 0 || at >= 1 << 30) call.must_fail = 1;
+        if (at > (1 << 30) + CHUNK) at = -1;
+        jumps |= i && positions[i] != positions[i - 1] + 1;
+    }
+    (void)fill_input(layer, n);
+    make_row(next_id, layer, 0, k_in);
+    for (i = 0; i < n; i++) { /* finite rows */
+        make_row(next_id + (uint32_t)i, layer, 0, k_in + i * k_row);
+        make_row(next_id + (uint32_t)i, layer, 1, v_in + i * v_row);
+    }
+    sprintf(call.text, "append %d at %d to %d to sequence %d, layer %d", n, positions[0], positions[n - 1],
+            seq, layer);
+    allow_reclaim(seq);
+    memset(&p, 0, sizeof p);
+    p.seq = seq, p.layer = layer, p.n = n;
+    p.k = k_in, p.v = v_in;
+    p.token_positions = positions;
+    st = tkv_append_ex(kv, &p);
+    reserved[seq] = 0;
+    if (st == TKV_ERR_RANGE && !call.must_fail) CHECK(window_of(layer));
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors);
+    if (cfg.tiers.n_anchors && jumps) CHECK(st != TKV_OK);
+    if (st || call.must_fail) return st;
+    has_moved[seq] = 1;
+    append_to_model(seq, layer, next_id, n, positions);
+    next_id += (uint32_t)n;
+    return st;
+}
+
 static tkv_status call_append_batch(void) {
-    static uint16_t k_half[SEQS * CHUNK * MAX_ROW], v_half[SEQS * CHUNK * MAX_ROW];
+    static uint16_t k_half[SEQS * (CHUNK + 1) * MAX_ROW], v_half[SEQS * (CHUNK + 1) * MAX_ROW];
     const int layer = choose_layer(), how = next_byte(), one = how & 1;
     tkv_append_params p;
     tkv_rows rows[SEQS + 1];
-    int position[SEQS + 1], i, n = 0, ok = 1, n_rows = one ? 1 : choose_int(0, SEQS);
+    int position[SEQS + 1], first_row[SEQS + 1], i, n = 0, ok = 1, n_rows = one ? 1 : choose_int(0, SEQS);
     uint32_t seen = 0;
     tkv_status st;
     memset(&p, 0, sizeof p);
@@ -491,7 +567,7 @@ static tkv_status call_append_batch(void) {
         }
         ok &= !(seen >> rows[i].seq & 1);
         seen |= 1u << rows[i].seq;
-        position[i] = is_layer(layer) ? model[rows[i].seq][layer].len : 0;
+        position[i] = is_layer(layer) ? next_position(rows[i].seq, layer) : 0;
         n += rows[i].n;
     }
     if (!ok || !is_layer(layer)) call.must_fail = 1;
@@ -507,13 +583,19 @@ static tkv_status call_append_batch(void) {
     p.n = rows[0].n;
     if (!one) p.batch = rows, p.n_batch = n_rows;
     (void)fill_input(0, 0);
-    for (i = 0; i < n && !call.must_fail; i++) {
-        make_row(next_id + (uint32_t)i, layer, 0, k_in + i * k_row);
-        make_row(next_id + (uint32_t)i, layer, 1, v_in + i * v_row);
+    for (i = 0, n = 0; i < n_rows && i < SEQS && !call.must_fail; n += rows[i].n, i++) {
+        int t;
+        first_row[i] = how & 128 ? CHUNK * i + i : n;
+        for (t = 0; t < rows[i].n; t++) {
+            make_row(next_id + (uint32_t)(n + t), layer, 0, k_in + (first_row[i] + t) * k_row);
+            make_row(next_id + (uint32_t)(n + t), layer, 1, v_in + (first_row[i] + t) * v_row);
+        }
     }
-    for (i = 0; i < SEQS * CHUNK * MAX_ROW && !call.must_fail; i++) {
-        if (i < n * k_row) k_half[i] = how & 4 ? f16_of(k_in[i]) : bf16_of(k_in[i]);
-        if (i < n * v_row) v_half[i] = how & 4 ? f16_of(v_in[i]) : bf16_of(v_in[i]);
+    if (how & 128) p.first_rows = first_row;
+    if (how & 128 && next_byte() > 245 && n_rows > 0 && !call.must_fail) first_row[0] = -1, call.must_fail = 1;
+    for (i = 0; i < SEQS * (CHUNK + 1) * MAX_ROW && !call.must_fail; i++) {
+        k_half[i] = how & 4 ? f16_of(k_in[i]) : bf16_of(k_in[i]);
+        v_half[i] = how & 4 ? f16_of(v_in[i]) : bf16_of(v_in[i]);
     }
     p.k = how & 8 ? (const void *)k_half : k_in;
     p.v = how & 16 ? (const void *)v_half : v_in;
@@ -530,7 +612,7 @@ static tkv_status call_append_batch(void) {
     st = tkv_append_ex(kv, &p);
     if (st) return st;
     for (i = 0, n = 0; i < n_rows && !call.must_fail; i++) {
-        append_to_model(rows[i].seq, layer, next_id + (uint32_t)n, rows[i].n);
+        append_to_model(rows[i].seq, layer, next_id + (uint32_t)n, rows[i].n, NULL);
         n += rows[i].n;
     }
     next_id += (uint32_t)n;
@@ -607,7 +689,7 @@ static void compare_fork(int src, int dst) {
 
 static tkv_status call_fork(void) {
     const int src = choose_seq(), other = choose_seq();
-    const int dst = src == other && next_byte() < 250 ? (src + 1) % SEQS : other;
+    const int dst = is_seq(src) && src == other && next_byte() < 250 ? (src + 1) % SEQS : other;
     const int n = next_byte() % 2 ? TKV_UNLIMITED : choose_int(0, is_seq(src) ? max_len(src) + 2 : 4);
     tkv_status st;
     int l;
@@ -626,6 +708,7 @@ static tkv_status call_fork(void) {
     has_discards[dst] = has_discards[src];
     has_moved[dst] = has_moved[src];
     reserved[dst] = reserved[src] = 0;
+    may_share[dst] = may_share[src] = 1;
     if (n == TKV_UNLIMITED) compare_fork(src, dst);
     return st;
 }
@@ -701,6 +784,151 @@ static tkv_status call_shift(void) {
     reserved[seq] = 0;
     has_moved[seq] = 1;
     return st;
+}
+
+static tkv_status call_copy(void) {
+    const int src = choose_seq(), other = choose_seq();
+    const int dst = is_seq(src) && src == other && next_byte() < 250 ? (src + 1) % SEQS : other;
+    int first, end, at, l, i, j, n = 0, len = 0;
+    tkv_status st;
+    choose_range(src, &first, &end);
+    at = next_byte() % 2 ? first : choose_int(0, LONGEST);
+    if (src == dst || at < 0) call.must_fail = 1;
+    sprintf(call.text, "copy positions %d to %d of sequence %d to sequence %d, at %d", first, end, src, dst,
+            at);
+    for (l = 0; l < 2 && !call.must_fail; l++) {
+        int count = 0;
+        for (i = 0; i < model[src][l].len; i++)
+            count += is_in_range(model[src][l].position[i], first, end);
+        n = max_of(n, count);
+    }
+    if (!call.must_fail && n > LONGEST - max_len(dst)) return skip_call();
+    allow_reclaim(src);
+    if (is_seq(src)) call.may_discard[src] = call.may_evict[src] = 0;
+    if (is_seq(dst)) len = model[dst][0].len;
+    st = tkv_seq_copy(kv, src, first, end, dst, at);
+    if (call.must_fail) return st;
+    if (!call.is_hostile) CHECK_EQ(st == TKV_ERR_STATE, in_step[src] || in_step[dst]);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(!cfg.model.rope.dim || cfg.tiers.n_anchors);
+    if (st == TKV_ERR_RANGE) CHECK(window_of(0) || window_of(1) || at != first);
+    if (st || tkv_get_length(kv, dst, 0) == len) return st;
+    for (l = 0; l < 2; l++) {
+        const model_layer *from = &model[src][l];
+        model_layer *to = &model[dst][l];
+        for (i = 0, j = to->len; i < from->len; i++) {
+            if (!is_in_range(from->position[i], first, end)) continue;
+            CHECK(from->state[i] != DISCARDED);
+            to->id[j] = from->id[i];
+            to->position[j] = from->position[i] + at - first;
+            to->turned[j] = from->turned[i] + at - first;
+            to->state[j] = from->state[i] == LIVE ? LIVE : GONE;
+            to->is_pinned[j++] = 0;
+        }
+        for (; j < to->len + n; j++) /* as many indices in each layer */
+            to->state[j] = GONE, to->id[j] = 0, to->turned[j] = to->position[j] = to->is_pinned[j] = 0;
+        to->len = to->exact_from = j;
+    }
+    reserved[src] = reserved[dst] = 0;
+    may_share[src] = may_share[dst] = has_moved[dst] = 1;
+    return st;
+}
+
+/* Copies token `from` of a layer of the model to index `to`. */
+static void move_in_model(model_layer *s, int from, int to) {
+    s->id[to] = s->id[from];
+    s->position[to] = s->position[from];
+    s->turned[to] = s->turned[from];
+    s->state[to] = s->state[from];
+    s->is_pinned[to] = s->is_pinned[from];
+}
+
+static tkv_status call_keep(void) {
+    const int seq = choose_seq(), back = choose_int(0, 70), density = next_byte() % 5, seed = next_byte();
+    const int len = is_seq(seq) ? min_len(seq) : 0;
+    int first = call.is_hostile ? back : max_of(0, len - back), indices[CHUNK], l, i, n = 0, is_exact = 1, is_live = 1;
+    tkv_rng rng = tkv_rng_seed((uint64_t)seed);
+    tkv_status st;
+    if (first < -1 || first > LONGEST) first = -1;
+    for (i = max_of(0, first); i < len && n < CHUNK; i++)
+        if (tkv_rng_below(&rng, 5) < density) indices[n++] = i;
+    if (n && next_byte() > 245) indices[next_below(n)] = choose_int(0, LONGEST), call.is_hostile = 1;
+    sprintf(call.text, "keep %d of the tokens from %d on of sequence %d", n, first, seq);
+    if (first < 0) call.must_fail = 1;
+    for (l = 0; l < 2 && is_seq(seq); l++) {
+        is_exact &= model[seq][l].exact_from <= first;
+        for (i = max_of(0, first); i < model[seq][l].len; i++) is_live &= model[seq][l].state[i] == LIVE;
+    }
+    allow_reclaim(seq);
+    st = tkv_seq_keep(kv, seq, first, indices, n);
+    if (call.must_fail) return st;
+    if (in_step[seq]) CHECK_EQ(st != TKV_OK, 1);
+    if (st == TKV_ERR_STATE && !call.is_hostile)
+        CHECK_MSG(in_step[seq] || !is_exact || !is_live || may_share[seq], "exact tokens from %d on", first);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors);
+    if (st == TKV_ERR_RANGE && !call.is_hostile) CHECK(n == 0 ? window_of(0) || window_of(1) : !is_live);
+    if (st) return st;
+    for (l = 0; l < 2; l++) {
+        model_layer *s = &model[seq][l];
+        for (i = 0; i < n; i++) {
+            CHECK(indices[i] < s->len && s->state[indices[i]] == LIVE);
+            if (indices[i] >= s->len || tkv_test_.n_bad) return st;
+            move_in_model(s, indices[i], first + i);
+        }
+        truncate_model(seq, l, first + n);
+    }
+    reserved[seq] = 0;
+    has_moved[seq] = 1;
+    return st;
+}
+
+static tkv_status call_slide(void) {
+    const int seq = choose_seq(), n = choose_int(0, CHUNK);
+    const int from = cfg.tiers.sink_tokens == TKV_OFF ? 0 : cfg.tiers.sink_tokens ? cfg.tiers.sink_tokens : 4;
+    int gone = -1, l, i;
+    tkv_status st;
+    sprintf(call.text, "slide sequence %d for %d", seq, n);
+    if (n < 0 || n > CHUNK) call.must_fail = 1;
+    st = tkv_seq_slide(kv, seq, n, &gone);
+    CHECK_EQ(gone % 64, 0);
+    if (st) CHECK_EQ(gone, 0);
+    if (call.must_fail) return st;
+    CHECK_EQ(st == TKV_ERR_STATE, in_step[seq]);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(!cfg.model.rope.dim || cfg.tiers.n_anchors);
+    if (st || gone == 0) return st;
+    CHECK(from + gone < max_len(seq));
+    for (l = 0; l < 2; l++) {
+        model_layer *s = &model[seq][l];
+        for (i = from + gone; i < s->len; i++) {
+            s->position[i] -= gone;
+            s->turned[i] -= gone;
+            if (s->state[i] == LIVE) CHECK(s->position[i] >= 0);
+            move_in_model(s, i, i - gone);
+        }
+        s->exact_from = s->exact_from >= from + gone ? s->exact_from - gone : min_of(s->exact_from, from);
+        s->len = s->len >= from + gone ? s->len - gone : min_of(s->len, from);
+    }
+    reserved[seq] = 0;
+    has_moved[seq] = 1;
+    return st;
+}
+
+/* What a state must be after the first n tokens: a hash of what layer 0 holds. */
+static uint32_t hash_seen(int seq, int n) {
+    uint32_t h = 5;
+    int i;
+    for (i = 0; i < n; i++) h = (h ^ model[seq][0].id[i]) * 0x9e3779b1u, h ^= h >> 15;
+    return h;
+}
+
+static tkv_status call_put_state(void) {
+    const int seq = choose_seq(), layer = choose_int(0, cfg.model.n_layers - 1), back = choose_int(0, 60);
+    const int n = max_of(1, (is_seq(seq) ? model[seq][0].len : 0) - back), size = 40 << next_byte() % 6;
+    static uint32_t words[640];
+    int i;
+    if (call.is_hostile || n > (is_seq(seq) ? model[seq][0].len : 0)) return skip_call();
+    for (i = 0; i < 320; i++) words[i] = hash_seen(seq, n);
+    sprintf(call.text, "put a state of sequence %d, layer %d, after %d tokens", seq, layer, n);
+    return tkv_seq_put_state(kv, seq, layer, n, words, (size_t)size);
 }
 
 static tkv_status call_reset(void) {
@@ -827,7 +1055,8 @@ static tkv_status call_attend(void) {
     tkv_attend_params p;
     tkv_rows rows[SEQS];
     float alibi[MAX_HEADS], sinks[MAX_HEADS];
-    int i, n = 0, longest = 0, failed = store.n_failed, n_rows = with_batch ? 2 : 1;
+    int i, r, first_row[2], row_end[ROWS] = {0};
+    int n = 0, n_used, longest = 0, failed = store.n_failed, n_rows = with_batch ? 2 : 1;
     tkv_rng rng;
     tkv_status st, want;
     memset(&p, 0, sizeof p);
@@ -860,9 +1089,21 @@ static tkv_status call_attend(void) {
     if (how & 16) p.alibi_slopes = alibi;
     if (how & 32) p.sink_logits = sinks;
     for (i = 0; i < MAX_HEADS; i++) alibi[i] = (float)(next_byte() - 128) / 512.0f, sinks[i] = (float)(i - 1);
+    first_row[0] = what & 8 ? next_byte() % 2 : 0;
+    first_row[1] = what & 8 ? 4 + next_byte() % 4 : call.must_fail ? 0 : rows[0].n;
+    n_used = what & 8 ? 8 : n;
+    if (what & 8) p.first_rows = first_row;
+    if (what & 16) p.row_ends = row_end;
+    for (i = 0; i < n_rows && p.row_ends && !call.must_fail; i++)
+        for (r = 0; r < rows[i].n; r++) {
+            const int len = model[rows[i].seq][l].len, own = len - rows[i].n + r;
+            row_end[first_row[i] + r] = choose_int(own + 1, len);
+            if (!p.non_causal && (row_end[first_row[i] + r] <= own || row_end[first_row[i] + r] > len))
+                call.must_fail = 1;
+        }
     if (what & 1 && longest) {
         p.mask = mask;
-        for (i = 0; i < n * longest; i++)
+        for (i = 0; i < ROWS * longest; i++)
             mask[i] = tkv_rng_below(&rng, 4) ? 0.0f : tkv_rng_below(&rng, 2) ? -1e30f : 1.5f;
     } else if (what & 2) {
         p.mask_bits = mask_bits;
@@ -876,6 +1117,8 @@ static tkv_status call_attend(void) {
             rows[0].seq, layer, how, what, p.window, p.n_mask_bits);
     memset(out_a, 0, sizeof out_a);
     memset(out_b, 0, sizeof out_b);
+    memset(lse_a, 0, sizeof lse_a);
+    memset(lse_b, 0, sizeof lse_b);
     st = tkv_attend_ex(kv, &p);
     if (call.must_fail) return st;
     if (store.n_failed != failed) return st;
@@ -885,7 +1128,7 @@ static tkv_status call_attend(void) {
     p.scores = NULL;
     want = tkv_attend_reference(kv, &p);
     CHECK_EQ(st, want);
-    if (!st && !want) compare_attention(n);
+    if (!st && !want) compare_attention(n_used);
     for (i = 0; i < longest && !st && p.scores; i++) CHECK(scores[i] >= 0.0f);
     return st;
 }
@@ -1121,6 +1364,7 @@ static const struct {
     {"append", 10, call_append, MEMORY_ERRORS | ERR(NONFINITE)},
     {"append all", 30, call_append_all, MEMORY_ERRORS},
     {"append batch", 8, call_append_batch, MEMORY_ERRORS},
+    {"append at", 12, call_append_at, MEMORY_ERRORS | ERR(RANGE) | ERR(UNSUPPORTED)},
     {"begin", 6, call_begin, MEMORY_ERRORS | ERR(STATE)},
     {"end", 10, call_end, ERR(STATE)},
     {"reserve", 5, call_reserve, MEMORY_ERRORS},
@@ -1128,6 +1372,10 @@ static const struct {
     {"fork", 14, call_fork, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(ARG)},
     {"remove", 12, call_remove, ERR(STATE) | ERR(RANGE)},
     {"shift", 16, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
+    {"copy", 14, call_copy, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
+    {"keep", 14, call_keep, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED)},
+    {"slide", 12, call_slide, ERR(CAPACITY) | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
+    {"put state", 5, call_put_state, MEMORY_ERRORS},
     {"reset", 3, call_reset, 0},
     {"flush", 8, call_flush, MEMORY_ERRORS | ERR(STATE)},
     {"budget", 5, call_set_budget, MEMORY_ERRORS | ERR(ARG)},
@@ -1264,8 +1512,11 @@ static void choose_config(void) {
         cfg.recompute.cost.min_materialized = 64;
     }
     in_place = (size & 12) == 12;
+    if (more % 8 == 5) cfg.limits.max_states = 1 + more / 8 % 4;
+    if (in_place || more % 16 == 3) cfg.limits.state_bytes = 8000;
     if (in_place) cfg.limits.max_tokens = LONGEST;
-    else cfg.host.allocator = counting_allocator_of(&memory);
+    if (keep % 4 == 2) cfg.limits.max_tokens = 200 + keep; /* a sequence slides early */
+    if (!in_place) cfg.host.allocator = counting_allocator_of(&memory);
 }
 
 /* Returns 0 if there is no such cache. */
