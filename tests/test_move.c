@@ -36,7 +36,7 @@ static void rotate(const tkv_rope *rope, int position, float *x) {
         const double angle =
             position * scale *
             (rope->frequencies ? (double)rope->frequencies[j] : pow(base, -2.0 * j / rope->dim));
-        const double a = x[j * step], b = x[j * step + apart];
+        const double a = (double)x[j * step], b = (double)x[j * step + apart];
         x[j * step] = (float)(a * cos(angle) - b * sin(angle));
         x[j * step + apart] = (float)(b * cos(angle) + a * sin(angle));
     }
