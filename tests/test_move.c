@@ -629,6 +629,57 @@ TEST(a_thousand_moves_lose_nothing) {
     tkv_destroy(kv);
 }
 
+/* The error of a thousand moves by one position: of a cache that turns the query, and of coding the keys again at each
+ * move, as other caches do. Prints both. */
+TEST(coding_at_each_move_would_lose) {
+    enum { MOVES = 1000 };
+    static const tkv_format formats[] = {TKV_Q8, TKV_KIVI4, TKV_KIVI2};
+    tkv_config cfg = make_config(1, 1);
+    int f, t, i;
+    cfg.model.rope.dim = DIM;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = TKV_OFF;
+    printf("\n");
+    for (f = 0; f < COUNT(formats); f++) {
+        static uint8_t bytes[4096];
+        float coded[64 * DIM], want[64 * DIM];
+        double own[2], others;
+        tkv_codec codec;
+        tkv_cache *kv;
+        memset(&codec, 0, sizeof codec);
+        codec.format = formats[f];
+        codec.side = TKV_K;
+        codec.head_dim = DIM;
+        cfg.tiers.warm.k = cfg.tiers.warm.v = formats[f];
+        kv = create_cache(&cfg);
+        for (t = 0; t < 64; t++) make_token(t, 0, t, k_in + t * K_ROW, v_in + t * V_ROW);
+        CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 64), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
+        for (t = 0; t < 64; t++) memcpy(coded + t * DIM, k_in + t * K_ROW, DIM * sizeof *coded);
+        for (i = 0; i <= MOVES; i++) {
+            if (i) CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, 1), TKV_OK);
+            for (t = 0; t < 64 && i; t++)
+                CHECK_EQ(tkv_rotate_rope(&cfg.model.rope, DIM, 1, coded + t * DIM), TKV_OK);
+            CHECK_EQ(tkv_encode_block(&codec, coded, 0, 64, bytes, sizeof bytes), TKV_OK);
+            CHECK_EQ(tkv_decode_block(&codec, bytes, sizeof bytes, 64, coded, 0), TKV_OK);
+            if (i && i < MOVES) continue;
+            CHECK_EQ(tkv_read(kv, 0, 0, 0, 64, k_out, v_out), TKV_OK);
+            for (t = 0; t < 64; t++) {
+                make_token(t, 0, t + i, k_want, v_want);
+                memcpy(want + t * DIM, k_want, DIM * sizeof *want);
+                memmove(k_out + t * DIM, k_out + t * K_ROW, DIM * sizeof *k_out); /* head 0 */
+            }
+            own[i > 0] = mean_squared_difference(k_out, want, 64 * DIM);
+        }
+        others = mean_squared_difference(coded, want, 64 * DIM);
+        printf("    %-6s squared error of a key: %.2e, after %d moves %.2e; coded at each move %.2e\n",
+               tkv_get_name(TKV_NAME_FORMAT, formats[f]), own[0], MOVES, own[1], others);
+        CHECK_LE(own[1], 1.001 * own[0] + 1e-9);
+        CHECK(others > 3.0 * own[1]);
+        tkv_destroy(kv);
+    }
+}
+
 /* Without memory for entries a move changes nothing. */
 TEST(moves_without_memory_change_nothing) {
     int fail_at, budgeted, failed = 0;
@@ -1450,6 +1501,7 @@ int main(int argc, char **argv) {
     RUN(kernels_agree_with_the_reference);
     RUN(threads_get_the_same_bits);
     RUN(a_thousand_moves_lose_nothing);
+    RUN(coding_at_each_move_would_lose);
     RUN(moves_without_memory_change_nothing);
     RUN(evicted_neighbours_of_split_blocks_merge);
     RUN(cuts_before_the_first_moved_token);
