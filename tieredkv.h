@@ -1922,7 +1922,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
- *   TKV_ERR_CAPACITY      max_tokens is too small: no token would stay behind the sinks
+ *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
  * Cost: O(blocks), in all layers, once in 64 tokens.
@@ -22155,7 +22155,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
     float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
-    for (first = 0; first < n; first += TKVI_ROWS_AT_ONCE) {
+    for (first = kv->pool.entry[id].first_slot; first < n; first += TKVI_ROWS_AT_ONCE) {
         const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
         for (t = 0; t < count; t++) position[t] = tkvi_slot_index(kv, id, first + t);
         if (cfg->recompute.compute(cfg->recompute.user, buffer->seq, buffer->layer, head, position, count,
@@ -28691,6 +28691,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st) return st;
     move.seq = seq;
     move.delta = delta;
+    kv->seq[seq].used = ++kv->call.clock;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         st = tkvi_check_move(kv, layer, &move);
     if (!st && delta)
@@ -28856,6 +28857,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     copy.src = src;
     copy.dst = dst;
     copy.delta = at - first;
+    kv->seq[src].used = kv->seq[dst].used = ++kv->call.clock;
     if (copy.delta && (st = tkvi_check_movable(kv)) != TKV_OK) return st;
     if (kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "set tiers.n_anchors to 0: copies have no anchors", 0,
@@ -28876,7 +28878,6 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
     tkvi_remember_turns(kv, dst);
-    kv->seq[dst].used = ++kv->call.clock;
     return tkvi_ok(kv);
 }
 
@@ -29056,6 +29057,8 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     for (layer = 0; layer < cfg->model.n_layers; layer++)
         gone.from = tkvi_max(gone.from, kv->tables.plan[layer].sink);
     gone.to = gone.from + tkvi_round_up(excess, TKVI_BLOCK);
+    for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
+        if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
     if (gone.to >= len)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
                          cfg->limits.max_tokens, "");
@@ -29282,6 +29285,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     keep.first = first;
     keep.indices = indices;
     keep.n = n;
+    kv->seq[seq].used = ++kv->call.clock;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
     if (!st)

@@ -831,7 +831,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
- *   TKV_ERR_CAPACITY      max_tokens is too small: no token would stay behind the sinks
+ *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
  * Cost: O(blocks), in all layers, once in 64 tokens.

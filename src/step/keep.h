@@ -210,6 +210,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     keep.first = first;
     keep.indices = indices;
     keep.n = n;
+    kv->seq[seq].used = ++kv->call.clock;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
     if (!st)
