@@ -1903,7 +1903,8 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
  * Errors, no token changed:
- *   TKV_ERR_STATE   a token from `first` on is compressed, or a fork shares it; or a step is open
+ *   TKV_ERR_STATE   a token from `first` on is compressed or merged after an eviction, or a fork shares it; or a step
+ *                   is open
  *   TKV_ERR_RANGE   there is no token with one of the indices
  *   TKV_ERR_UNSUPPORTED   there are anchors, and the indices are not first, first + 1, ...
  *   TKV_ERR_ARG     no such sequence, a number is negative, or indices do not rise
@@ -23545,15 +23546,15 @@ static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n
 /* Bytes held if this demand of a request is served, with the pages for recoding. New arrays count beside the old
  * ones. Returns (size_t)-1 on overflow. */
 static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
-    const int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
+    const size_t growth = tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
+                                                  tkvi_n_row_entries);
+    const int64_t n_taken = (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages + kv->pool.recode_pages;
+    int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
     size_t bytes;
+    if (growth && pages < n_taken) pages = n_taken; /* the index grows before blocks expire */
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
         !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, demand->bytes, &bytes) ||
-        !tkvi_add(bytes,
-                  tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
-                                          tkvi_n_row_entries) +
-                      tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)),
-                  &bytes))
+        !tkvi_add(bytes, growth + tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)), &bytes))
         return (size_t)-1;
     return bytes;
 }
@@ -29263,6 +29264,21 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
 }
 
+/* Provides the entries of a keep. The sequence counts as in a step meanwhile, so that reclaim evicts none of its
+ * tokens: a refused call loses none. */
+static tkv_status tkvi_provide_keep(tkv_cache *kv, const tkvi_keep *keep) {
+    tkv_status st;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
+        list->step_len = list->len;
+    }
+    kv->seq[keep->seq].in_step = 1;
+    st = tkvi_provide_entries(kv, keep->seq, tkvi_count_kept, keep, "no memory to keep tokens of sequence");
+    kv->seq[keep->seq].in_step = 0;
+    return st;
+}
+
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n) {
     tkvi_keep keep;
     tkv_status st = TKV_OK;
@@ -29288,8 +29304,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     kv->seq[seq].used = ++kv->call.clock;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
-    if (!st)
-        st = tkvi_provide_entries(kv, seq, tkvi_count_kept, &keep, "no memory to keep tokens of sequence");
+    if (!st) st = tkvi_provide_keep(kv, &keep);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* a full budget may have coded some */
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
