@@ -1488,6 +1488,51 @@ TEST(keeping_from_a_removed_token_on) {
     tkv_destroy(kv);
 }
 
+TEST(keeping_stays_within_the_window) {
+    tkv_config cfg = make_move_config(1);
+    tkv_layer_info info;
+    tkv_cache *kv;
+    int last, early = 290;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.model.window = 40;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.expired > 0);
+    last = info.expired + 38;
+    CHECK_EQ(tkv_seq_truncate(kv, 0, last + 1), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_seq_keep(kv, 0, last, &last, 1), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_seq_keep(kv, 0, info.expired - 1, &early, 1), TKV_ERR_STATE);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 300);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 280, &early, 1), TKV_OK);
+    check_cache_at(kv, "kept", 0);
+    tkv_destroy(kv);
+}
+
+/* The first tokens of a sequence may be gone. */
+TEST(keeping_from_before_the_first_token_on) {
+    tkv_config cfg = make_move_config(1);
+    tkv_cache *kv;
+    int kept = 150, position = -1, layer;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 160, 160), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 0, 128), TKV_OK);
+    for (layer = 0; layer < 2; layer++)
+        CHECK_EQ(tkv_read(kv, 0, layer, 150, 1, k_want + layer * K_ROW, v_want), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 0, &kept, 1), TKV_OK);
+    check_cache_at(kv, "kept", 0);
+    for (layer = 0; layer < 2; layer++) {
+        CHECK_EQ(tkv_get_length(kv, 0, layer), 1);
+        CHECK_EQ(tkv_get_positions(kv, 0, layer, 0, 1, &position), TKV_OK);
+        CHECK_EQ(position, 150);
+        CHECK_EQ(tkv_read(kv, 0, layer, 0, 1, k_out, v_out), TKV_OK);
+        CHECK_MEM(k_out, k_want + layer * K_ROW, K_ROW * sizeof(float));
+    }
+    tkv_destroy(kv);
+}
+
 /* Anchors have no shift, so no position may jump. */
 TEST(anchors_allow_keeping_tokens_in_a_row) {
     tkv_config cfg = make_config(2, 1);
@@ -1562,6 +1607,8 @@ int main(int argc, char **argv) {
     RUN(keeping_is_refused_with_a_reason);
     RUN(keeping_needs_tokens_that_are_not_due);
     RUN(keeping_from_a_removed_token_on);
+    RUN(keeping_stays_within_the_window);
+    RUN(keeping_from_before_the_first_token_on);
     RUN(anchors_allow_keeping_tokens_in_a_row);
     RUN(slides_leave_tokens_in_each_layer);
     RUN(forks_of_evicted_tokens_are_cut_and_moved);

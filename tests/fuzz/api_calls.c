@@ -867,7 +867,7 @@ static tkv_status call_keep(void) {
     if (st == TKV_ERR_STATE && !call.is_hostile)
         CHECK_MSG(in_step[seq] || !is_exact || any_gone || may_share[seq] || budget_before, "exact tokens from %d on", first);
     if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors);
-    if (st == TKV_ERR_RANGE && !call.is_hostile) CHECK(n == 0 ? window_of(0) || window_of(1) : !is_live);
+    if (st == TKV_ERR_RANGE && !call.is_hostile) CHECK(window_of(0) || window_of(1) || (n > 0 && !is_live));
     if (st) return st;
     for (l = 0; l < 2; l++) {
         model_layer *s = &model[seq][l];
