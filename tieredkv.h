@@ -1917,8 +1917,10 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
  * Errors, no token changed:
- *   TKV_ERR_STATE   a token from `first` on is compressed, or a fork shares it; or a step is open
- *   TKV_ERR_RANGE   there is no token with one of the indices
+ *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction, or a fork shares it; or
+ *                   a step is open
+ *   TKV_ERR_RANGE   there is no token with one of the indices; or a window expired tokens that the last kept one
+ *                   sees
  *   TKV_ERR_UNSUPPORTED   there are anchors, and the indices are not first, first + 1, ...
  *   TKV_ERR_ARG     no such sequence, a number is negative, or indices do not rise
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for entries
@@ -1936,7 +1938,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
- *   TKV_ERR_CAPACITY      max_tokens is too small: no token would stay behind the sinks
+ *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
  * Cost: O(blocks), in all layers, once in 64 tokens.
@@ -22169,7 +22171,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
     float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
-    for (first = 0; first < n; first += TKVI_ROWS_AT_ONCE) {
+    for (first = kv->pool.entry[id].first_slot; first < n; first += TKVI_ROWS_AT_ONCE) {
         const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
         for (t = 0; t < count; t++) position[t] = tkvi_slot_index(kv, id, first + t);
         if (cfg->recompute.compute(cfg->recompute.user, buffer->seq, buffer->layer, head, position, count,
@@ -23585,15 +23587,16 @@ static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n
 /* Bytes held if this demand of a request is served, with the pages for recoding. New arrays count beside the old
  * ones. Returns (size_t)-1 on overflow. */
 static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
-    const int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
+    const size_t growth =
+        tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand), tkvi_n_row_entries);
+    const int64_t n_taken =
+        (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages + kv->pool.recode_pages;
+    int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
     size_t bytes;
+    if (growth && pages < n_taken) pages = n_taken; /* the index grows before blocks expire */
     if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
         !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, demand->bytes, &bytes) ||
-        !tkvi_add(bytes,
-                  tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
-                                          tkvi_n_row_entries) +
-                      tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)),
-                  &bytes))
+        !tkvi_add(bytes, growth + tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)), &bytes))
         return (size_t)-1;
     return bytes;
 }
@@ -28756,6 +28759,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st) return st;
     move.seq = seq;
     move.delta = delta;
+    kv->seq[seq].used = ++kv->call.clock;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         st = tkvi_check_move(kv, layer, &move);
     if (!st && delta)
@@ -28921,6 +28925,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     copy.src = src;
     copy.dst = dst;
     copy.delta = at - first;
+    kv->seq[src].used = kv->seq[dst].used = ++kv->call.clock;
     if (copy.delta && (st = tkvi_check_movable(kv)) != TKV_OK) return st;
     if (kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "set tiers.n_anchors to 0: copies have no anchors", 0,
@@ -28941,7 +28946,6 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
     tkvi_remember_turns(kv, dst);
-    kv->seq[dst].used = ++kv->call.clock;
     return tkvi_ok(kv);
 }
 
@@ -29121,6 +29125,8 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     for (layer = 0; layer < cfg->model.n_layers; layer++)
         gone.from = tkvi_max(gone.from, kv->tables.plan[layer].sink);
     gone.to = gone.from + tkvi_round_up(excess, TKVI_BLOCK);
+    for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
+        if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
     if (gone.to >= len)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
                          cfg->limits.max_tokens, "");
@@ -29187,6 +29193,8 @@ static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *kee
     const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
     int i, slot;
+    if (keep->first < list->expired)
+        return tkvi_fail(kv, TKV_ERR_STATE, "tokens have expired: index", keep->first, "");
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_record *r = kv->tables.layout[b->layout].record;
@@ -29291,15 +29299,15 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
 static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
-    const int n_old = list->n, i = tkvi_block_at(kv, list, ids, keep->first);
+    const int n_old = list->n, i = tkvi_max(0, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t, n_sinks = 0;
     tkvi_keep_cursor to;
-    if (i < 0) return;
+    if (!list->n) return;
     memset(&to, 0, sizeof to);
     to.i = i;
-    /* `first` may be an index behind the slots of its entry, whose token is gone. */
-    to.slot = tkvi_min(kv->pool.entry[ids[i]].first_slot + keep->first - tkvi_block_start(kv, ids, i),
-                       tkvi_block_tokens(kv, list, ids, i));
+    /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
+    to.slot = kv->pool.entry[ids[i]].first_slot + tkvi_max(0, keep->first - tkvi_block_start(kv, ids, i));
+    to.slot = tkvi_min(to.slot, tkvi_block_tokens(kv, list, ids, i));
     to.position = -1;
     for (t = 0; t < keep->n; t++) tkvi_keep_token(kv, keep, layer, t, &to);
     tkvi_forget_meter_copies_in(kv, keep->seq, layer, keep->first, TKVI_FOREVER);
@@ -29325,6 +29333,21 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
 }
 
+/* Provides the entries of a keep. The sequence counts as in a step meanwhile, so that reclaim evicts none of its
+ * tokens: a refused call loses none. */
+static tkv_status tkvi_provide_keep(tkv_cache *kv, const tkvi_keep *keep) {
+    tkv_status st;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
+        list->step_len = list->len;
+    }
+    kv->seq[keep->seq].in_step = 1;
+    st = tkvi_provide_entries(kv, keep->seq, tkvi_count_kept, keep, "no memory to keep tokens of sequence");
+    kv->seq[keep->seq].in_step = 0;
+    return st;
+}
+
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n) {
     tkvi_keep keep;
     tkv_status st = TKV_OK;
@@ -29347,10 +29370,11 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     keep.first = first;
     keep.indices = indices;
     keep.n = n;
+    kv->seq[seq].used = ++kv->call.clock;
+    st = tkvi_check_cut(kv, seq, indices[n - 1] + 1); /* the last kept token may see expired ones */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
-    if (!st)
-        st = tkvi_provide_entries(kv, seq, tkvi_count_kept, &keep, "no memory to keep tokens of sequence");
+    if (!st) st = tkvi_provide_keep(kv, &keep);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* a full budget may have coded some */
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);

@@ -812,8 +812,10 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
  * Errors, no token changed:
- *   TKV_ERR_STATE   a token from `first` on is compressed, or a fork shares it; or a step is open
- *   TKV_ERR_RANGE   there is no token with one of the indices
+ *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction, or a fork shares it; or
+ *                   a step is open
+ *   TKV_ERR_RANGE   there is no token with one of the indices; or a window expired tokens that the last kept one
+ *                   sees
  *   TKV_ERR_UNSUPPORTED   there are anchors, and the indices are not first, first + 1, ...
  *   TKV_ERR_ARG     no such sequence, a number is negative, or indices do not rise
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for entries
@@ -831,7 +833,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a position would be negative, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
- *   TKV_ERR_CAPACITY      max_tokens is too small: no token would stay behind the sinks
+ *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
  * Cost: O(blocks), in all layers, once in 64 tokens.

@@ -1487,6 +1487,141 @@ TEST(keeping_is_refused_with_a_reason) {
     tkv_destroy(kv);
 }
 
+/* A block can have an entry that is due for coding and one that is not. */
+TEST(keeping_needs_tokens_that_are_not_due) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1);
+    const int early[] = {30, 50}, late[] = {45, 50};
+    tkv_cache *kv;
+    cfg.tiers.hot_tokens = 100;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 68, 68);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 40, TKV_UNLIMITED, 5), TKV_OK);
+    shift_plain(&s, 40, 1 << 30, 5);
+    append_plain(kv, 0, &s, 68, 82, 82);
+    append_plain(kv, 0, &s, 150, 1, 1);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 20, early, 2), TKV_ERR_STATE);
+    check_plain(kv, 0, &s, &cfg, 1e-9);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 42, late, 2), TKV_OK);
+    check_cache_at(kv, "kept", 0);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 44);
+    tkv_destroy(kv);
+}
+
+/* The first index may be that of a removed token, in front of tokens of the same block. */
+TEST(keeping_from_a_removed_token_on) {
+    static plain_sequence s, other;
+    tkv_config cfg = make_move_config(3);
+    const int kept[] = {40, 42, 44};
+    tkv_cache *kv;
+    int t;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    memset(&other, 0, sizeof other);
+    append_plain(kv, 1, &s, 0, 40, 40);
+    append_plain(kv, 2, &other, 100, 30, 30);
+    CHECK_EQ(tkv_seq_copy(kv, 1, 0, 10, 0, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 2, 0, 30, 0, 10), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 1, 10, 40, 0, 40), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 10, 40), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK);
+    for (t = 0; t < 3; t++)
+        CHECK_EQ(tkv_read(kv, 0, 1, kept[t], 1, k_want + t * K_ROW, v_want + t * V_ROW), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 12, kept, 3), TKV_OK);
+    check_cache_at(kv, "kept", 0);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 15);
+    CHECK_EQ(tkv_read(kv, 0, 1, 12, 3, k_out, v_out), TKV_OK);
+    CHECK_MEM(k_out, k_want, 3 * K_ROW * sizeof(float));
+    CHECK_MEM(v_out, v_want, 3 * V_ROW * sizeof(float));
+    tkv_destroy(kv);
+}
+
+TEST(keeping_stays_within_the_window) {
+    tkv_config cfg = make_move_config(1);
+    tkv_layer_info info;
+    tkv_cache *kv;
+    int last, early = 290;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.model.window = 40;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.expired > 0);
+    last = info.expired + 38;
+    CHECK_EQ(tkv_seq_truncate(kv, 0, last + 1), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_seq_keep(kv, 0, last, &last, 1), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_seq_keep(kv, 0, info.expired - 1, &early, 1), TKV_ERR_STATE);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 300);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 280, &early, 1), TKV_OK);
+    check_cache_at(kv, "kept", 0);
+    tkv_destroy(kv);
+}
+
+/* The first tokens of a sequence may be gone. */
+TEST(keeping_from_before_the_first_token_on) {
+    tkv_config cfg = make_move_config(1);
+    tkv_cache *kv;
+    int kept = 150, position = -1, layer;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 160, 160), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 0, 128), TKV_OK);
+    for (layer = 0; layer < 2; layer++)
+        CHECK_EQ(tkv_read(kv, 0, layer, 150, 1, k_want + layer * K_ROW, v_want), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 0, &kept, 1), TKV_OK);
+    check_cache_at(kv, "kept", 0);
+    for (layer = 0; layer < 2; layer++) {
+        CHECK_EQ(tkv_get_length(kv, 0, layer), 1);
+        CHECK_EQ(tkv_get_positions(kv, 0, layer, 0, 1, &position), TKV_OK);
+        CHECK_EQ(position, 150);
+        CHECK_EQ(tkv_read(kv, 0, layer, 0, 1, k_out, v_out), TKV_OK);
+        CHECK_MEM(k_out, k_want + layer * K_ROW, K_ROW * sizeof(float));
+    }
+    tkv_destroy(kv);
+}
+
+/* Anchors have no shift, so no position may jump. */
+TEST(anchors_allow_keeping_tokens_in_a_row) {
+    tkv_config cfg = make_config(2, 1);
+    const int apart[] = {20, 22}, in_a_row[] = {20, 21};
+    tkv_cache *kv;
+    cfg.tiers.n_anchors = 4;
+    cfg.importance.sample_every = 1;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 40, 40), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 20, apart, 2), TKV_ERR_UNSUPPORTED);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 40);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 20, in_a_row, 2), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 22);
+    check_cache_at(kv, "kept", 0);
+    tkv_destroy(kv);
+}
+
+/* A layer that lags behind the others has tokens behind the sinks, or the slide is refused. */
+TEST(slides_leave_tokens_in_each_layer) {
+    tkv_config cfg = make_move_config(1);
+    tkv_cache *kv;
+    int n_removed = -1;
+    cfg.limits.max_tokens = 300;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 60, 60), TKV_OK);
+    fill_rows(60, 0, 0, 200, k_in, v_in);
+    CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 200), TKV_OK);
+    CHECK_EQ(tkv_seq_slide(kv, 0, 50, &n_removed), TKV_ERR_CAPACITY);
+    CHECK_EQ(n_removed, 0);
+    check_cache_at(kv, "refused", 0);
+    fill_rows(60, 1, 0, 200, k_in, v_in);
+    CHECK_EQ(tkv_append(kv, 0, 1, k_in, v_in, 200), TKV_OK);
+    CHECK_EQ(tkv_seq_slide(kv, 0, 50, &n_removed), TKV_OK);
+    CHECK_EQ(n_removed, 64);
+    check_cache_at(kv, "slid", 0);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(removed_tokens_are_not_seen);
@@ -1522,6 +1657,12 @@ int main(int argc, char **argv) {
     RUN(slides_of_torn_sequences);
     RUN(a_kept_path_equals_one_that_was_appended_alone);
     RUN(keeping_is_refused_with_a_reason);
+    RUN(keeping_needs_tokens_that_are_not_due);
+    RUN(keeping_from_a_removed_token_on);
+    RUN(keeping_stays_within_the_window);
+    RUN(keeping_from_before_the_first_token_on);
+    RUN(anchors_allow_keeping_tokens_in_a_row);
+    RUN(slides_leave_tokens_in_each_layer);
     RUN(forks_of_evicted_tokens_are_cut_and_moved);
     return tkv_test_end();
 }

@@ -186,7 +186,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
     float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
-    for (first = 0; first < n; first += TKVI_ROWS_AT_ONCE) {
+    for (first = kv->pool.entry[id].first_slot; first < n; first += TKVI_ROWS_AT_ONCE) {
         const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
         for (t = 0; t < count; t++) position[t] = tkvi_slot_index(kv, id, first + t);
         if (cfg->recompute.compute(cfg->recompute.user, buffer->seq, buffer->layer, head, position, count,

@@ -50,6 +50,8 @@ static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *kee
     const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
     int i, slot;
+    if (keep->first < list->expired)
+        return tkvi_fail(kv, TKV_ERR_STATE, "tokens have expired: index", keep->first, "");
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_record *r = kv->tables.layout[b->layout].record;
@@ -154,15 +156,15 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
 static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
-    const int n_old = list->n, i = tkvi_block_at(kv, list, ids, keep->first);
+    const int n_old = list->n, i = tkvi_max(0, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t, n_sinks = 0;
     tkvi_keep_cursor to;
-    if (i < 0) return;
+    if (!list->n) return;
     memset(&to, 0, sizeof to);
     to.i = i;
-    /* `first` may be an index behind the slots of its entry, whose token is gone. */
-    to.slot = tkvi_min(kv->pool.entry[ids[i]].first_slot + keep->first - tkvi_block_start(kv, ids, i),
-                       tkvi_block_tokens(kv, list, ids, i));
+    /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
+    to.slot = kv->pool.entry[ids[i]].first_slot + tkvi_max(0, keep->first - tkvi_block_start(kv, ids, i));
+    to.slot = tkvi_min(to.slot, tkvi_block_tokens(kv, list, ids, i));
     to.position = -1;
     for (t = 0; t < keep->n; t++) tkvi_keep_token(kv, keep, layer, t, &to);
     tkvi_forget_meter_copies_in(kv, keep->seq, layer, keep->first, TKVI_FOREVER);
@@ -188,6 +190,21 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
 }
 
+/* Provides the entries of a keep. The sequence counts as in a step meanwhile, so that reclaim evicts none of its
+ * tokens: a refused call loses none. */
+static tkv_status tkvi_provide_keep(tkv_cache *kv, const tkvi_keep *keep) {
+    tkv_status st;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
+        list->step_len = list->len;
+    }
+    kv->seq[keep->seq].in_step = 1;
+    st = tkvi_provide_entries(kv, keep->seq, tkvi_count_kept, keep, "no memory to keep tokens of sequence");
+    kv->seq[keep->seq].in_step = 0;
+    return st;
+}
+
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n) {
     tkvi_keep keep;
     tkv_status st = TKV_OK;
@@ -210,10 +227,11 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     keep.first = first;
     keep.indices = indices;
     keep.n = n;
+    kv->seq[seq].used = ++kv->call.clock;
+    st = tkvi_check_cut(kv, seq, indices[n - 1] + 1); /* the last kept token may see expired ones */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
-    if (!st)
-        st = tkvi_provide_entries(kv, seq, tkvi_count_kept, &keep, "no memory to keep tokens of sequence");
+    if (!st) st = tkvi_provide_keep(kv, &keep);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* a full budget may have coded some */
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);

@@ -352,6 +352,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     if (st) return st;
     move.seq = seq;
     move.delta = delta;
+    kv->seq[seq].used = ++kv->call.clock;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         st = tkvi_check_move(kv, layer, &move);
     if (!st && delta)
@@ -517,6 +518,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     copy.src = src;
     copy.dst = dst;
     copy.delta = at - first;
+    kv->seq[src].used = kv->seq[dst].used = ++kv->call.clock;
     if (copy.delta && (st = tkvi_check_movable(kv)) != TKV_OK) return st;
     if (kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "set tiers.n_anchors to 0: copies have no anchors", 0,
@@ -537,7 +539,6 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
     tkvi_remember_turns(kv, dst);
-    kv->seq[dst].used = ++kv->call.clock;
     return tkvi_ok(kv);
 }
 

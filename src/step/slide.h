@@ -162,6 +162,8 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     for (layer = 0; layer < cfg->model.n_layers; layer++)
         gone.from = tkvi_max(gone.from, kv->tables.plan[layer].sink);
     gone.to = gone.from + tkvi_round_up(excess, TKVI_BLOCK);
+    for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
+        if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
     if (gone.to >= len)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
                          cfg->limits.max_tokens, "");

@@ -846,7 +846,7 @@ static tkv_status call_keep(void) {
     const int seq = choose_seq(), back = choose_int(0, 70), density = next_byte() % 5, seed = next_byte();
     const int len = is_seq(seq) ? min_len(seq) : 0;
     int first = call.is_hostile ? back : max_of(0, len - back), indices[CHUNK], l, i, n = 0, is_exact = 1,
-        is_live = 1;
+        is_live = 1, any_gone = 0;
     tkv_rng rng = tkv_rng_seed((uint64_t)seed);
     tkv_status st;
     if (first < -1 || first > LONGEST) first = -1;
@@ -858,15 +858,18 @@ static tkv_status call_keep(void) {
     for (l = 0; l < 2 && is_seq(seq); l++) {
         is_exact &= model[seq][l].exact_from <= first;
         for (i = max_of(0, first); i < model[seq][l].len; i++) is_live &= model[seq][l].state[i] == LIVE;
+        for (i = 0; i < model[seq][l].len; i++) any_gone |= model[seq][l].state[i] == GONE; /* blocks merge */
     }
     allow_reclaim(seq);
+    if (is_seq(seq)) call.may_evict[seq] = 0;
     st = tkv_seq_keep(kv, seq, first, indices, n);
     if (call.must_fail) return st;
     if (in_step[seq]) CHECK_EQ(st != TKV_OK, 1);
     if (st == TKV_ERR_STATE && !call.is_hostile)
-        CHECK_MSG(in_step[seq] || !is_exact || !is_live || may_share[seq], "exact tokens from %d on", first);
+        CHECK_MSG(in_step[seq] || !is_exact || any_gone || may_share[seq] || budget_before,
+                  "exact tokens from %d on", first);
     if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors);
-    if (st == TKV_ERR_RANGE && !call.is_hostile) CHECK(n == 0 ? window_of(0) || window_of(1) : !is_live);
+    if (st == TKV_ERR_RANGE && !call.is_hostile) CHECK(window_of(0) || window_of(1) || (n > 0 && !is_live));
     if (st) return st;
     for (l = 0; l < 2; l++) {
         model_layer *s = &model[seq][l];
