@@ -3197,6 +3197,18 @@ extern "C" {
 #define TKVI_HAS_METER 1
 #endif
 
+#if defined(TKV_CORE) || defined(TKV_NO_MOVES)
+#define TKVI_HAS_MOVES 0
+#else
+#define TKVI_HAS_MOVES 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_STATES)
+#define TKVI_HAS_STATES 0
+#else
+#define TKVI_HAS_STATES 1
+#endif
+
 /* Formats that attention decodes: any of them, and those that kernels/decode_x86.h reads. */
 #define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
 #define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
@@ -4305,7 +4317,7 @@ TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int posit
     if (!rope || !x || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM || tkvi_rope_has_fault(rope, head_dim))
         return TKV_ERR_ARG;
     if (rope->dim == TKV_OFF && rope->kind == TKV_ROPE_FIXED) return TKV_OK;
-    if (!tkvi_rope_is_known(rope)) return TKV_ERR_UNSUPPORTED;
+    if (!TKVI_HAS_MOVES || !tkvi_rope_is_known(rope)) return TKV_ERR_UNSUPPORTED;
     tkvi_rope_rotate(tkvi_own_rope_make(&own, rope), positions, 0, x);
     return TKV_OK;
 }
@@ -7466,12 +7478,19 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
 #define TKVI_KVQUANT_                                                                                        \
     { TKVI_KVQUANT_SIDE_(k), TKVI_KVQUANT_SIDE_(v) }
 
-static const tkvi_simd_ops tkvi_simd_ops_scalar = {
-    tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
-    tkvi_decode_zero_points_scalar, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
-    tkvi_interleave_scalar,         tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
-    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar,
-    tkvi_turn_rows_scalar};
+static const tkvi_simd_ops tkvi_simd_ops_scalar = {tkvi_f16_to_f32_scalar,
+                                                   tkvi_f32_to_f16_scalar,
+                                                   tkvi_decode_log_scales_scalar,
+                                                   tkvi_decode_zero_points_scalar,
+                                                   tkvi_encode_log_scales_scalar,
+                                                   tkvi_pack_tile,
+                                                   tkvi_interleave_scalar,
+                                                   tkvi_encode_k_columns_scalar,
+                                                   tkvi_finalize_scales_scalar,
+                                                   tkvi_encode_v_tokens_scalar,
+                                                   tkvi_encode_groups_scalar,
+                                                   tkvi_decode_tiles_scalar,
+                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
@@ -10240,12 +10259,19 @@ static TKVI_TARGET_AVX2 void tkvi_turn_rows_avx2(const tkvi_turned_rows *t) {
     }
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx2 = {
-    tkvi_f16_to_f32_avx2,         tkvi_f32_to_f16_avx2,        tkvi_decode_log_scales_avx2,
-    tkvi_decode_zero_points_avx2, tkvi_encode_log_scales_avx2, tkvi_pack_tile_avx2,
-    tkvi_interleave_avx2,         tkvi_encode_k_columns_avx2,  tkvi_finalize_scales_avx2,
-    tkvi_encode_v_tokens_avx2,    tkvi_encode_groups_avx2,     tkvi_decode_tiles_avx2,
-    tkvi_turn_rows_avx2};
+static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
+                                                 tkvi_f32_to_f16_avx2,
+                                                 tkvi_decode_log_scales_avx2,
+                                                 tkvi_decode_zero_points_avx2,
+                                                 tkvi_encode_log_scales_avx2,
+                                                 tkvi_pack_tile_avx2,
+                                                 tkvi_interleave_avx2,
+                                                 tkvi_encode_k_columns_avx2,
+                                                 tkvi_finalize_scales_avx2,
+                                                 tkvi_encode_v_tokens_avx2,
+                                                 tkvi_encode_groups_avx2,
+                                                 tkvi_decode_tiles_avx2,
+                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx2)};
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -11432,12 +11458,19 @@ static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) 
     }
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx512 = {
-    tkvi_f16_to_f32_avx512,         tkvi_f32_to_f16_avx2,         tkvi_decode_log_scales_avx512,
-    tkvi_decode_zero_points_avx512, tkvi_encode_log_scales_avx2,  tkvi_pack_tile_avx2,
-    tkvi_interleave_avx2,           tkvi_encode_k_columns_avx512, tkvi_finalize_scales_avx2,
-    tkvi_encode_v_tokens_avx512,    tkvi_encode_groups_avx2,      tkvi_decode_tiles_avx512,
-    tkvi_turn_rows_avx512};
+static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
+                                                   tkvi_f32_to_f16_avx2,
+                                                   tkvi_decode_log_scales_avx512,
+                                                   tkvi_decode_zero_points_avx512,
+                                                   tkvi_encode_log_scales_avx2,
+                                                   tkvi_pack_tile_avx2,
+                                                   tkvi_interleave_avx2,
+                                                   tkvi_encode_k_columns_avx512,
+                                                   tkvi_finalize_scales_avx2,
+                                                   tkvi_encode_v_tokens_avx512,
+                                                   tkvi_encode_groups_avx2,
+                                                   tkvi_decode_tiles_avx512,
+                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -12839,12 +12872,19 @@ static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scal
     tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_128 = {
-    tkvi_f16_to_f32_128,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_128,
-    tkvi_decode_zero_points_128, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
-    tkvi_interleave_scalar,      tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
-    tkvi_encode_v_tokens_scalar, tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar,
-    tkvi_turn_rows_scalar};
+static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
+                                                tkvi_f32_to_f16_scalar,
+                                                tkvi_decode_log_scales_128,
+                                                tkvi_decode_zero_points_128,
+                                                tkvi_encode_log_scales_scalar,
+                                                tkvi_pack_tile,
+                                                tkvi_interleave_scalar,
+                                                tkvi_encode_k_columns_scalar,
+                                                tkvi_finalize_scales_scalar,
+                                                tkvi_encode_v_tokens_scalar,
+                                                tkvi_encode_groups_scalar,
+                                                tkvi_decode_tiles_scalar,
+                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -16465,6 +16505,7 @@ static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
 static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
     const tkv_rope *rope = tkvi_rope_of_layer(cfg, layer);
     int i;
+    if (!TKVI_HAS_MOVES && !TKVI_HAS_ROPE) return -1;
     if (!tkvi_has_own_kv(cfg, layer) || !tkvi_rope_is_known(rope)) return -1;
     for (i = 0; i < layer; i++) {
         const tkv_rope *other = tkvi_rope_of_layer(cfg, i);
@@ -18405,7 +18446,7 @@ static void tkvi_mark_states(tkvi_states *s, int seq) {
 static void tkvi_drop_held_states(tkvi_states *s, int seq, int first, int end) {
     tkvi_state_list *list = &s->list[seq];
     int i;
-    if (first == end) return;
+    if (!TKVI_HAS_STATES || first == end) return;
     for (i = first; i < end; i++) tkvi_release_state(s, &list->held[i]);
     memmove(list->held + first, list->held + end, (size_t)(list->n - end) * sizeof *list->held);
     list->n -= end - first;
@@ -18414,6 +18455,7 @@ static void tkvi_drop_held_states(tkvi_states *s, int seq, int first, int end) {
 
 /* Removes the states of a sequence that have seen more than n_tokens. */
 static void tkvi_drop_states(tkvi_states *s, int seq, int n_tokens) {
+    if (!TKVI_HAS_STATES) return;
     tkvi_drop_held_states(s, seq, tkvi_n_states_up_to(&s->list[seq], n_tokens), s->list[seq].n);
 }
 
@@ -18443,7 +18485,8 @@ static void tkvi_list_state(tkvi_states *s, int seq, tkvi_state *state) {
 static void tkvi_share_states(tkvi_states *s, int src, int dst, int n_tokens) {
     const tkvi_state_list *from = &s->list[src];
     tkvi_state_list *to = &s->list[dst];
-    const int n = tkvi_n_states_up_to(from, n_tokens);
+    const int n = TKVI_HAS_STATES ? tkvi_n_states_up_to(from, n_tokens) : 0;
+    if (!TKVI_HAS_STATES) return;
     for (to->n = 0; to->n < n; to->n++) {
         to->held[to->n].state = from->held[to->n].state;
         to->held[to->n].is_spare = 0;
@@ -18517,10 +18560,10 @@ static void tkvi_thin_everywhere(tkvi_states *s, const tkvi_thinning *thinning) 
 static int tkvi_thin_next(tkvi_states *s, int n_kept) {
     tkvi_thinning least = tkvi_no_thinning();
     int seq;
-    for (seq = 0; seq < s->n_lists && s->spare_bytes; seq++)
+    for (seq = 0; TKVI_HAS_STATES && seq < s->n_lists && s->spare_bytes; seq++)
         if (s->list[seq].n_positions > n_kept) tkvi_find_thinning(s, seq, 1, &least);
-    if (least.seq >= 0) tkvi_thin_everywhere(s, &least);
-    return least.seq >= 0;
+    if (TKVI_HAS_STATES && least.seq >= 0) tkvi_thin_everywhere(s, &least);
+    return TKVI_HAS_STATES && least.seq >= 0;
 }
 
 /* Thins a list until it has at most n_kept positions, or none is spare. */
@@ -18701,6 +18744,9 @@ typedef struct tkvi_list {
     int is_moved;             /* 0: no entry has a shift */
     int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
+
+/* 1 if tokens of a list have positions that are not their indices. */
+static int tkvi_has_moved(const tkvi_list *list) { return TKVI_HAS_MOVES && list->is_moved; }
 
 /* Block i has changed: all searches look at it again. */
 static void tkvi_search_again(tkvi_list *list, int i) {
@@ -18934,7 +18980,7 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 
 /* Position of the token with an index, also if it is gone. It is in the list. */
 static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
-    return list->is_moved && list->n
+    return tkvi_has_moved(list) && list->n
                ? index + kv->pool.entry[ids[tkvi_max(0, tkvi_block_at(kv, list, ids, index))]].shift
                : index;
 }
@@ -23095,7 +23141,7 @@ static int tkvi_join_if_short(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n;
-    if (i < list->sinks || i + 2 >= list->n) return 0;
+    if (!TKVI_HAS_MOVES || i < list->sinks || i + 2 >= list->n) return 0;
     n = tkvi_n_joinable(kv, layer, list, ids, i, 0);
     if (!n || n < tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1))) return 0;
     tkvi_join_blocks(kv, seq, layer, i, n);
@@ -24754,7 +24800,7 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int 
         lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), list->len - n) +
                                       kv->pool.entry[ids[i - 1]].shift);
     lowest -= window - 1;
-    if (list->n == 0 || !list->is_moved) return tkvi_max(0, list->len - n + 1 - window);
+    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, list->len - n + 1 - window);
     for (i = list->n; i-- > 0;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
@@ -25115,9 +25161,9 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
 /* Finds the reference key of a work tile. */
 static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
     const tkv_cache *kv = u->call->kv;
-    ref->turned = u->list->n ? kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
+    ref->turned = TKVI_HAS_MOVES && u->list->n ? kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
     tkvi_reference_key(u, ref->newest);
-    if (!u->list->is_moved) return;
+    if (!tkvi_has_moved(u->list)) return;
     memcpy(ref->moved, ref->newest, sizeof ref->moved);
     if (ref->turned) tkvi_rope_rotate(u->call->plan->rope, ref->turned, 0, ref->moved);
 }
@@ -25132,7 +25178,8 @@ static tkvi_angles tkvi_turn_back(const tkvi_work_tile *u, int turned, int *hint
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
                                 const tkvi_angles *turn, float *ref) {
     memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
-    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
+    if (TKVI_HAS_MOVES && turn && turned != from->turned)
+        tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
 }
 
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
@@ -25227,7 +25274,7 @@ static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_querie
     t.scale = u->call->scale;
     t.out = order ? q->sorted : q->q;
     t.lanes = u->call->plan->rope->lanes;
-    if (turned) {
+    if (TKVI_HAS_MOVES && turned) {
         const tkvi_angles turn = tkvi_turn_back(u, turned, &p->hint, &room);
         t.cosine = turn.cosine;
         t.sine = turn.sine;
@@ -25258,7 +25305,7 @@ static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
     q->order = NULL;
     tkvi_reference_init(u, &q->reference);
     q->turned = q->reference.turned;
-    if (q->turned) turn = tkvi_turn_back(u, q->turned, &hint, &room);
+    if (TKVI_HAS_MOVES && q->turned) turn = tkvi_turn_back(u, q->turned, &hint, &room);
     memcpy(q->ref, q->reference.newest, sizeof q->ref);
     for (r = 0; r < u->rows; r++)
         q->origin[r] = tkvi_load_query(u, r, q->turned ? &turn : NULL, q->ref, q->q + r * u->k_pad);
@@ -25348,7 +25395,8 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
-    if (u->call->plain) tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
+    if (TKVI_HAS_MOVES && u->call->plain)
+        tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
     else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
@@ -25441,8 +25489,8 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         const tkvi_record *rec;
         float before[TKVI_ROWS], sum[TKVI_ROWS];
         int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i);
-        if (!(u->list->is_moved ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
-                                : tkvi_block_scores(u, q, i, scores)))
+        if (!(tkvi_has_moved(u->list) ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
+                                      : tkvi_block_scores(u, q, i, scores)))
             continue;
         memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
         if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
@@ -25627,7 +25675,8 @@ static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_
     const tkvi_work_tile *u = o->view.tile;
     const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
-    if (u->call->plain) tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
+    if (TKVI_HAS_MOVES && u->call->plain)
+        tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -25700,7 +25749,7 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     const tkv_cache *kv = u->call->kv;
     int at[TKVI_BLOCK], r;
     scores += s->first * TKVI_BLOCK;
-    if (u->call->plain) tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
+    if (TKVI_HAS_MOVES && u->call->plain) tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
     tkvi_slot_indices(u, i, at);
@@ -25902,10 +25951,10 @@ static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *ref
     tkvi_turn room;
     tkvi_angles turn = {NULL, NULL};
     int hint = 0;
-    if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
+    if (TKVI_HAS_MOVES && turned) turn = tkvi_turn_back(u, turned, &hint, &room);
     tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
     if (is_first) tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
-    else tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
+    else if (TKVI_HAS_MOVES) tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
     if (is_first && u->call->plain) u->call->plain->is_set = 0;
     q->coded = 0;
 }
@@ -25996,7 +26045,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (rec->v.format->rotated != rotated || end <= first || start >= last) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            if (e->turned != turned) {
+            if (TKVI_HAS_MOVES && e->turned != turned) {
                 turned = e->turned;
                 tkvi_prefill_turn(u, &reference, turned, 0, &q, sums->origin);
             }
@@ -26171,7 +26220,7 @@ static TKVI_NOINLINE void tkvi_run_turning(void *ctx, int index) {
 static int tkvi_turns_queries(const tkvi_call *c) {
     int i;
     for (i = 0; i < c->n_rows && c->plan->rope; i++)
-        if (tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->is_moved) return 1;
+        if (tkvi_has_moved(tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer))) return 1;
     return 0;
 }
 
@@ -26614,7 +26663,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             if (st) return st;
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
-            for (t = 0; t < n && kv->pool.entry[ids[i]].turned; t++)
+            for (t = 0; TKVI_HAS_MOVES && t < n && kv->pool.entry[ids[i]].turned; t++)
                 tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0,
                                  x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {
@@ -27129,7 +27178,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) tkvi_copy_shared(kv, id);
-        return kv->pool.entry[id].shift == position - list->len && !kv->pool.entry[id].turned
+        return !TKVI_HAS_MOVES ||
+                       (kv->pool.entry[id].shift == position - list->len && !kv->pool.entry[id].turned)
                    ? id
                    : tkvi_open_entry(kv, seq, layer, position - list->len);
     }
@@ -27244,6 +27294,8 @@ static tkv_status tkvi_check_positions(tkv_cache *kv, int seq, int layer, const 
         *n_jumps += positions[t] != next;
         next = positions[t] + 1;
     }
+    if (*n_jumps && !TKVI_HAS_MOVES)
+        return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves jumps of positions out");
     if (*n_jumps && kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: positions cannot jump with anchors", 0, NULL);
@@ -27846,7 +27898,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        turned = kv->pool.entry[ids[i]].turned;
+        turned = TKVI_HAS_MOVES ? kv->pool.entry[ids[i]].turned : 0;
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
@@ -28120,6 +28172,7 @@ TKV_API tkv_status tkv_seq_put_state(tkv_cache *kv, int seq, int layer, int n_to
     tkvi_state *state;
     tkv_status st = tkvi_check_state_name(kv, seq, layer, n_tokens);
     int at;
+    if (!TKVI_HAS_STATES) return tkvi_refuse_left_out(kv, "TKV_NO_STATES leaves this out");
     if (st) return st;
     if (!bytes || !size) return tkvi_fail(kv, TKV_ERR_ARG, "the bytes of the state are missing", 0, NULL);
     if (kv->pool.keep_all && !kv->states.region)
@@ -28152,6 +28205,7 @@ TKV_API tkv_status tkv_seq_get_state(const tkv_cache *kv, int seq, int layer, in
                                      size_t size, size_t *needed) {
     const tkvi_state *state;
     int at;
+    if (!TKVI_HAS_STATES) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.model.n_layers || n_tokens < 1)
         return TKV_ERR_ARG;
     state = tkvi_find_state(&kv->states.list[seq], layer, n_tokens, &at);
@@ -28168,7 +28222,8 @@ TKV_API int tkv_seq_find_state(const tkv_cache *kv, int seq, int n_tokens) {
     const tkvi_state_list *list;
     if (!tkvi_has_seq(kv, seq) || (n_tokens < 0 && n_tokens != TKV_UNLIMITED)) return 0;
     if (n_tokens == TKV_UNLIMITED) n_tokens = TKVI_FOREVER;
-    if (!kv->states.n_stateful) return tkvi_min(n_tokens, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    if (!TKVI_HAS_STATES || !kv->states.n_stateful)
+        return tkvi_min(n_tokens, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     list = &kv->states.list[seq];
     at = tkvi_end_position(list);
     while (tkvi_step_back(list, &at))
@@ -28180,6 +28235,7 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
                                        int *n) {
     const tkvi_state_list *list;
     int first, end, count = 0;
+    if (!TKVI_HAS_STATES) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !n_tokens)) return TKV_ERR_ARG;
     if (layer != TKV_ALL_LAYERS && (layer < 0 || layer >= kv->tables.cfg.model.n_layers)) return TKV_ERR_ARG;
     list = &kv->states.list[seq];
@@ -28358,7 +28414,7 @@ static void tkvi_drop_turns(tkv_cache *kv) {
             const tkvi_rope *of_layer = kv->tables.plan[layer].rope;
             const int rope = of_layer ? (int)(of_layer - kv->tables.rope) : 0;
             int at = 0;
-            for (i = 0; i < list->n && list->is_moved; i++) {
+            for (i = 0; i < list->n && tkvi_has_moved(list); i++) {
                 const int turned = kv->pool.entry[ids[i]].turned;
                 if (!turned) continue;
                 at = tkvi_seek_turn(t, rope, turned, at);
@@ -28372,7 +28428,7 @@ static void tkvi_drop_turns(tkv_cache *kv) {
 static int tkvi_has_moved_tokens(const tkv_cache *kv) {
     int i;
     for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
-        if (kv->list[i].n && kv->list[i].is_moved) return 1;
+        if (kv->list[i].n && tkvi_has_moved(&kv->list[i])) return 1;
     return 0;
 }
 
@@ -28387,7 +28443,7 @@ static void tkvi_remember_turns(tkv_cache *kv, int seq) {
         const tkvi_rope *of_layer = kv->tables.plan[layer].rope;
         const int rope = of_layer ? (int)(of_layer - kv->tables.rope) : 0;
         int at = 0;
-        for (i = 0; i < list->n && list->is_moved; i++) {
+        for (i = 0; i < list->n && tkvi_has_moved(list); i++) {
             const int turned = kv->pool.entry[ids[i]].turned;
             if (!turned) continue;
             at = tkvi_seek_turn(t, rope, turned, at);
@@ -28557,6 +28613,7 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_range range;
     tkv_status st = tkvi_check_range(kv, seq, first, end, &range);
     int layer, len = 0, first_index;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
     first_index = kv->states.list[seq].n ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -28755,6 +28812,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     tkvi_move move;
     tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
     int layer;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (!st) st = tkvi_check_movable(kv);
     if (st) return st;
     move.seq = seq;
@@ -28916,6 +28974,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_demand demand = tkvi_no_demand();
     tkv_status st = tkvi_check_range(kv, src, first, end, &copy.range);
     int layer, n = 0, len = 0;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
     if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
     if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");
@@ -29109,6 +29168,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     tkvi_gone gone;
     tkv_status st;
     int layer, len = 0, excess;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (n_removed) *n_removed = 0;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     cfg = &kv->tables.cfg;
@@ -29352,6 +29412,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     tkvi_keep keep;
     tkv_status st = TKV_OK;
     int layer, i;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");

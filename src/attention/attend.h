@@ -101,7 +101,7 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int 
         lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), list->len - n) +
                                       kv->pool.entry[ids[i - 1]].shift);
     lowest -= window - 1;
-    if (list->n == 0 || !list->is_moved) return tkvi_max(0, list->len - n + 1 - window);
+    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, list->len - n + 1 - window);
     for (i = list->n; i-- > 0;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
@@ -462,9 +462,9 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
 /* Finds the reference key of a work tile. */
 static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
     const tkv_cache *kv = u->call->kv;
-    ref->turned = u->list->n ? kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
+    ref->turned = TKVI_HAS_MOVES && u->list->n ? kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
     tkvi_reference_key(u, ref->newest);
-    if (!u->list->is_moved) return;
+    if (!tkvi_has_moved(u->list)) return;
     memcpy(ref->moved, ref->newest, sizeof ref->moved);
     if (ref->turned) tkvi_rope_rotate(u->call->plan->rope, ref->turned, 0, ref->moved);
 }
@@ -479,7 +479,8 @@ static tkvi_angles tkvi_turn_back(const tkvi_work_tile *u, int turned, int *hint
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
                                 const tkvi_angles *turn, float *ref) {
     memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
-    if (turn && turned != from->turned) tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
+    if (TKVI_HAS_MOVES && turn && turned != from->turned)
+        tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
 }
 
 /* NaN: the origin of a row whose query is not finite. Such a row sees no key. Test for it with tkvi_is_finite. */
@@ -574,7 +575,7 @@ static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_querie
     t.scale = u->call->scale;
     t.out = order ? q->sorted : q->q;
     t.lanes = u->call->plan->rope->lanes;
-    if (turned) {
+    if (TKVI_HAS_MOVES && turned) {
         const tkvi_angles turn = tkvi_turn_back(u, turned, &p->hint, &room);
         t.cosine = turn.cosine;
         t.sine = turn.sine;
@@ -605,7 +606,7 @@ static void tkvi_load_queries(const tkvi_work_tile *u, tkvi_queries *q) {
     q->order = NULL;
     tkvi_reference_init(u, &q->reference);
     q->turned = q->reference.turned;
-    if (q->turned) turn = tkvi_turn_back(u, q->turned, &hint, &room);
+    if (TKVI_HAS_MOVES && q->turned) turn = tkvi_turn_back(u, q->turned, &hint, &room);
     memcpy(q->ref, q->reference.newest, sizeof q->ref);
     for (r = 0; r < u->rows; r++)
         q->origin[r] = tkvi_load_query(u, r, q->turned ? &turn : NULL, q->ref, q->q + r * u->k_pad);
@@ -695,7 +696,8 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, fl
     rec = tkvi_record_of(u, i, &bytes);
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
-    if (u->call->plain) tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
+    if (TKVI_HAS_MOVES && u->call->plain)
+        tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
     else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
                                           rec->k.order ? q->sorted : q->q,
@@ -788,8 +790,8 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         const tkvi_record *rec;
         float before[TKVI_ROWS], sum[TKVI_ROWS];
         int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i);
-        if (!(u->list->is_moved ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
-                                : tkvi_block_scores(u, q, i, scores)))
+        if (!(tkvi_has_moved(u->list) ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
+                                      : tkvi_block_scores(u, q, i, scores)))
             continue;
         memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
         if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
@@ -974,7 +976,8 @@ static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_
     const tkvi_work_tile *u = o->view.tile;
     const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
     int i;
-    if (u->call->plain) tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
+    if (TKVI_HAS_MOVES && u->call->plain)
+        tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
@@ -1047,7 +1050,7 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
     const tkv_cache *kv = u->call->kv;
     int at[TKVI_BLOCK], r;
     scores += s->first * TKVI_BLOCK;
-    if (u->call->plain) tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
+    if (TKVI_HAS_MOVES && u->call->plain) tkvi_show_queries(u, s->q, kv->pool.entry[u->ids[i]].turned, NULL);
     kv->kernels->k[rec->k.format->stored](&rec->k, bytes, NULL, s->q->q, s->q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i), 1, scores);
     tkvi_slot_indices(u, i, at);
@@ -1249,10 +1252,10 @@ static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *ref
     tkvi_turn room;
     tkvi_angles turn = {NULL, NULL};
     int hint = 0;
-    if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
+    if (TKVI_HAS_MOVES && turned) turn = tkvi_turn_back(u, turned, &hint, &room);
     tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
     if (is_first) tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
-    else tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
+    else if (TKVI_HAS_MOVES) tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
     if (is_first && u->call->plain) u->call->plain->is_set = 0;
     q->coded = 0;
 }
@@ -1343,7 +1346,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (rec->v.format->rotated != rotated || end <= first || start >= last) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            if (e->turned != turned) {
+            if (TKVI_HAS_MOVES && e->turned != turned) {
                 turned = e->turned;
                 tkvi_prefill_turn(u, &reference, turned, 0, &q, sums->origin);
             }
@@ -1518,7 +1521,7 @@ static TKVI_NOINLINE void tkvi_run_turning(void *ctx, int index) {
 static int tkvi_turns_queries(const tkvi_call *c) {
     int i;
     for (i = 0; i < c->n_rows && c->plan->rope; i++)
-        if (tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->is_moved) return 1;
+        if (tkvi_has_moved(tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer))) return 1;
     return 0;
 }
 

@@ -87,7 +87,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
             if (st) return st;
             if (!finite) continue;
             tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
-            for (t = 0; t < n && kv->pool.entry[ids[i]].turned; t++)
+            for (t = 0; TKVI_HAS_MOVES && t < n && kv->pool.entry[ids[i]].turned; t++)
                 tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0,
                                  x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {

@@ -43,6 +43,9 @@ typedef struct tkvi_list {
     int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
 
+/* 1 if tokens of a list have positions that are not their indices. */
+static int tkvi_has_moved(const tkvi_list *list) { return TKVI_HAS_MOVES && list->is_moved; }
+
 /* Block i has changed: all searches look at it again. */
 static void tkvi_search_again(tkvi_list *list, int i) {
     int s;
@@ -275,7 +278,7 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
 
 /* Position of the token with an index, also if it is gone. It is in the list. */
 static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
-    return list->is_moved && list->n
+    return tkvi_has_moved(list) && list->n
                ? index + kv->pool.entry[ids[tkvi_max(0, tkvi_block_at(kv, list, ids, index))]].shift
                : index;
 }

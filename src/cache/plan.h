@@ -428,6 +428,7 @@ static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
 static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
     const tkv_rope *rope = tkvi_rope_of_layer(cfg, layer);
     int i;
+    if (!TKVI_HAS_MOVES && !TKVI_HAS_ROPE) return -1;
     if (!tkvi_has_own_kv(cfg, layer) || !tkvi_rope_is_known(rope)) return -1;
     for (i = 0; i < layer; i++) {
         const tkv_rope *other = tkvi_rope_of_layer(cfg, i);

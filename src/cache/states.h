@@ -280,7 +280,7 @@ static void tkvi_mark_states(tkvi_states *s, int seq) {
 static void tkvi_drop_held_states(tkvi_states *s, int seq, int first, int end) {
     tkvi_state_list *list = &s->list[seq];
     int i;
-    if (first == end) return;
+    if (!TKVI_HAS_STATES || first == end) return;
     for (i = first; i < end; i++) tkvi_release_state(s, &list->held[i]);
     memmove(list->held + first, list->held + end, (size_t)(list->n - end) * sizeof *list->held);
     list->n -= end - first;
@@ -289,6 +289,7 @@ static void tkvi_drop_held_states(tkvi_states *s, int seq, int first, int end) {
 
 /* Removes the states of a sequence that have seen more than n_tokens. */
 static void tkvi_drop_states(tkvi_states *s, int seq, int n_tokens) {
+    if (!TKVI_HAS_STATES) return;
     tkvi_drop_held_states(s, seq, tkvi_n_states_up_to(&s->list[seq], n_tokens), s->list[seq].n);
 }
 
@@ -318,7 +319,8 @@ static void tkvi_list_state(tkvi_states *s, int seq, tkvi_state *state) {
 static void tkvi_share_states(tkvi_states *s, int src, int dst, int n_tokens) {
     const tkvi_state_list *from = &s->list[src];
     tkvi_state_list *to = &s->list[dst];
-    const int n = tkvi_n_states_up_to(from, n_tokens);
+    const int n = TKVI_HAS_STATES ? tkvi_n_states_up_to(from, n_tokens) : 0;
+    if (!TKVI_HAS_STATES) return;
     for (to->n = 0; to->n < n; to->n++) {
         to->held[to->n].state = from->held[to->n].state;
         to->held[to->n].is_spare = 0;
@@ -392,10 +394,10 @@ static void tkvi_thin_everywhere(tkvi_states *s, const tkvi_thinning *thinning) 
 static int tkvi_thin_next(tkvi_states *s, int n_kept) {
     tkvi_thinning least = tkvi_no_thinning();
     int seq;
-    for (seq = 0; seq < s->n_lists && s->spare_bytes; seq++)
+    for (seq = 0; TKVI_HAS_STATES && seq < s->n_lists && s->spare_bytes; seq++)
         if (s->list[seq].n_positions > n_kept) tkvi_find_thinning(s, seq, 1, &least);
-    if (least.seq >= 0) tkvi_thin_everywhere(s, &least);
-    return least.seq >= 0;
+    if (TKVI_HAS_STATES && least.seq >= 0) tkvi_thin_everywhere(s, &least);
+    return TKVI_HAS_STATES && least.seq >= 0;
 }
 
 /* Thins a list until it has at most n_kept positions, or none is spare. */

@@ -303,7 +303,7 @@ TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int posit
     if (!rope || !x || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM || tkvi_rope_has_fault(rope, head_dim))
         return TKV_ERR_ARG;
     if (rope->dim == TKV_OFF && rope->kind == TKV_ROPE_FIXED) return TKV_OK;
-    if (!tkvi_rope_is_known(rope)) return TKV_ERR_UNSUPPORTED;
+    if (!TKVI_HAS_MOVES || !tkvi_rope_is_known(rope)) return TKV_ERR_UNSUPPORTED;
     tkvi_rope_rotate(tkvi_own_rope_make(&own, rope), positions, 0, x);
     return TKV_OK;
 }

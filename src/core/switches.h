@@ -59,6 +59,18 @@
 #define TKVI_HAS_METER 1
 #endif
 
+#if defined(TKV_CORE) || defined(TKV_NO_MOVES)
+#define TKVI_HAS_MOVES 0
+#else
+#define TKVI_HAS_MOVES 1
+#endif
+
+#if defined(TKV_CORE) || defined(TKV_NO_STATES)
+#define TKVI_HAS_STATES 0
+#else
+#define TKVI_HAS_STATES 1
+#endif
+
 /* Formats that attention decodes: any of them, and those that kernels/decode_x86.h reads. */
 #define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
 #define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)

@@ -68,12 +68,19 @@
 #define TKVI_KVQUANT_                                                                                        \
     { TKVI_KVQUANT_SIDE_(k), TKVI_KVQUANT_SIDE_(v) }
 
-static const tkvi_simd_ops tkvi_simd_ops_scalar = {
-    tkvi_f16_to_f32_scalar,         tkvi_f32_to_f16_scalar,        tkvi_decode_log_scales_scalar,
-    tkvi_decode_zero_points_scalar, tkvi_encode_log_scales_scalar, tkvi_pack_tile,
-    tkvi_interleave_scalar,         tkvi_encode_k_columns_scalar,  tkvi_finalize_scales_scalar,
-    tkvi_encode_v_tokens_scalar,    tkvi_encode_groups_scalar,     tkvi_decode_tiles_scalar,
-    tkvi_turn_rows_scalar};
+static const tkvi_simd_ops tkvi_simd_ops_scalar = {tkvi_f16_to_f32_scalar,
+                                                   tkvi_f32_to_f16_scalar,
+                                                   tkvi_decode_log_scales_scalar,
+                                                   tkvi_decode_zero_points_scalar,
+                                                   tkvi_encode_log_scales_scalar,
+                                                   tkvi_pack_tile,
+                                                   tkvi_interleave_scalar,
+                                                   tkvi_encode_k_columns_scalar,
+                                                   tkvi_finalize_scales_scalar,
+                                                   tkvi_encode_v_tokens_scalar,
+                                                   tkvi_encode_groups_scalar,
+                                                   tkvi_decode_tiles_scalar,
+                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 /* In the order of tkv_format. */
 static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {

@@ -209,7 +209,7 @@ static int tkvi_join_if_short(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n;
-    if (i < list->sinks || i + 2 >= list->n) return 0;
+    if (!TKVI_HAS_MOVES || i < list->sinks || i + 2 >= list->n) return 0;
     n = tkvi_n_joinable(kv, layer, list, ids, i, 0);
     if (!n || n < tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1))) return 0;
     tkvi_join_blocks(kv, seq, layer, i, n);

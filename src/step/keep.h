@@ -209,6 +209,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     tkvi_keep keep;
     tkv_status st = TKV_OK;
     int layer, i;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");

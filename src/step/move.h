@@ -150,6 +150,7 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_range range;
     tkv_status st = tkvi_check_range(kv, seq, first, end, &range);
     int layer, len = 0, first_index;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
     first_index = kv->states.list[seq].n ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -348,6 +349,7 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
     tkvi_move move;
     tkv_status st = tkvi_check_range(kv, seq, first, end, &move.range);
     int layer;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (!st) st = tkvi_check_movable(kv);
     if (st) return st;
     move.seq = seq;
@@ -509,6 +511,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_demand demand = tkvi_no_demand();
     tkv_status st = tkvi_check_range(kv, src, first, end, &copy.range);
     int layer, n = 0, len = 0;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
     if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
     if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");

@@ -256,7 +256,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) tkvi_copy_shared(kv, id);
-        return kv->pool.entry[id].shift == position - list->len && !kv->pool.entry[id].turned
+        return !TKVI_HAS_MOVES ||
+                       (kv->pool.entry[id].shift == position - list->len && !kv->pool.entry[id].turned)
                    ? id
                    : tkvi_open_entry(kv, seq, layer, position - list->len);
     }
@@ -371,6 +372,8 @@ static tkv_status tkvi_check_positions(tkv_cache *kv, int seq, int layer, const 
         *n_jumps += positions[t] != next;
         next = positions[t] + 1;
     }
+    if (*n_jumps && !TKVI_HAS_MOVES)
+        return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves jumps of positions out");
     if (*n_jumps && kv->tables.cfg.tiers.n_anchors)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: positions cannot jump with anchors", 0, NULL);
@@ -973,7 +976,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
         if (i < 0) return TKV_ERR_RANGE;
-        turned = kv->pool.entry[ids[i]].turned;
+        turned = TKVI_HAS_MOVES ? kv->pool.entry[ids[i]].turned : 0;
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */

@@ -146,6 +146,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     tkvi_gone gone;
     tkv_status st;
     int layer, len = 0, excess;
+    if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (n_removed) *n_removed = 0;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     cfg = &kv->tables.cfg;

@@ -121,6 +121,7 @@ TKV_API tkv_status tkv_seq_put_state(tkv_cache *kv, int seq, int layer, int n_to
     tkvi_state *state;
     tkv_status st = tkvi_check_state_name(kv, seq, layer, n_tokens);
     int at;
+    if (!TKVI_HAS_STATES) return tkvi_refuse_left_out(kv, "TKV_NO_STATES leaves this out");
     if (st) return st;
     if (!bytes || !size) return tkvi_fail(kv, TKV_ERR_ARG, "the bytes of the state are missing", 0, NULL);
     if (kv->pool.keep_all && !kv->states.region)
@@ -153,6 +154,7 @@ TKV_API tkv_status tkv_seq_get_state(const tkv_cache *kv, int seq, int layer, in
                                      size_t size, size_t *needed) {
     const tkvi_state *state;
     int at;
+    if (!TKVI_HAS_STATES) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_has_seq(kv, seq) || layer < 0 || layer >= kv->tables.cfg.model.n_layers || n_tokens < 1)
         return TKV_ERR_ARG;
     state = tkvi_find_state(&kv->states.list[seq], layer, n_tokens, &at);
@@ -169,7 +171,8 @@ TKV_API int tkv_seq_find_state(const tkv_cache *kv, int seq, int n_tokens) {
     const tkvi_state_list *list;
     if (!tkvi_has_seq(kv, seq) || (n_tokens < 0 && n_tokens != TKV_UNLIMITED)) return 0;
     if (n_tokens == TKV_UNLIMITED) n_tokens = TKVI_FOREVER;
-    if (!kv->states.n_stateful) return tkvi_min(n_tokens, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    if (!TKVI_HAS_STATES || !kv->states.n_stateful)
+        return tkvi_min(n_tokens, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     list = &kv->states.list[seq];
     at = tkvi_end_position(list);
     while (tkvi_step_back(list, &at))
@@ -181,6 +184,7 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
                                        int *n) {
     const tkvi_state_list *list;
     int first, end, count = 0;
+    if (!TKVI_HAS_STATES) return TKV_ERR_UNSUPPORTED;
     if (!tkvi_has_seq(kv, seq) || !n || capacity < 0 || (capacity > 0 && !n_tokens)) return TKV_ERR_ARG;
     if (layer != TKV_ALL_LAYERS && (layer < 0 || layer >= kv->tables.cfg.model.n_layers)) return TKV_ERR_ARG;
     list = &kv->states.list[seq];

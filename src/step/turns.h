@@ -20,7 +20,7 @@ static void tkvi_drop_turns(tkv_cache *kv) {
             const tkvi_rope *of_layer = kv->tables.plan[layer].rope;
             const int rope = of_layer ? (int)(of_layer - kv->tables.rope) : 0;
             int at = 0;
-            for (i = 0; i < list->n && list->is_moved; i++) {
+            for (i = 0; i < list->n && tkvi_has_moved(list); i++) {
                 const int turned = kv->pool.entry[ids[i]].turned;
                 if (!turned) continue;
                 at = tkvi_seek_turn(t, rope, turned, at);
@@ -34,7 +34,7 @@ static void tkvi_drop_turns(tkv_cache *kv) {
 static int tkvi_has_moved_tokens(const tkv_cache *kv) {
     int i;
     for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
-        if (kv->list[i].n && kv->list[i].is_moved) return 1;
+        if (kv->list[i].n && tkvi_has_moved(&kv->list[i])) return 1;
     return 0;
 }
 
@@ -49,7 +49,7 @@ static void tkvi_remember_turns(tkv_cache *kv, int seq) {
         const tkvi_rope *of_layer = kv->tables.plan[layer].rope;
         const int rope = of_layer ? (int)(of_layer - kv->tables.rope) : 0;
         int at = 0;
-        for (i = 0; i < list->n && list->is_moved; i++) {
+        for (i = 0; i < list->n && tkvi_has_moved(list); i++) {
             const int turned = kv->pool.entry[ids[i]].turned;
             if (!turned) continue;
             at = tkvi_seek_turn(t, rope, turned, at);
