@@ -1903,9 +1903,10 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
  * Errors, no token changed:
- *   TKV_ERR_STATE   a token from `first` on is compressed or merged after an eviction, or a fork shares it; or a step
- *                   is open
- *   TKV_ERR_RANGE   there is no token with one of the indices
+ *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction; or a fork shares it;
+ *                   or a step is open
+ *   TKV_ERR_RANGE   there is no token with one of the indices; or a window expired tokens that the last kept one
+ *                   sees
  *   TKV_ERR_UNSUPPORTED   there are anchors, and the indices are not first, first + 1, ...
  *   TKV_ERR_ARG     no such sequence, a number is negative, or indices do not rise
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for entries
@@ -29126,6 +29127,8 @@ static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *kee
     const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
     int i, slot;
+    if (keep->first < list->expired)
+        return tkvi_fail(kv, TKV_ERR_STATE, "tokens have expired: index", keep->first, "");
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_record *r = kv->tables.layout[b->layout].record;
@@ -29230,15 +29233,16 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
 static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
-    const int n_old = list->n, i = tkvi_block_at(kv, list, ids, keep->first);
+    const int n_old = list->n, i = tkvi_max(0, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t, n_sinks = 0;
     tkvi_keep_cursor to;
-    if (i < 0) return;
+    if (!list->n) return;
     memset(&to, 0, sizeof to);
     to.i = i;
-    /* `first` may be an index behind the slots of its entry, whose token is gone. */
-    to.slot = tkvi_min(kv->pool.entry[ids[i]].first_slot + keep->first - tkvi_block_start(kv, ids, i),
-                       tkvi_block_tokens(kv, list, ids, i));
+    /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
+    to.slot = kv->pool.entry[ids[i]].first_slot +
+              tkvi_max(0, keep->first - tkvi_block_start(kv, ids, i));
+    to.slot = tkvi_min(to.slot, tkvi_block_tokens(kv, list, ids, i));
     to.position = -1;
     for (t = 0; t < keep->n; t++) tkvi_keep_token(kv, keep, layer, t, &to);
     tkvi_forget_meter_copies_in(kv, keep->seq, layer, keep->first, TKVI_FOREVER);
@@ -29302,6 +29306,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     keep.indices = indices;
     keep.n = n;
     kv->seq[seq].used = ++kv->call.clock;
+    st = tkvi_check_cut(kv, seq, indices[n - 1] + 1); /* the last kept token may see expired ones */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
     if (!st) st = tkvi_provide_keep(kv, &keep);
