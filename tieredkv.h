@@ -23547,9 +23547,10 @@ static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n
 /* Bytes held if this demand of a request is served, with the pages for recoding. New arrays count beside the old
  * ones. Returns (size_t)-1 on overflow. */
 static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
-    const size_t growth = tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
-                                                  tkvi_n_row_entries);
-    const int64_t n_taken = (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages + kv->pool.recode_pages;
+    const size_t growth =
+        tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand), tkvi_n_row_entries);
+    const int64_t n_taken =
+        (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages + kv->pool.recode_pages;
     int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
     size_t bytes;
     if (growth && pages < n_taken) pages = n_taken; /* the index grows before blocks expire */
@@ -29240,8 +29241,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     memset(&to, 0, sizeof to);
     to.i = i;
     /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
-    to.slot = kv->pool.entry[ids[i]].first_slot +
-              tkvi_max(0, keep->first - tkvi_block_start(kv, ids, i));
+    to.slot = kv->pool.entry[ids[i]].first_slot + tkvi_max(0, keep->first - tkvi_block_start(kv, ids, i));
     to.slot = tkvi_min(to.slot, tkvi_block_tokens(kv, list, ids, i));
     to.position = -1;
     for (t = 0; t < keep->n; t++) tkvi_keep_token(kv, keep, layer, t, &to);

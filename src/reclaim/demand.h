@@ -192,9 +192,10 @@ static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n
 /* Bytes held if this demand of a request is served, with the pages for recoding. New arrays count beside the old
  * ones. Returns (size_t)-1 on overflow. */
 static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
-    const size_t growth = tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand),
-                                                  tkvi_n_row_entries);
-    const int64_t n_taken = (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages + kv->pool.recode_pages;
+    const size_t growth =
+        tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand), tkvi_n_row_entries);
+    const int64_t n_taken =
+        (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages + kv->pool.recode_pages;
     int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
     size_t bytes;
     if (growth && pages < n_taken) pages = n_taken; /* the index grows before blocks expire */

@@ -163,8 +163,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     memset(&to, 0, sizeof to);
     to.i = i;
     /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
-    to.slot = kv->pool.entry[ids[i]].first_slot +
-              tkvi_max(0, keep->first - tkvi_block_start(kv, ids, i));
+    to.slot = kv->pool.entry[ids[i]].first_slot + tkvi_max(0, keep->first - tkvi_block_start(kv, ids, i));
     to.slot = tkvi_min(to.slot, tkvi_block_tokens(kv, list, ids, i));
     to.position = -1;
     for (t = 0; t < keep->n; t++) tkvi_keep_token(kv, keep, layer, t, &to);

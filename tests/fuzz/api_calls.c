@@ -592,7 +592,8 @@ static tkv_status call_append_batch(void) {
         }
     }
     if (how & 128) p.first_rows = first_row;
-    if (how & 128 && next_byte() > 245 && n_rows > 0 && !call.must_fail) first_row[0] = -1, call.must_fail = 1;
+    if (how & 128 && next_byte() > 245 && n_rows > 0 && !call.must_fail)
+        first_row[0] = -1, call.must_fail = 1;
     for (i = 0; i < SEQS * (CHUNK + 1) * MAX_ROW && !call.must_fail; i++) {
         k_half[i] = how & 4 ? f16_of(k_in[i]) : bf16_of(k_in[i]);
         v_half[i] = how & 4 ? f16_of(v_in[i]) : bf16_of(v_in[i]);
@@ -798,8 +799,7 @@ static tkv_status call_copy(void) {
             at);
     for (l = 0; l < 2 && !call.must_fail; l++) {
         int count = 0;
-        for (i = 0; i < model[src][l].len; i++)
-            count += is_in_range(model[src][l].position[i], first, end);
+        for (i = 0; i < model[src][l].len; i++) count += is_in_range(model[src][l].position[i], first, end);
         n = max_of(n, count);
     }
     if (!call.must_fail && n > LONGEST - max_len(dst)) return skip_call();
@@ -845,7 +845,8 @@ static void move_in_model(model_layer *s, int from, int to) {
 static tkv_status call_keep(void) {
     const int seq = choose_seq(), back = choose_int(0, 70), density = next_byte() % 5, seed = next_byte();
     const int len = is_seq(seq) ? min_len(seq) : 0;
-    int first = call.is_hostile ? back : max_of(0, len - back), indices[CHUNK], l, i, n = 0, is_exact = 1, is_live = 1, any_gone = 0;
+    int first = call.is_hostile ? back : max_of(0, len - back), indices[CHUNK], l, i, n = 0, is_exact = 1,
+        is_live = 1, any_gone = 0;
     tkv_rng rng = tkv_rng_seed((uint64_t)seed);
     tkv_status st;
     if (first < -1 || first > LONGEST) first = -1;
@@ -865,7 +866,8 @@ static tkv_status call_keep(void) {
     if (call.must_fail) return st;
     if (in_step[seq]) CHECK_EQ(st != TKV_OK, 1);
     if (st == TKV_ERR_STATE && !call.is_hostile)
-        CHECK_MSG(in_step[seq] || !is_exact || any_gone || may_share[seq] || budget_before, "exact tokens from %d on", first);
+        CHECK_MSG(in_step[seq] || !is_exact || any_gone || may_share[seq] || budget_before,
+                  "exact tokens from %d on", first);
     if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors);
     if (st == TKV_ERR_RANGE && !call.is_hostile) CHECK(window_of(0) || window_of(1) || (n > 0 && !is_live));
     if (st) return st;
