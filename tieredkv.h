@@ -99,7 +99,9 @@
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
  *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
- *   TKV_CORE                 implementation     sets the eight from TKV_NO_KVQUANT to TKV_NO_METER
+ *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
+ *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
+ *   TKV_CORE                 implementation     sets the ten from TKV_NO_KVQUANT to TKV_NO_STATES
  *
  *   Switches shorten compiling and the object. README.md has a table of the bytes and seconds that each saves.
  *
@@ -1917,8 +1919,8 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
  * Errors, no token changed:
- *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction, or a fork shares it; or
- *                   a step is open
+ *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction; or a fork shares it;
+ *                   or a step is open
  *   TKV_ERR_RANGE   there is no token with one of the indices; or a window expired tokens that the last kept one
  *                   sees
  *   TKV_ERR_UNSUPPORTED   there are anchors, and the indices are not first, first + 1, ...

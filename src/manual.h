@@ -97,7 +97,9 @@
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
  *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
- *   TKV_CORE                 implementation     sets the eight from TKV_NO_KVQUANT to TKV_NO_METER
+ *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
+ *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
+ *   TKV_CORE                 implementation     sets the ten from TKV_NO_KVQUANT to TKV_NO_STATES
  *
  *   Switches shorten compiling and the object. README.md has a table of the bytes and seconds that each saves.
  *

@@ -48,6 +48,16 @@ static const char *const no_meter = "TKV_NO_METER";
 #else
 static const char *const no_meter = NULL;
 #endif
+#if defined(TKV_CORE) || defined(TKV_NO_MOVES)
+static const char *const no_moves = "TKV_NO_MOVES";
+#else
+static const char *const no_moves = NULL;
+#endif
+#if defined(TKV_CORE) || defined(TKV_NO_STATES)
+static const char *const no_states = "TKV_NO_STATES";
+#else
+static const char *const no_states = NULL;
+#endif
 
 enum { TOKENS = 700, DIM = 32, HEADS = 2, KEYS = 64, KEY_BYTES = 1 << 15 };
 
@@ -474,6 +484,67 @@ static void reports(void) {
 #endif
 }
 
+static void moving(void) {
+    tkv_config cfg = config();
+    tkv_cache *kv;
+    float x[DIM] = {0};
+    int jump[2] = {5000, 5001}, kept[1], n = -1;
+    tkv_append_params p;
+    cfg.limits.max_seqs = 2;
+    kv = cache(&cfg);
+    if (!kv) return;
+    memset(&p, 0, sizeof p);
+    p.n = 2;
+    p.k = k;
+    p.v = v;
+    p.token_positions = jump;
+    kept[0] = TOKENS - 1;
+    if (no_moves) {
+        CHECK(refused(kv, tkv_seq_remove(kv, 0, 100, 200), no_moves));
+        CHECK(refused(kv, tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, 7), no_moves));
+        CHECK(refused(kv, tkv_seq_copy(kv, 0, 100, 200, 1, 100), no_moves));
+        CHECK(refused(kv, tkv_seq_keep(kv, 0, TOKENS - 2, kept, 1), no_moves));
+        CHECK(refused(kv, tkv_seq_slide(kv, 0, 1, &n), no_moves));
+        CHECK(refused(kv, tkv_append_ex(kv, &p), no_moves));
+        CHECK(tkv_rotate_rope(&cfg.model.rope, DIM, 3, x) == TKV_ERR_UNSUPPORTED);
+        jump[0] = TOKENS; /* no jump */
+        jump[1] = TOKENS + 1;
+        CHECK(tkv_append_ex(kv, &p) == TKV_OK);
+    } else {
+        CHECK(tkv_seq_remove(kv, 0, 100, 200) == TKV_OK);
+        CHECK(tkv_seq_shift(kv, 0, 200, TKV_UNLIMITED, -100) == TKV_OK);
+        CHECK(tkv_seq_copy(kv, 0, 300, 400, 1, 0) == TKV_OK && tkv_get_length(kv, 1, 0) == 100);
+        CHECK(tkv_seq_keep(kv, 0, TOKENS - 2, kept, 1) == TKV_OK && tkv_get_length(kv, 0, 0) == TOKENS - 1);
+        CHECK(tkv_seq_slide(kv, 0, 1, &n) == TKV_OK && n == 0);
+        CHECK(tkv_append_ex(kv, &p) == TKV_OK);
+        CHECK(tkv_rotate_rope(&cfg.model.rope, DIM, 3, x) == TKV_OK);
+    }
+    CHECK(agrees(kv));
+    tkv_destroy(kv);
+}
+
+static void states(void) {
+    tkv_config cfg = config();
+    tkv_cache *kv = cache(&cfg);
+    char bytes[40] = {0};
+    size_t needed = 0;
+    int at[2], n = 0;
+    if (!kv) return;
+    if (no_states) {
+        CHECK(refused(kv, tkv_seq_put_state(kv, 0, 0, 10, bytes, 40), no_states));
+        CHECK(tkv_seq_get_state(kv, 0, 0, 10, bytes, 40, &needed) == TKV_ERR_UNSUPPORTED);
+        CHECK(tkv_seq_list_states(kv, 0, 0, at, 2, &n) == TKV_ERR_UNSUPPORTED);
+        CHECK(tkv_seq_find_state(kv, 0, 20) == 20); /* no layer needs one */
+    } else {
+        CHECK(tkv_seq_put_state(kv, 0, 0, 10, bytes, 40) == TKV_OK);
+        CHECK(tkv_seq_get_state(kv, 0, 0, 10, bytes, 40, &needed) == TKV_OK && needed == 40);
+        CHECK(tkv_seq_list_states(kv, 0, 0, at, 2, &n) == TKV_OK && n == 1 && at[0] == 10);
+        CHECK(tkv_seq_find_state(kv, 0, 20) == 10);
+    }
+    CHECK(agrees(kv));
+    tkv_destroy(kv);
+}
+
 int main(void) {
     int i;
     for (i = 0; i < TOKENS * DIM; i++) {
@@ -487,6 +558,8 @@ int main(void) {
     offloading();
     discarding();
     metering();
+    moving();
+    states();
     reports();
     return failed != 0;
 }
