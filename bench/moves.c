@@ -158,12 +158,12 @@ static double bytes_of(const tkv_config *cfg, const void *table, size_t size, in
 }
 
 static void measure_bytes(const tkv_config *shape, int csv, const float *values) {
-    enum { CHARACTERS = 8 };
+    const int characters = 8;
     tkv_config cfg = *shape;
     tkv_cache *kv;
     size_t size;
     cfg.model.n_layers = 8;
-    cfg.limits.max_seqs = CHARACTERS;
+    cfg.limits.max_seqs = characters;
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
     for (int layer = 0; layer < cfg.model.n_layers; layer++) bench_append(kv, &cfg, layer, 1024, values);
     bench_must(tkv_save_calibration(kv, NULL, 0, &size), "tkv_save_calibration");
@@ -172,10 +172,10 @@ static void measure_bytes(const tkv_config *shape, int csv, const float *values)
     tkv_destroy(kv);
     const double prompt = bytes_of(&cfg, table, size, 0, 512, values);
     const double both = bytes_of(&cfg, table, size, 0, 640, values);
-    const double shared = bytes_of(&cfg, table, size, CHARACTERS, 128, values);
+    const double shared = bytes_of(&cfg, table, size, characters, 128, values);
     printf(csv ? "prompt,%d,%.0f,%.3f\n"
                : "prompt     %d characters of 512 + 128 tokens: %.0f bytes, ratio %.3f\n",
-           CHARACTERS, shared, shared / (prompt + CHARACTERS * (both - prompt)));
+           characters, shared, shared / (prompt + characters * (both - prompt)));
     free(table);
 }
 
