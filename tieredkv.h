@@ -27353,15 +27353,15 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
     return TKV_OK;
 }
 
-/* Merges short blocks with their neighbours where ageing has just recoded blocks: the newest ones of each tier. Cuts
- * leave short blocks behind. A cut block could not merge while it was the last one. */
-static void tkvi_join_aged(tkv_cache *kv, int seq, int layer) {
+/* Merges short blocks with their neighbours where a list has half as many blocks again as its tokens need. Cuts leave
+ * short blocks behind. tkv_maintain() merges the others: a merge recodes a block once more. */
+static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    int back;
-    for (back = 4; back >= 2; back--) {
-        while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive - back)) {}
-        while (tkvi_join_if_short(kv, seq, layer, list->sinks + list->archive + list->warm - back)) {}
-    }
+    const int needed = (list->len - list->expired + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    int i;
+    if (list->n <= needed + needed / 2 + 2) return;
+    for (i = list->sinks; i + 2 < list->n; i++)
+        while (tkvi_join_if_short(kv, seq, layer, i)) {}
 }
 
 /* Ages a list before an append of n tokens, with slots reserved for the layer. Returns 0 without memory. */
@@ -27375,7 +27375,7 @@ static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
         (void)tkvi_take_from_reservation(kv, seq, needed.slots);
     aged = tkvi_age_list(kv, seq, layer, kv->tables.plan[layer].now.hot, 0,
                          tkvi_most_to_age(tkvi_list_of(kv, seq, layer), n));
-    if (kv->counts.demoted != demoted_before) tkvi_join_aged(kv, seq, layer);
+    if (kv->counts.demoted != demoted_before) tkvi_join_torn(kv, seq, layer);
     if (reserved_len) tkvi_reserve_slots(kv, seq, reserved_len);
     return aged;
 }

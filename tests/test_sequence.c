@@ -2313,7 +2313,7 @@ TEST(wiping_leaves_nothing) {
     }
 }
 
-/* Cuts into coded tokens leave short blocks. They merge when they are recoded, and in tkv_maintain. */
+/* Cuts into coded tokens leave short blocks. They merge when there are too many, and in tkv_maintain. */
 TEST(short_blocks_merge) {
     int meta, round, layer;
     for (meta = 0; meta < 2; meta++) {
