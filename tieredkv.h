@@ -28328,6 +28328,22 @@ static tkv_status tkvi_provide_entries(tkv_cache *kv, int seq, tkvi_count_entrie
     return st;
 }
 
+/* Provides the entries of a call that reads the tokens of src. src counts as in a step meanwhile, so that reclaim
+ * evicts none of its tokens: a refused call loses none. */
+static tkv_status tkvi_provide_entries_from(tkv_cache *kv, int src, int seq, tkvi_count_entries count,
+                                            const void *what, const char *refusal) {
+    tkv_status st;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, src, layer);
+        list->step_len = list->len;
+    }
+    kv->seq[src].in_step = 1;
+    st = tkvi_provide_entries(kv, seq, count, what, refusal);
+    kv->seq[src].in_step = 0;
+    return st;
+}
+
 /* >>fork */
 typedef struct tkvi_fork {
     int src, dst, n_tokens;
@@ -28957,20 +28973,6 @@ static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *cop
     return TKV_OK;
 }
 
-/* Provides the entries of a copy. src counts as in a step meanwhile, so that reclaim evicts none of its tokens. */
-static tkv_status tkvi_provide_copy(tkv_cache *kv, const tkvi_copy *copy) {
-    tkv_status st;
-    int layer;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
-        list->step_len = list->len;
-    }
-    kv->seq[copy->src].in_step = 1;
-    st = tkvi_provide_entries(kv, copy->dst, tkvi_count_copies, copy, "no memory to copy tokens to sequence");
-    kv->seq[copy->src].in_step = 0;
-    return st;
-}
-
 TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at) {
     tkvi_copy copy;
     tkvi_demand demand = tkvi_no_demand();
@@ -29000,7 +29002,9 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
         st = tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
                        kv->tables.cfg.limits.max_tokens - len, " more tokens");
     if (!st) (void)tkvi_count_copies(kv, &copy, &demand);
-    if (!st && demand.entries) st = tkvi_provide_copy(kv, &copy);
+    if (!st && demand.entries)
+        st = tkvi_provide_entries_from(kv, src, dst, tkvi_count_copies, &copy,
+                                       "no memory to copy tokens to sequence");
     if (st || !demand.entries) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, src, 0); /* they were counted for blocks that no other list holds */
     tkvi_reserve_slots(kv, dst, 0);
@@ -29395,21 +29399,6 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
 }
 
-/* Provides the entries of a keep. The sequence counts as in a step meanwhile, so that reclaim evicts none of its
- * tokens: a refused call loses none. */
-static tkv_status tkvi_provide_keep(tkv_cache *kv, const tkvi_keep *keep) {
-    tkv_status st;
-    int layer;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
-        list->step_len = list->len;
-    }
-    kv->seq[keep->seq].in_step = 1;
-    st = tkvi_provide_entries(kv, keep->seq, tkvi_count_kept, keep, "no memory to keep tokens of sequence");
-    kv->seq[keep->seq].in_step = 0;
-    return st;
-}
-
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n) {
     tkvi_keep keep;
     tkv_status st = TKV_OK;
@@ -29437,7 +29426,9 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     st = tkvi_check_cut(kv, seq, indices[n - 1] + 1); /* the last kept token may see expired ones */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
-    if (!st) st = tkvi_provide_keep(kv, &keep);
+    if (!st)
+        st = tkvi_provide_entries_from(kv, seq, seq, tkvi_count_kept, &keep,
+                                       "no memory to keep tokens of sequence");
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* a full budget may have coded some */
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);

@@ -71,6 +71,22 @@ static tkv_status tkvi_provide_entries(tkv_cache *kv, int seq, tkvi_count_entrie
     return st;
 }
 
+/* Provides the entries of a call that reads the tokens of src. src counts as in a step meanwhile, so that reclaim
+ * evicts none of its tokens: a refused call loses none. */
+static tkv_status tkvi_provide_entries_from(tkv_cache *kv, int src, int seq, tkvi_count_entries count,
+                                            const void *what, const char *refusal) {
+    tkv_status st;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, src, layer);
+        list->step_len = list->len;
+    }
+    kv->seq[src].in_step = 1;
+    st = tkvi_provide_entries(kv, seq, count, what, refusal);
+    kv->seq[src].in_step = 0;
+    return st;
+}
+
 /* >>fork */
 typedef struct tkvi_fork {
     int src, dst, n_tokens;

@@ -190,21 +190,6 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
 }
 
-/* Provides the entries of a keep. The sequence counts as in a step meanwhile, so that reclaim evicts none of its
- * tokens: a refused call loses none. */
-static tkv_status tkvi_provide_keep(tkv_cache *kv, const tkvi_keep *keep) {
-    tkv_status st;
-    int layer;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
-        list->step_len = list->len;
-    }
-    kv->seq[keep->seq].in_step = 1;
-    st = tkvi_provide_entries(kv, keep->seq, tkvi_count_kept, keep, "no memory to keep tokens of sequence");
-    kv->seq[keep->seq].in_step = 0;
-    return st;
-}
-
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n) {
     tkvi_keep keep;
     tkv_status st = TKV_OK;
@@ -232,7 +217,9 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     st = tkvi_check_cut(kv, seq, indices[n - 1] + 1); /* the last kept token may see expired ones */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);
-    if (!st) st = tkvi_provide_keep(kv, &keep);
+    if (!st)
+        st = tkvi_provide_entries_from(kv, seq, seq, tkvi_count_kept, &keep,
+                                       "no memory to keep tokens of sequence");
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* a full budget may have coded some */
         if (kv->tables.plan[layer].stored_layer == layer) st = tkvi_check_keep(kv, layer, &keep);

@@ -492,20 +492,6 @@ static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *cop
     return TKV_OK;
 }
 
-/* Provides the entries of a copy. src counts as in a step meanwhile, so that reclaim evicts none of its tokens. */
-static tkv_status tkvi_provide_copy(tkv_cache *kv, const tkvi_copy *copy) {
-    tkv_status st;
-    int layer;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
-        list->step_len = list->len;
-    }
-    kv->seq[copy->src].in_step = 1;
-    st = tkvi_provide_entries(kv, copy->dst, tkvi_count_copies, copy, "no memory to copy tokens to sequence");
-    kv->seq[copy->src].in_step = 0;
-    return st;
-}
-
 TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at) {
     tkvi_copy copy;
     tkvi_demand demand = tkvi_no_demand();
@@ -535,7 +521,9 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
         st = tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
                        kv->tables.cfg.limits.max_tokens - len, " more tokens");
     if (!st) (void)tkvi_count_copies(kv, &copy, &demand);
-    if (!st && demand.entries) st = tkvi_provide_copy(kv, &copy);
+    if (!st && demand.entries)
+        st = tkvi_provide_entries_from(kv, src, dst, tkvi_count_copies, &copy,
+                                       "no memory to copy tokens to sequence");
     if (st || !demand.entries) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, src, 0); /* they were counted for blocks that no other list holds */
     tkvi_reserve_slots(kv, dst, 0);
