@@ -14,6 +14,14 @@ passed=0 failed=0 n_cells=0
 
 start() { # start [part of a cell's name ...]
     only=("$@")
+    # Two runs in one tree would remove each other's programs. A server of wine keeps the lock for some seconds.
+    mkdir -p "${DIR%/*}"
+    exec 8>"$DIR.lock"
+    if command -v flock >/dev/null && ! flock -w 10 8; then
+        echo "failed: $0 runs already in this tree"
+        echo '0 passed, 1 failed'
+        exit 1
+    fi
     rm -rf "$DIR"
     mkdir -p "$DIR"
     echo "$(uname -sm), $(nproc) processors, $JOBS cells at a time${STRICT:+, strict}"
