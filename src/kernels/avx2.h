@@ -62,7 +62,13 @@ static TKVI_TARGET_AVX2 void tkvi_f16_to_f32_avx2(const uint8_t *src, int n, flo
     int i;
     for (i = 0; i + 8 <= n; i += 8)
         _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(src + 2 * i)));
-    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
+    if (i < n) { /* no scalar code, which is slow while the upper halves of registers are in use */
+        uint8_t bytes[16] = {0};
+        float x[8];
+        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
+        _mm256_storeu_ps(x, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(bytes)));
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
 }
 
 static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t *dst) {

@@ -43,7 +43,10 @@ static TKVI_TARGET_AVX512 void tkvi_f16_to_f32_avx512(const uint8_t *src, int n,
     for (i = 0; i + 16 <= n; i += 16)
         _mm512_storeu_ps(dst + i,
                          _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
-    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
+    if (i < n) { /* no scalar code, which is slow while the upper halves of registers are in use */
+        const __mmask16 m = (__mmask16)((1 << (n - i)) - 1);
+        _mm512_mask_storeu_ps(dst + i, m, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, src + 2 * i)));
+    }
 }
 
 static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src, int n, int top, float *dst) {
