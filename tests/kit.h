@@ -469,4 +469,17 @@ static inline uint64_t hash_of_floats(uint64_t h, const float *x, int n) {
     return h;
 }
 
+/* A hash for comparisons within one run. It takes 8 bytes at a time, so it depends on the byte order. A change of 8
+ * bytes alone always changes it. */
+static inline uint64_t hash_of_words(uint64_t h, const void *bytes, size_t n) {
+    const uint8_t *p = (const uint8_t *)bytes;
+    uint64_t word;
+    for (; n >= sizeof word; n -= sizeof word, p += sizeof word) {
+        memcpy(&word, p, sizeof word);
+        h = (h ^ word) * 0x9e3779b97f4a7c15u;
+        h ^= h >> 32;
+    }
+    return hash_of(h, p, n);
+}
+
 #endif /* TKV_KIT_H */

@@ -171,27 +171,26 @@ static uint64_t hash_cache(rig *r) {
         h = hash_of(h, (const uint8_t *)&t, sizeof t);
         for (l = 0; l < LAYERS; l++) {
             const int n = tkv_get_length(r->kv, s, l), step = 16;
+            const size_t row = DIM * sizeof *k;
             tkv_status st;
             h = hash_of(h, (const uint8_t *)&n, sizeof n);
             memset(removed_mask, 0, sizeof removed_mask);
             memset(x, 0, sizeof x);
             st = tkv_get_importance(r->kv, s, l, 0, n, x, removed_mask);
             h = hash_of(h, (const uint8_t *)&st, sizeof st);
-            h = hash_of(hash_of_floats(h, x, n), (const uint8_t *)removed_mask, sizeof removed_mask);
+            h = hash_of_words(hash_of_words(h, x, (size_t)n * sizeof *x), removed_mask, sizeof removed_mask);
             for (t = 0; t < n && l != 1; t += step) {
                 const int some = n - t < step ? n - t : step;
                 st = tkv_read(r->kv, s, l, t, some, k, v);
                 h = hash_of(h, (const uint8_t *)&st, sizeof st);
-                if (!st) h = hash_of_floats(hash_of_floats(h, k, some * DIM), v, some * DIM);
+                if (!st) h = hash_of_words(hash_of_words(h, k, row * (size_t)some), v, row * (size_t)some);
             }
         }
     }
     return h;
 }
 
-static uint64_t hash_outputs(const rig *r) {
-    return hash_of(HASH_START, (const uint8_t *)&r->o, sizeof r->o);
-}
+static uint64_t hash_outputs(const rig *r) { return hash_of_words(HASH_START, &r->o, sizeof r->o); }
 
 /* >>rows */
 static int value_to_try(int i, int n) {
