@@ -285,7 +285,7 @@ TEST(rotation) {
     tkv_rng r = tkv_rng_seed(15);
     int f, dim, t, i;
     for (f = 0; f < COUNT(tokenwise_formats); f++)
-        for (dim = 1; dim <= 256; dim += 17) {
+        for (dim = 1; dim <= 256; dim += tkv_test_quick() ? 51 : 17) {
             tkv_codec c = make_codec(tokenwise_formats[f], f % 2, dim, 64);
             double error = 0, same = 0;
             fill_block(&r, 1, in, BLOCK, dim);
@@ -502,7 +502,7 @@ TEST(fit_clip_finds_the_best) {
 TEST(subspaces) {
     tkv_rng r = tkv_rng_seed(24);
     int dim, parts, is_4_bit, n, t, i, p;
-    for (dim = 1; dim <= 256; dim += 15)
+    for (dim = 1; dim <= 256; dim += tkv_test_quick() ? 51 : 15)
         for (parts = 1; parts <= 16; parts += 3)
             for (is_4_bit = 0; is_4_bit < 2; is_4_bit++) {
                 tkv_codec c = make_codec(is_4_bit ? TKV_SUBSPACE4 : TKV_SUBSPACE2, parts % 2, dim, 64);
