@@ -1744,7 +1744,8 @@ typedef struct tkv_append_params {
      * earlier tokens: call tkv_seq_reset before a new text. */
     const int *positions;
     /* NULL, or the position of each new token, in the order of the batch: 0 to 2^30 - 1. They may repeat and jump.
-     * NULL: each follows the one before. A jump takes an entry of 64 bytes. Reservations of the sequences end. */
+     * NULL: each follows the one before, up to 2^30 - 1. A jump takes an entry of 64 bytes. Reservations of the
+     * sequences end. */
     const int *token_positions;
     /* NULL, or the row of k and v of the first token of each entry, 0 or more, for batches with padding. NULL: the
      * entries follow one another. */
@@ -1753,7 +1754,8 @@ typedef struct tkv_append_params {
 /* Appends tokens of one or several sequences to one layer, all of them or none.
  * Errors: as tkv_append, and
  *   TKV_ERR_RANGE   one of `positions` does not follow the last token, even if n is 0; tkv_get_last_error names both
- *                   numbers. Or one of token_positions is out of range, or near positions that have expired
+ *                   numbers. Or a new token would get a position of 2^30 or more, or one of token_positions is out of
+ *                   range, or near positions that have expired
  *   TKV_ERR_UNSUPPORTED   token_positions jump, and there are anchors
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
@@ -1889,7 +1891,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
  * be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
- *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
+ *   TKV_ERR_RANGE         a token would get a position that is negative or 2^30 or more; or the next token would see
+ *                         expired tokens
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, first is negative, or end is less than first
@@ -1904,7 +1907,8 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors
- *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or tokens of the range, or of dst, have expired
+ *   TKV_ERR_RANGE         a token would get a position that is negative or 2^30 or more; or tokens of the range, or of
+ *                         dst, have expired
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_CAPACITY      dst would exceed max_tokens
  *   TKV_ERR_STATE         a step of src or dst is open
@@ -1938,7 +1942,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
  * Errors, nothing changed:
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
- *   TKV_ERR_RANGE         a position would be negative, after a shift
+ *   TKV_ERR_RANGE         a token would get a negative position, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
  *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
@@ -1947,7 +1951,8 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  * Source: StreamingLLM, arXiv 2309.17453, section 3.2. */
 TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed);
 /* positions[i]: the position of the token with index start + i. A token that is gone has the position that follows from
- * its neighbours.
+ * a neighbour's. After moves of the neighbour it can be negative, or 2^30 or more. An append behind it begins at 0 or
+ * later.
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
 TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
                                      int *positions);
@@ -23542,10 +23547,12 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
 }
 
-/* 1 if the next token takes a new entry in the last block: the tokens there have moved, and new ones have not. */
+/* 1 if the next token takes a new entry in the last block: the tokens there have moved, and new ones have not. Or they
+ * are gone, and the position that follows them is negative. */
 static int tkvi_tail_needs_entry(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                  const uint32_t *ids) {
-    return tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.entry[ids[list->n - 1]].turned != 0;
+    const tkvi_entry *last = list->n ? &kv->pool.entry[ids[list->n - 1]] : NULL;
+    return tkvi_tail_free_slots(kv, p, list, ids) && (last->turned != 0 || list->len + last->shift < 0);
 }
 
 /* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
@@ -27151,10 +27158,11 @@ static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
            kv->tables.layout[shared->layout].bytes.total);
 }
 
-/* The position that follows the last token of a list. */
+/* The position that follows the last token of a list, also if that is gone. Then it could be negative. */
 static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return list->len + (list->n ? kv->pool.entry[tkvi_ids(kv, seq, layer)[list->n - 1]].shift : 0);
+    return tkvi_max(0,
+                    list->len + (list->n ? kv->pool.entry[tkvi_ids(kv, seq, layer)[list->n - 1]].shift : 0));
 }
 
 /* Makes an entry for the free slots of the last block of a list: the next token does not follow the last one. */
@@ -27346,6 +27354,11 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
         if (p->first_rows && (p->first_rows[i] < 0 || p->first_rows[i] > TKVI_FOREVER - rows[i].n))
             return tkvi_fail(kv, TKV_ERR_ARG, "first_rows has", p->first_rows[i], "");
+        if (rows[i].n && !p->token_positions &&
+            tkvi_next_position(kv, rows[i].seq, layer) > TKVI_POSITIONS - rows[i].n)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position",
+                             (int64_t)tkvi_next_position(kv, rows[i].seq, layer) + rows[i].n - 1,
+                             "; positions are 0 to 2^30 - 1");
         if (p->token_positions) {
             tkv_status st = tkvi_check_positions(kv, rows[i].seq, layer, p->token_positions + *total,
                                                  rows[i].n, &n_jumps);
@@ -28533,6 +28546,8 @@ static tkv_status tkvi_check_range(tkv_cache *kv, int seq, int first, int end, t
     range->first = first;
     range->end = end == TKV_UNLIMITED ? TKVI_POSITIONS : end;
     if (first < 0) return tkvi_fail(kv, TKV_ERR_ARG, "first is", first, "; positions are not negative");
+    if (end == TKV_UNLIMITED && first > range->end)
+        return tkvi_fail(kv, TKV_ERR_ARG, "first is", first, "; positions are 0 to 2^30 - 1");
     if (range->end < first)
         return tkvi_fail(kv, TKV_ERR_ARG, "end is", end, "; it must not be less than first");
     return TKV_OK;
@@ -28550,6 +28565,20 @@ static uint64_t tkvi_slots_between(const tkv_cache *kv, const tkvi_list *list, c
         if (at >= from && at < to) mask |= (uint64_t)1 << t;
     }
     return mask;
+}
+
+/* Narrows the indices *from .. *to - 1 of block i to those from its first token there to its last one. Returns 0 if it
+ * has none there. */
+static int tkvi_narrow_to_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                 int *from, int *to) {
+    const uint64_t slots = *from < *to ? tkvi_slots_between(kv, list, ids, i, *from, *to) : 0;
+    int t, n_found = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(slots >> t & 1)) continue;
+        if (!n_found++) *from = tkvi_slot_index(kv, ids[i], t);
+        *to = tkvi_slot_index(kv, ids[i], t) + 1;
+    }
+    return n_found > 0;
 }
 
 /* The number of tokens that stay in front of those that a removal takes from the end of a list. */
@@ -28791,25 +28820,34 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
     }
 }
 
+/* Checks that the tokens of block i with indices from .. to - 1 can get positions that are higher by delta. Tokens that
+ * are gone get none. */
+static tkv_status tkvi_check_new_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                           int from, int to, int delta) {
+    const int64_t by = (int64_t)kv->pool.entry[ids[i]].shift + delta;
+    const int is_discarded = tkvi_is_discarded(tkvi_block_of(kv, ids[i]));
+    if (from == to || (from + by >= 0 && to + by <= TKVI_POSITIONS && !is_discarded)) return TKV_OK;
+    if (!tkvi_narrow_to_tokens(kv, list, ids, i, &from, &to)) return TKV_OK;
+    if (from + by < 0 || to + by > TKVI_POSITIONS)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position",
+                         from + by < 0 ? from + by : to - 1 + by, "; positions are 0 to 2^30 - 1");
+    if (is_discarded)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from, "");
+    return TKV_OK;
+}
+
 /* Checks that no token of a layer gets a position that there is not, or comes near expired ones. */
 static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *move) {
     const tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
+    tkv_status st = TKV_OK;
     int i, from, to;
     int64_t first, last;
-    for (i = 0; i < list->n; i++) {
-        const tkvi_entry *e = &kv->pool.entry[ids[i]];
+    for (i = 0; i < list->n && !st; i++) {
         tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
-        first = (int64_t)from + e->shift + move->delta;
-        last = (int64_t)to - 1 + e->shift + move->delta;
-        if (from < to && (first < 0 || last >= TKVI_POSITIONS))
-            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
-                             "; positions are 0 to 2^30 - 1");
-        if (from < to && tkvi_is_discarded(tkvi_block_of(kv, ids[i])) &&
-            tkvi_slots_between(kv, list, ids, i, from, to)) /* evicted tokens need no source */
-            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
-                             "");
+        st = tkvi_check_new_positions(kv, list, ids, i, from, to, move->delta);
     }
+    if (st) return st;
     if (!list->n || !list->expired) return TKV_OK;
     first = (int64_t)list->expired + kv->pool.entry[ids[0]].shift;
     last = (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift;
@@ -28960,26 +28998,17 @@ static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *cop
     const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
     const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
     const tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
+    tkv_status st = TKV_OK;
     int i, from, to;
     if (list->n && list->expired && list->expired + kv->pool.entry[ids[0]].shift > copy->range.first)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of the range have expired: layer", layer, "");
     if (dst->expired)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of dst have expired, so it takes none: layer", layer, "");
-    for (i = 0; i < list->n; i++) {
-        const int shift = kv->pool.entry[ids[i]].shift;
-        int64_t first, last;
+    for (i = 0; i < list->n && !st; i++) {
         tkvi_indices_in(kv, list, ids, i, &copy->range, &from, &to);
-        if (from == to) continue;
-        first = (int64_t)from + shift + copy->delta;
-        last = (int64_t)to - 1 + shift + copy->delta;
-        if (first < 0 || last >= TKVI_POSITIONS)
-            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
-                             "; positions are 0 to 2^30 - 1");
-        if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
-            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
-                             "");
+        st = tkvi_check_new_positions(kv, list, ids, i, from, to, copy->delta);
     }
-    return TKV_OK;
+    return st;
 }
 
 TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at) {
@@ -29166,13 +29195,9 @@ static tkv_status tkvi_check_slide(tkv_cache *kv, int seq, const tkvi_gone *gone
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && !st; i++) {
-            if (tkvi_block_end(kv, list, ids, i) <= gone->to) continue;
-            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
-                st = tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index",
-                               tkvi_block_start(kv, ids, i), "");
-            if (gone->to + kv->pool.entry[ids[i]].shift < gone->to - gone->from)
-                st = tkvi_fail(kv, TKV_ERR_RANGE, "a token would get a position below 0: index",
-                               tkvi_block_start(kv, ids, i), "");
+            const int end = tkvi_block_end(kv, list, ids, i),
+                      from = tkvi_max(gone->to, tkvi_block_start(kv, ids, i));
+            if (from < end) st = tkvi_check_new_positions(kv, list, ids, i, from, end, gone->from - gone->to);
         }
     }
     return st;
@@ -29420,9 +29445,11 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     if (n < 0 || (n > 0 && !indices))
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, ", or indices are missing");
     for (i = 0; i < n; i++)
-        if (indices[i] < (i ? indices[i - 1] + 1 : first))
+        if (i ? indices[i] <= indices[i - 1] : indices[i] < first)
             return tkvi_fail(kv, TKV_ERR_ARG, "indices must rise, from `first` on; one is", indices[i], "");
     if (n == 0) return tkv_seq_truncate(kv, seq, first);
+    if (indices[n - 1] >= TKVI_FOREVER)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token with index", indices[n - 1], "");
     if (kv->tables.cfg.tiers.n_anchors && indices[n - 1] != first + n - 1)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: with anchors only tokens in a row can stay, from", first,
@@ -30949,6 +30976,12 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (e->first_slot >= tkvi_block_tokens(kv, list, ids, i) ||
             (e->end_slot && (e->n_packed || e->end_slot - e->first_slot > end - e->start)))
             return tkvi_report_broken(k, "an entry has slots that no token can have", (int64_t)ids[i]);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int is_live = tkvi_live_mask_in(kv, list, ids, i) >> t & 1;
+            const int64_t position = is_live ? (int64_t)tkvi_slot_index(kv, ids[i], t) + e->shift : 0;
+            if (position < 0 || position >= TKVI_POSITIONS)
+                return tkvi_report_broken(k, "a token has a position that does not exist", position);
+        }
         for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && !tkvi_has_long_positions(kv, ids[i]);
              t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;

@@ -637,7 +637,8 @@ typedef struct tkv_append_params {
      * earlier tokens: call tkv_seq_reset before a new text. */
     const int *positions;
     /* NULL, or the position of each new token, in the order of the batch: 0 to 2^30 - 1. They may repeat and jump.
-     * NULL: each follows the one before. A jump takes an entry of 64 bytes. Reservations of the sequences end. */
+     * NULL: each follows the one before, up to 2^30 - 1. A jump takes an entry of 64 bytes. Reservations of the
+     * sequences end. */
     const int *token_positions;
     /* NULL, or the row of k and v of the first token of each entry, 0 or more, for batches with padding. NULL: the
      * entries follow one another. */
@@ -646,7 +647,8 @@ typedef struct tkv_append_params {
 /* Appends tokens of one or several sequences to one layer, all of them or none.
  * Errors: as tkv_append, and
  *   TKV_ERR_RANGE   one of `positions` does not follow the last token, even if n is 0; tkv_get_last_error names both
- *                   numbers. Or one of token_positions is out of range, or near positions that have expired
+ *                   numbers. Or a new token would get a position of 2^30 or more, or one of token_positions is out of
+ *                   range, or near positions that have expired
  *   TKV_ERR_UNSUPPORTED   token_positions jump, and there are anchors
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
@@ -782,7 +784,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
  * be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
- *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or the next token would see expired tokens
+ *   TKV_ERR_RANGE         a token would get a position that is negative or 2^30 or more; or the next token would see
+ *                         expired tokens
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, first is negative, or end is less than first
@@ -797,7 +800,8 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors
- *   TKV_ERR_RANGE         a position would be negative or 2^30 or more; or tokens of the range, or of dst, have expired
+ *   TKV_ERR_RANGE         a token would get a position that is negative or 2^30 or more; or tokens of the range, or of
+ *                         dst, have expired
  *   TKV_ERR_NO_SOURCE     a token is discarded
  *   TKV_ERR_CAPACITY      dst would exceed max_tokens
  *   TKV_ERR_STATE         a step of src or dst is open
@@ -831,7 +835,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
  * Errors, nothing changed:
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
- *   TKV_ERR_RANGE         a position would be negative, after a shift
+ *   TKV_ERR_RANGE         a token would get a negative position, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
  *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
@@ -840,7 +844,8 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  * Source: StreamingLLM, arXiv 2309.17453, section 3.2. */
 TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed);
 /* positions[i]: the position of the token with index start + i. A token that is gone has the position that follows from
- * its neighbours.
+ * a neighbour's. After moves of the neighbour it can be negative, or 2^30 or more. An append behind it begins at 0 or
+ * later.
  * Errors: TKV_ERR_ARG (seq, layer or pointer), TKV_ERR_RANGE (not tokens of the layer). */
 TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, int start, int n,
                                      int *positions);

@@ -801,6 +801,9 @@ TEST(moves_are_refused_with_a_reason) {
     CHECK_STR(tkv_get_last_error(kv), "first is -1; positions are not negative");
     CHECK_EQ(tkv_seq_remove(kv, 0, 10, 9), TKV_ERR_ARG);
     CHECK_STR(tkv_get_last_error(kv), "end is 9; it must not be less than first");
+    CHECK_EQ(tkv_seq_remove(kv, 0, INT_MAX, TKV_UNLIMITED), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(kv), "first is 2147483647; positions are 0 to 2^30 - 1");
+    CHECK_EQ(tkv_seq_remove(kv, 0, INT_MAX, INT_MAX), TKV_OK);
     tkv_destroy(kv);
     for (kind = 1; kind < TKV_ROPE_COUNT; kind++)
         for (of_layer = 0; of_layer < 2; of_layer++) { /* all else works */
@@ -843,7 +846,101 @@ TEST(moves_are_refused_with_a_reason) {
     tkv_destroy(kv);
 }
 
+/* Removed tokens at the borders of a range get no position, so they refuse none. */
+TEST(removed_tokens_refuse_no_move) {
+    static plain_sequence s, copied;
+    int sinks, i;
+    for (sinks = 0; sinks < 2; sinks++) {
+        tkv_config cfg = make_move_config(2);
+        tkv_cache *kv;
+        if (!sinks) cfg.tiers.sink_tokens = TKV_OFF;
+        kv = create_cache(&cfg);
+        memset(&s, 0, sizeof s);
+        memset(&copied, 0, sizeof copied);
+        append_plain(kv, 0, &s, 0, 320, 64);
+        CHECK_EQ(tkv_seq_remove(kv, 0, 0, 20), TKV_OK);
+        remove_plain(&s, 0, 20);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, -21), TKV_ERR_RANGE);
+        CHECK_STR(tkv_get_last_error(kv), "a token would get position -1; positions are 0 to 2^30 - 1");
+        CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, -20), TKV_OK);
+        shift_plain(&s, 0, 1 << 30, -20);
+        check_plain(kv, 0, &s, &cfg, 1e-9);
+        /* At the end: tokens up to 2^30 - 1, and evicted ones behind them in the same block. */
+        CHECK_EQ(tkv_seq_remove(kv, 0, 200, 290), TKV_OK);
+        remove_plain(&s, 200, 290);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 150, 290, (1 << 30) - 200), TKV_OK);
+        shift_plain(&s, 150, 290, (1 << 30) - 200);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 1 << 20, TKV_UNLIMITED, 1), TKV_ERR_RANGE);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 1 << 20, TKV_UNLIMITED, 150 - ((1 << 30) - 50)), TKV_OK);
+        shift_plain(&s, 1 << 20, 1 << 30, 150 - ((1 << 30) - 50));
+        check_plain(kv, 0, &s, &cfg, 1e-9);
+        CHECK_EQ(tkv_seq_remove(kv, 0, 40, 60), TKV_OK);
+        remove_plain(&s, 40, 60);
+        for (i = 0; i < 40; i++) copied.token[copied.n++] = s.token[i];
+        CHECK_EQ(tkv_seq_copy(kv, 0, 0, 60, 1, (1 << 30) - 39), TKV_ERR_RANGE);
+        CHECK_EQ(tkv_seq_copy(kv, 0, 0, 60, 1, (1 << 30) - 40), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, 1, 0, TKV_UNLIMITED, 40 - (1 << 30)), TKV_OK);
+        check_plain(kv, 1, &copied, &cfg, 1e-9);
+        check_cache_at(kv, "moved", sinks);
+        tkv_destroy(kv);
+    }
+}
+
+/* After a cut among removed tokens whose positions would be negative, the next token gets position 0. */
+TEST(a_cut_before_the_first_token_goes_on_at_0) {
+    int of_rope, position = -1;
+    for (of_rope = 0; of_rope < 2; of_rope++) {
+        tkv_config cfg = make_move_config(1);
+        tkv_layer_config layers[2];
+        tkv_cache *kv;
+        memset(layers, 0, sizeof layers);
+        if (!of_rope) layers[0].rope.dim = layers[1].rope.dim = TKV_OFF;
+        cfg.layers = layers;
+        cfg.tiers.sink_tokens = TKV_OFF;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 60, 60), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(kv, 0, 0, 20), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, -20), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, 0, 10), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 100, 7), TKV_OK);
+        CHECK_EQ(tkv_get_positions(kv, 0, 1, 10, 1, &position), TKV_OK);
+        CHECK_EQ(position, 0);
+        check_cache_at(kv, "cut", of_rope);
+        tkv_destroy(kv);
+    }
+}
+
 /* >>positions of new tokens */
+/* An append without positions ends before 2^30, as one with positions does. */
+TEST(positions_end_before_2_to_the_30) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(2);
+    tkv_cache *kv = create_cache(&cfg);
+    tkv_append_params p;
+    const int position = (1 << 30) - 3;
+    int last = 0, round;
+    memset(&s, 0, sizeof s);
+    memset(&p, 0, sizeof p);
+    p.k = k_in;
+    p.v = v_in;
+    CHECK_EQ(append_at_positions(kv, 0, &s, 0, 1, &position), TKV_OK);
+    for (round = 0; round < 2; round++) {
+        p.n = round ? 1 : 3;
+        CHECK_EQ(tkv_append_ex(kv, &p), TKV_ERR_RANGE);
+        CHECK_STR(tkv_get_last_error(kv),
+                  "a token would get position 1073741824; positions are 0 to 2^30 - 1");
+        p.n = 0;
+        CHECK_EQ(tkv_append_ex(kv, &p), TKV_OK);
+        if (!round) append_plain(kv, 0, &s, 1, 2, 2);
+    }
+    CHECK_EQ(tkv_get_positions(kv, 0, 1, 2, 1, &last), TKV_OK);
+    CHECK_EQ(last, (1 << 30) - 1);
+    check_cache_at(kv, "at the end", 0);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 0, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0);
+    tkv_destroy(kv);
+}
+
 /* Positions repeat and jump forward, as those of images do: each token sees all before it. */
 TEST(tokens_take_the_positions_given) {
     static plain_sequence s;
@@ -1370,6 +1467,33 @@ TEST(slides_of_torn_sequences) {
     tkv_destroy(kv);
 }
 
+/* Tokens behind the span of a slide need positions, removed ones do not. */
+TEST(slides_behind_removed_tokens) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1), exact = make_move_config(1);
+    int n_removed = -1;
+    tkv_cache *kv;
+    cfg.limits.max_tokens = 320;
+    cfg.limits.max_append = 64;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 320, 64);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 100, 200), TKV_OK);
+    remove_plain(&s, 100, 200);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 200, TKV_UNLIMITED, -100), TKV_OK);
+    shift_plain(&s, 200, 1 << 30, -100);
+    CHECK_EQ(tkv_seq_slide(kv, 0, 64, &n_removed), TKV_OK);
+    CHECK_EQ(n_removed, 64);
+    slide_plain(&s, 4, 64);
+    append_plain(kv, 0, &s, 1000, 64, 64);
+    check_plain(kv, 0, &s, &exact, 1e-9);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 36, TKV_UNLIMITED, -36), TKV_OK); /* token 100 of the beginning is at 0 */
+    CHECK_EQ(tkv_seq_slide(kv, 0, 64, &n_removed), TKV_ERR_RANGE);
+    CHECK_EQ(n_removed, 0);
+    check_cache_at(kv, "slid", 0);
+    tkv_destroy(kv);
+}
+
 /* A fork of tokens that were all evicted has a length and no block. It can be cut, forked and moved like others. */
 TEST(forks_of_evicted_tokens_are_cut_and_moved) {
     tkv_config cfg = make_move_config(3);
@@ -1468,7 +1592,7 @@ TEST(a_kept_path_equals_one_that_was_appended_alone) {
 TEST(keeping_is_refused_with_a_reason) {
     tkv_config cfg = make_config(2, 2);
     tkv_cache *kv = create_cache(&cfg);
-    const int late[] = {310, 320}, falling[] = {320, 310}, early[] = {20, 30};
+    const int late[] = {310, 320}, falling[] = {320, 310}, early[] = {20, 30}, behind_all[] = {INT_MAX, 5};
     snapshot before;
     CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
     CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
@@ -1479,6 +1603,9 @@ TEST(keeping_is_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_keep(kv, 0, 290, late, 2), TKV_ERR_STATE);
     CHECK_STR(tkv_get_last_error(kv), "another sequence shares tokens: index 290");
     CHECK_EQ(tkv_seq_keep(kv, 0, 305, falling, 2), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 305, behind_all, 2), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 305, behind_all, 1), TKV_ERR_RANGE);
+    CHECK_STR(tkv_get_last_error(kv), "there is no token with index 2147483647");
     check_unchanged(kv, &before, "refused");
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     CHECK_EQ(tkv_seq_keep(kv, 0, 330, late, 0), TKV_OK);
@@ -1644,6 +1771,9 @@ int main(int argc, char **argv) {
     RUN(cuts_before_the_first_moved_token);
     RUN(evicted_tokens_of_discarded_blocks_move);
     RUN(moves_are_refused_with_a_reason);
+    RUN(removed_tokens_refuse_no_move);
+    RUN(a_cut_before_the_first_token_goes_on_at_0);
+    RUN(positions_end_before_2_to_the_30);
     RUN(tokens_take_the_positions_given);
     RUN(positions_can_go_back);
     RUN(windows_follow_the_positions_given);
@@ -1657,6 +1787,7 @@ int main(int argc, char **argv) {
     RUN(empty_sequences_are_cut_and_moved);
     RUN(a_sequence_slides_without_end);
     RUN(slides_of_torn_sequences);
+    RUN(slides_behind_removed_tokens);
     RUN(a_kept_path_equals_one_that_was_appended_alone);
     RUN(keeping_is_refused_with_a_reason);
     RUN(keeping_needs_tokens_that_are_not_due);

@@ -90,10 +90,12 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
 }
 
-/* 1 if the next token takes a new entry in the last block: the tokens there have moved, and new ones have not. */
+/* 1 if the next token takes a new entry in the last block: the tokens there have moved, and new ones have not. Or they
+ * are gone, and the position that follows them is negative. */
 static int tkvi_tail_needs_entry(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                  const uint32_t *ids) {
-    return tkvi_tail_free_slots(kv, p, list, ids) && kv->pool.entry[ids[list->n - 1]].turned != 0;
+    const tkvi_entry *last = list->n ? &kv->pool.entry[ids[list->n - 1]] : NULL;
+    return tkvi_tail_free_slots(kv, p, list, ids) && (last->turned != 0 || list->len + last->shift < 0);
 }
 
 /* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */

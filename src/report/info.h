@@ -706,6 +706,12 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (e->first_slot >= tkvi_block_tokens(kv, list, ids, i) ||
             (e->end_slot && (e->n_packed || e->end_slot - e->first_slot > end - e->start)))
             return tkvi_report_broken(k, "an entry has slots that no token can have", (int64_t)ids[i]);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int is_live = tkvi_live_mask_in(kv, list, ids, i) >> t & 1;
+            const int64_t position = is_live ? (int64_t)tkvi_slot_index(kv, ids[i], t) + e->shift : 0;
+            if (position < 0 || position >= TKVI_POSITIONS)
+                return tkvi_report_broken(k, "a token has a position that does not exist", position);
+        }
         for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && !tkvi_has_long_positions(kv, ids[i]);
              t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;

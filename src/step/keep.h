@@ -202,9 +202,11 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     if (n < 0 || (n > 0 && !indices))
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, ", or indices are missing");
     for (i = 0; i < n; i++)
-        if (indices[i] < (i ? indices[i - 1] + 1 : first))
+        if (i ? indices[i] <= indices[i - 1] : indices[i] < first)
             return tkvi_fail(kv, TKV_ERR_ARG, "indices must rise, from `first` on; one is", indices[i], "");
     if (n == 0) return tkv_seq_truncate(kv, seq, first);
+    if (indices[n - 1] >= TKVI_FOREVER)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token with index", indices[n - 1], "");
     if (kv->tables.cfg.tiers.n_anchors && indices[n - 1] != first + n - 1)
         return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
                          "set tiers.n_anchors to 0: with anchors only tokens in a row can stay, from", first,

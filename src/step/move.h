@@ -43,6 +43,8 @@ static tkv_status tkvi_check_range(tkv_cache *kv, int seq, int first, int end, t
     range->first = first;
     range->end = end == TKV_UNLIMITED ? TKVI_POSITIONS : end;
     if (first < 0) return tkvi_fail(kv, TKV_ERR_ARG, "first is", first, "; positions are not negative");
+    if (end == TKV_UNLIMITED && first > range->end)
+        return tkvi_fail(kv, TKV_ERR_ARG, "first is", first, "; positions are 0 to 2^30 - 1");
     if (range->end < first)
         return tkvi_fail(kv, TKV_ERR_ARG, "end is", end, "; it must not be less than first");
     return TKV_OK;
@@ -60,6 +62,20 @@ static uint64_t tkvi_slots_between(const tkv_cache *kv, const tkvi_list *list, c
         if (at >= from && at < to) mask |= (uint64_t)1 << t;
     }
     return mask;
+}
+
+/* Narrows the indices *from .. *to - 1 of block i to those from its first token there to its last one. Returns 0 if it
+ * has none there. */
+static int tkvi_narrow_to_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                 int *from, int *to) {
+    const uint64_t slots = *from < *to ? tkvi_slots_between(kv, list, ids, i, *from, *to) : 0;
+    int t, n_found = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(slots >> t & 1)) continue;
+        if (!n_found++) *from = tkvi_slot_index(kv, ids[i], t);
+        *to = tkvi_slot_index(kv, ids[i], t) + 1;
+    }
+    return n_found > 0;
 }
 
 /* The number of tokens that stay in front of those that a removal takes from the end of a list. */
@@ -301,25 +317,34 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
     }
 }
 
+/* Checks that the tokens of block i with indices from .. to - 1 can get positions that are higher by delta. Tokens that
+ * are gone get none. */
+static tkv_status tkvi_check_new_positions(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                           int from, int to, int delta) {
+    const int64_t by = (int64_t)kv->pool.entry[ids[i]].shift + delta;
+    const int is_discarded = tkvi_is_discarded(tkvi_block_of(kv, ids[i]));
+    if (from == to || (from + by >= 0 && to + by <= TKVI_POSITIONS && !is_discarded)) return TKV_OK;
+    if (!tkvi_narrow_to_tokens(kv, list, ids, i, &from, &to)) return TKV_OK;
+    if (from + by < 0 || to + by > TKVI_POSITIONS)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position",
+                         from + by < 0 ? from + by : to - 1 + by, "; positions are 0 to 2^30 - 1");
+    if (is_discarded)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from, "");
+    return TKV_OK;
+}
+
 /* Checks that no token of a layer gets a position that there is not, or comes near expired ones. */
 static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *move) {
     const tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
+    tkv_status st = TKV_OK;
     int i, from, to;
     int64_t first, last;
-    for (i = 0; i < list->n; i++) {
-        const tkvi_entry *e = &kv->pool.entry[ids[i]];
+    for (i = 0; i < list->n && !st; i++) {
         tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
-        first = (int64_t)from + e->shift + move->delta;
-        last = (int64_t)to - 1 + e->shift + move->delta;
-        if (from < to && (first < 0 || last >= TKVI_POSITIONS))
-            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
-                             "; positions are 0 to 2^30 - 1");
-        if (from < to && tkvi_is_discarded(tkvi_block_of(kv, ids[i])) &&
-            tkvi_slots_between(kv, list, ids, i, from, to)) /* evicted tokens need no source */
-            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
-                             "");
+        st = tkvi_check_new_positions(kv, list, ids, i, from, to, move->delta);
     }
+    if (st) return st;
     if (!list->n || !list->expired) return TKV_OK;
     first = (int64_t)list->expired + kv->pool.entry[ids[0]].shift;
     last = (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift;
@@ -470,26 +495,17 @@ static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *cop
     const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
     const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
     const tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
+    tkv_status st = TKV_OK;
     int i, from, to;
     if (list->n && list->expired && list->expired + kv->pool.entry[ids[0]].shift > copy->range.first)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of the range have expired: layer", layer, "");
     if (dst->expired)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of dst have expired, so it takes none: layer", layer, "");
-    for (i = 0; i < list->n; i++) {
-        const int shift = kv->pool.entry[ids[i]].shift;
-        int64_t first, last;
+    for (i = 0; i < list->n && !st; i++) {
         tkvi_indices_in(kv, list, ids, i, &copy->range, &from, &to);
-        if (from == to) continue;
-        first = (int64_t)from + shift + copy->delta;
-        last = (int64_t)to - 1 + shift + copy->delta;
-        if (first < 0 || last >= TKVI_POSITIONS)
-            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position", first < 0 ? first : last,
-                             "; positions are 0 to 2^30 - 1");
-        if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
-            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index", from,
-                             "");
+        st = tkvi_check_new_positions(kv, list, ids, i, from, to, copy->delta);
     }
-    return TKV_OK;
+    return st;
 }
 
 TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int dst, int at) {

@@ -218,10 +218,11 @@ static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
            kv->tables.layout[shared->layout].bytes.total);
 }
 
-/* The position that follows the last token of a list. */
+/* The position that follows the last token of a list, also if that is gone. Then it could be negative. */
 static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return list->len + (list->n ? kv->pool.entry[tkvi_ids(kv, seq, layer)[list->n - 1]].shift : 0);
+    return tkvi_max(0,
+                    list->len + (list->n ? kv->pool.entry[tkvi_ids(kv, seq, layer)[list->n - 1]].shift : 0));
 }
 
 /* Makes an entry for the free slots of the last block of a list: the next token does not follow the last one. */
@@ -413,6 +414,11 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
             return tkvi_fail(kv, TKV_ERR_CAPACITY, "the batch has more tokens than", TKVI_FOREVER, "");
         if (p->first_rows && (p->first_rows[i] < 0 || p->first_rows[i] > TKVI_FOREVER - rows[i].n))
             return tkvi_fail(kv, TKV_ERR_ARG, "first_rows has", p->first_rows[i], "");
+        if (rows[i].n && !p->token_positions &&
+            tkvi_next_position(kv, rows[i].seq, layer) > TKVI_POSITIONS - rows[i].n)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "a token would get position",
+                             (int64_t)tkvi_next_position(kv, rows[i].seq, layer) + rows[i].n - 1,
+                             "; positions are 0 to 2^30 - 1");
         if (p->token_positions) {
             tkv_status st = tkvi_check_positions(kv, rows[i].seq, layer, p->token_positions + *total,
                                                  rows[i].n, &n_jumps);

@@ -129,13 +129,9 @@ static tkv_status tkvi_check_slide(tkv_cache *kv, int seq, const tkvi_gone *gone
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n && !st; i++) {
-            if (tkvi_block_end(kv, list, ids, i) <= gone->to) continue;
-            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
-                st = tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index",
-                               tkvi_block_start(kv, ids, i), "");
-            if (gone->to + kv->pool.entry[ids[i]].shift < gone->to - gone->from)
-                st = tkvi_fail(kv, TKV_ERR_RANGE, "a token would get a position below 0: index",
-                               tkvi_block_start(kv, ids, i), "");
+            const int end = tkvi_block_end(kv, list, ids, i),
+                      from = tkvi_max(gone->to, tkvi_block_start(kv, ids, i));
+            if (from < end) st = tkvi_check_new_positions(kv, list, ids, i, from, end, gone->from - gone->to);
         }
     }
     return st;
