@@ -1454,7 +1454,7 @@ typedef struct tkv_event {
     int seq, layer;       /* TKV_NO_SEQ, TKV_ALL_LAYERS: none in particular */
     int from, to;         /* see tkv_event_kind; 0 where they do not apply */
     size_t bytes;         /* see tkv_event_kind; 0 where it does not apply */
-    const int *positions; /* EVICT: n positions, rising, valid during the call; else NULL */
+    const int *positions; /* EVICT: n indices of tokens, rising, valid during the call; else NULL */
     int n;
     const char *text; /* one sentence, valid during the call */
 } tkv_event;
@@ -1799,8 +1799,8 @@ typedef struct tkv_attend_params {
     /* NULL, or one learned logit per query head. It joins the softmax without a value. A head whose logit is not
      * finite has none. */
     const float *sink_logits;
-    /* NULL, or numbers added to the logits: mask[row * mask_stride + j] for key position j. NaN, and any number at
-     * or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
+    /* NULL, or numbers added to the logits: mask[row * mask_stride + j] for the key with index j. NaN, and any number
+     * at or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
     const float *mask;
     ptrdiff_t mask_stride;
     /* NULL, or bits for a draft tree. They cover the last n_mask_bits tokens of the sequence, at most max_tokens.
@@ -1811,7 +1811,7 @@ typedef struct tkv_attend_params {
     int n_mask_bits;
     /* NULL, or output: log-sum-exp [row][n_heads], learned sinks included */
     float *lse;
-    /* NULL, or output (needs lse): the attention score of each key position, summed over rows and heads. Each entry
+    /* NULL, or output (needs lse): the attention score of each key, by index, summed over rows and heads. Each entry
      * of the batch has an array of score_stride floats. score_stride is at least the longest length; 0: that length.
      * This costs a second pass over the keys. */
     float *scores;
@@ -2281,11 +2281,11 @@ typedef struct tkv_evict_params { /* zero means default */
     const tkv_evict_config
         *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
     int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: keep_tokens of cfg.evict */
-    /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_get_length): */
+    /* These arrays are NULL, or go by the index of a token, as long as the longest of the layers (tkv_get_length): */
     const uint64_t *pinned_mask;   /* mask of tokens that stay */
     const signed char *priorities; /* as in tkv_evict_view */
     const float *scores;           /* replace the scores that the cache collected; high scores stay */
-    /* NULL, or a mask of the first n_victims positions: evicts those tokens, except pinned ones, and ignores `evict`,
+    /* NULL, or a mask of the first n_victims indices: evicts those tokens, except pinned ones, and ignores `evict`,
      * `keep`, `priorities` and `scores` */
     const uint64_t *victims;
     int n_victims;
@@ -2401,9 +2401,9 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
  *   TKV_ERR_IO    the store failed
  *   TKV_ERR_ARG   no such sequence, the layer has no cache of its own, no cfg.offload, or n_blocks is negative */
 TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
-/* Brings the block with this position into RAM. If cfg.offload.keep_exact stored an exact copy, the block becomes
- * exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and nothing is
- * reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
+/* Brings the block of the token with this index into RAM. If cfg.offload.keep_exact stored an exact copy, the block
+ * becomes exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and
+ * nothing is reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
  * Errors, nothing changed:
  *   TKV_ERR_NO_SOURCE   the block is in RAM and has no better copy; decoding cannot restore values
  *   TKV_ERR_RANGE       the token is not held
@@ -19148,9 +19148,10 @@ static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, cons
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
-/* Calls `visit` for the newest hot and warm blocks of a head, because their values are the most accurate. Order: the
- * newest block of each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks.
- * Returns the number of calls. */
+/* Calls `visit` for the newest blocks of a head that are coded for the hot and warm tiers, because their values are the
+ * most accurate. A list may have such a block in its archive, while another list holds it. Order: the newest block of
+ * each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks. Returns the number of
+ * calls. */
 static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
     int seq, from_end, found_before = -1, found = 0;
     for (from_end = 1; found_before < found && found < TKVI_LEARN_BLOCKS; from_end++) {
@@ -19161,9 +19162,9 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const int i = list->n - from_end;
             const tkvi_block *b;
             const tkvi_record *r;
-            if (i < list->sinks + list->archive) continue;
+            if (i < list->sinks) continue;
             b = tkvi_block_of(kv, ids[i]);
-            if (tkvi_is_offloaded(b)) continue;
+            if (b->tier >= TKV_TIER_ARCHIVE || tkvi_is_offloaded(b)) continue;
             r = &kv->tables.layout[b->layout].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
                   tkvi_block_tokens(kv, list, ids, i));
@@ -21124,7 +21125,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     float *mean = to->mean + at * (size_t)pad;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
-    float k_most = 0.0f; /* largest |k| of an element */
+    float k_most = 0.0f, range; /* k_most: largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
@@ -21158,7 +21159,10 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
-    h->k_top = tkvi_log_top(2.0f * tkvi_gather_range(&g, cfg->model.head_dim));
+    range = tkvi_gather_range(&g, cfg->model.head_dim);
+    if (range <= tkvi_power_of_two(g.down))
+        range = k_most; /* one token, or equal ones: later keys may be anywhere */
+    h->k_top = tkvi_log_top(2.0f * range);
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
 }
 
@@ -21235,7 +21239,8 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i = list->n;
-        while (--i >= list->sinks + list->archive && !tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
+        while (--i >= list->sinks && tkvi_block_of(kv, ids[i])->tier < TKV_TIER_ARCHIVE &&
+               !tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
             n += tkvi_block_tokens(kv, list, ids, i);
     }
     return n;
@@ -22917,18 +22922,22 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
     return 0;
 }
 
-/* The most blocks of a list that an append of n tokens ages. It is more than this and the last append fill, so blocks
- * that waited for a table are recoded within a few appends, and not all in one. */
+/* The most blocks of a list that an append of n tokens recodes. It is more than this and the last append fill, so
+ * blocks that waited for a table are recoded within a few appends, and not all in one. */
 static int tkvi_most_to_age(const tkvi_list *list, int n) {
     return 2 + (list->len - list->chunk_start + n) / (TKVI_BLOCK / 4);
 }
 
-/* Ages due blocks of a list, `most` at most. Returns 0 without memory. */
+/* Ages due blocks of a list, and recodes `most` at most. A block can have many entries, of which the last one recodes
+ * it, so entries that recode nothing do not count. Returns 0 without memory. */
 static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too, int most) {
     int aged = 1;
     if (kv->pool.n_late) tkvi_recode_late(kv, layer);
-    for (; aged > 0 && most > 0; most--)
+    while (aged > 0 && most > 0) {
+        const uint64_t before = kv->counts.demoted;
         aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
+        most -= kv->counts.demoted != before;
+    }
     return aged >= 0;
 }
 
@@ -28950,7 +28959,8 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     const uint64_t slots = tkvi_slots_between(kv, src, ids, i, from, to);
     const uint32_t id = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, src, ids, i));
-    const int is_sink = i < src->sinks && dst->n == dst->sinks;
+    const int is_sink = i < src->sinks && dst->n == dst->sinks &&
+                        (int64_t)at + to - from <= kv->tables.plan[layer].sink; /* as many as a plan has */
     tkvi_entry *e = &kv->pool.entry[id];
     int slot = e->n_packed ? 0 : e->first_slot + from - e->start;
     while (e->n_packed && !(slots >> slot & 1)) slot++;

@@ -347,7 +347,7 @@ typedef struct tkv_event {
     int seq, layer;       /* TKV_NO_SEQ, TKV_ALL_LAYERS: none in particular */
     int from, to;         /* see tkv_event_kind; 0 where they do not apply */
     size_t bytes;         /* see tkv_event_kind; 0 where it does not apply */
-    const int *positions; /* EVICT: n positions, rising, valid during the call; else NULL */
+    const int *positions; /* EVICT: n indices of tokens, rising, valid during the call; else NULL */
     int n;
     const char *text; /* one sentence, valid during the call */
 } tkv_event;
@@ -692,8 +692,8 @@ typedef struct tkv_attend_params {
     /* NULL, or one learned logit per query head. It joins the softmax without a value. A head whose logit is not
      * finite has none. */
     const float *sink_logits;
-    /* NULL, or numbers added to the logits: mask[row * mask_stride + j] for key position j. NaN, and any number at
-     * or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
+    /* NULL, or numbers added to the logits: mask[row * mask_stride + j] for the key with index j. NaN, and any number
+     * at or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
     const float *mask;
     ptrdiff_t mask_stride;
     /* NULL, or bits for a draft tree. They cover the last n_mask_bits tokens of the sequence, at most max_tokens.
@@ -704,7 +704,7 @@ typedef struct tkv_attend_params {
     int n_mask_bits;
     /* NULL, or output: log-sum-exp [row][n_heads], learned sinks included */
     float *lse;
-    /* NULL, or output (needs lse): the attention score of each key position, summed over rows and heads. Each entry
+    /* NULL, or output (needs lse): the attention score of each key, by index, summed over rows and heads. Each entry
      * of the batch has an array of score_stride floats. score_stride is at least the longest length; 0: that length.
      * This costs a second pass over the keys. */
     float *scores;
@@ -1174,11 +1174,11 @@ typedef struct tkv_evict_params { /* zero means default */
     const tkv_evict_config
         *evict; /* NULL: cfg.evict. Another policy must use the scores the cache collects, or `scores` */
     int keep;   /* tokens that stay per layer, on average for "pyramidkv"; 0: keep_tokens of cfg.evict */
-    /* These arrays are NULL, or indexed by position, as long as the longest of the layers (tkv_get_length): */
+    /* These arrays are NULL, or go by the index of a token, as long as the longest of the layers (tkv_get_length): */
     const uint64_t *pinned_mask;   /* mask of tokens that stay */
     const signed char *priorities; /* as in tkv_evict_view */
     const float *scores;           /* replace the scores that the cache collected; high scores stay */
-    /* NULL, or a mask of the first n_victims positions: evicts those tokens, except pinned ones, and ignores `evict`,
+    /* NULL, or a mask of the first n_victims indices: evicts those tokens, except pinned ones, and ignores `evict`,
      * `keep`, `priorities` and `scores` */
     const uint64_t *victims;
     int n_victims;
@@ -1294,9 +1294,9 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
  *   TKV_ERR_IO    the store failed
  *   TKV_ERR_ARG   no such sequence, the layer has no cache of its own, no cfg.offload, or n_blocks is negative */
 TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done);
-/* Brings the block with this position into RAM. If cfg.offload.keep_exact stored an exact copy, the block becomes
- * exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and nothing is
- * reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
+/* Brings the block of the token with this index into RAM. If cfg.offload.keep_exact stored an exact copy, the block
+ * becomes exact. Otherwise an offloaded block returns in its present format. The block counts in the budget, and
+ * nothing is reclaimed for it. Under a budget, it is the first block to be compressed again. Without a budget it stays.
  * Errors, nothing changed:
  *   TKV_ERR_NO_SOURCE   the block is in RAM and has no better copy; decoding cannot restore values
  *   TKV_ERR_RANGE       the token is not held

@@ -1494,6 +1494,50 @@ TEST(slides_behind_removed_tokens) {
     tkv_destroy(kv);
 }
 
+/* A plan has so many sinks. Copies of a sink beyond them are ordinary tokens. */
+TEST(copies_of_sinks) {
+    int sinks, i;
+    for (sinks = 1; sinks <= 4; sinks += 3) {
+        tkv_config cfg = make_move_config(2);
+        tkv_cache *kv;
+        cfg.tiers.sink_tokens = sinks;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 100, 100), TKV_OK);
+        for (i = 0; i < 9; i++) {
+            CHECK_EQ(tkv_seq_copy(kv, 0, 0, 1, 1, i), TKV_OK);
+            check_cache_at(kv, "copied", i);
+        }
+        CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 9);
+        tkv_destroy(kv);
+    }
+}
+
+/* Tokens that share positions have many entries in a block. These age as fast as others. */
+TEST(tokens_that_share_positions_age) {
+    int same, append, t, positions[64], n;
+    for (same = 4; same <= 64; same *= 4) {
+        tkv_config cfg = make_move_config(1);
+        tkv_layer_info info;
+        tkv_cache *kv;
+        plain_sequence *s = (plain_sequence *)calloc(1, sizeof *s);
+        if (!s) exit(2);
+        cfg.limits.max_append = 64;
+        cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI4;
+        kv = create_cache(&cfg);
+        for (append = n = 0; append < 14; append++) {
+            for (t = 0; t < 64; t++, n++) positions[t] = append < 7 ? n / same : 448 + n;
+            CHECK_EQ(append_at_positions(kv, 0, s, n, 64, positions), TKV_OK);
+            s->n = 0;
+            check_cache_at(kv, "appended", append);
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+            CHECK_LE(info.tokens[TKV_TIER_HOT],
+                     64 + 64 + 64); /* hot_tokens, a chunk, a block that fills up */
+        }
+        tkv_destroy(kv);
+        free(s);
+    }
+}
+
 /* A fork of tokens that were all evicted has a length and no block. It can be cut, forked and moved like others. */
 TEST(forks_of_evicted_tokens_are_cut_and_moved) {
     tkv_config cfg = make_move_config(3);
@@ -1788,6 +1832,8 @@ int main(int argc, char **argv) {
     RUN(a_sequence_slides_without_end);
     RUN(slides_of_torn_sequences);
     RUN(slides_behind_removed_tokens);
+    RUN(copies_of_sinks);
+    RUN(tokens_that_share_positions_age);
     RUN(a_kept_path_equals_one_that_was_appended_alone);
     RUN(keeping_is_refused_with_a_reason);
     RUN(keeping_needs_tokens_that_are_not_due);

@@ -430,9 +430,10 @@ static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, cons
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
-/* Calls `visit` for the newest hot and warm blocks of a head, because their values are the most accurate. Order: the
- * newest block of each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks.
- * Returns the number of calls. */
+/* Calls `visit` for the newest blocks of a head that are coded for the hot and warm tiers, because their values are the
+ * most accurate. A list may have such a block in its archive, while another list holds it. Order: the newest block of
+ * each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks. Returns the number of
+ * calls. */
 static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
     int seq, from_end, found_before = -1, found = 0;
     for (from_end = 1; found_before < found && found < TKVI_LEARN_BLOCKS; from_end++) {
@@ -443,9 +444,9 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const int i = list->n - from_end;
             const tkvi_block *b;
             const tkvi_record *r;
-            if (i < list->sinks + list->archive) continue;
+            if (i < list->sinks) continue;
             b = tkvi_block_of(kv, ids[i]);
-            if (tkvi_is_offloaded(b)) continue;
+            if (b->tier >= TKV_TIER_ARCHIVE || tkvi_is_offloaded(b)) continue;
             r = &kv->tables.layout[b->layout].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
                   tkvi_block_tokens(kv, list, ids, i));

@@ -260,18 +260,22 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
     return 0;
 }
 
-/* The most blocks of a list that an append of n tokens ages. It is more than this and the last append fill, so blocks
- * that waited for a table are recoded within a few appends, and not all in one. */
+/* The most blocks of a list that an append of n tokens recodes. It is more than this and the last append fill, so
+ * blocks that waited for a table are recoded within a few appends, and not all in one. */
 static int tkvi_most_to_age(const tkvi_list *list, int n) {
     return 2 + (list->len - list->chunk_start + n) / (TKVI_BLOCK / 4);
 }
 
-/* Ages due blocks of a list, `most` at most. Returns 0 without memory. */
+/* Ages due blocks of a list, and recodes `most` at most. A block can have many entries, of which the last one recodes
+ * it, so entries that recode nothing do not count. Returns 0 without memory. */
 static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too, int most) {
     int aged = 1;
     if (kv->pool.n_late) tkvi_recode_late(kv, layer);
-    for (; aged > 0 && most > 0; most--)
+    while (aged > 0 && most > 0) {
+        const uint64_t before = kv->counts.demoted;
         aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
+        most -= kv->counts.demoted != before;
+    }
     return aged >= 0;
 }
 

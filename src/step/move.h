@@ -447,7 +447,8 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     const uint64_t slots = tkvi_slots_between(kv, src, ids, i, from, to);
     const uint32_t id = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, src, ids, i));
-    const int is_sink = i < src->sinks && dst->n == dst->sinks;
+    const int is_sink = i < src->sinks && dst->n == dst->sinks &&
+                        (int64_t)at + to - from <= kv->tables.plan[layer].sink; /* as many as a plan has */
     tkvi_entry *e = &kv->pool.entry[id];
     int slot = e->n_packed ? 0 : e->first_slot + from - e->start;
     while (e->n_packed && !(slots >> slot & 1)) slot++;
