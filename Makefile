@@ -192,7 +192,7 @@ tables: build/bench/quality
 	@if [ -f build/quality/smollm2.csv ]; then $(call plot,build/quality/smollm2.csv,bench/quality.svg); fi
 
 # The header and the layout of the code.
-CODE = $(sort $(shell find src examples tests bench -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu'))
+CODE = $(sort $(shell find src examples tests bench -name '*.[ch]' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu'))
 
 header:
 	$(PYTHON) tools/amalgamate.py

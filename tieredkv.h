@@ -4352,19 +4352,20 @@ static void tkvi_take_token(const tkvi_rope *rope, const float *x, int dim, int6
  *   V of one head: 16 channels (a slab) of 16 tokens; four tiles per slab, slabs one after the other.
  *                  channel = 16 slab + l, token = 16 (tile in slab) + 4 p + r. No padding for any multiple of 16.
  *
- * Bytes of one tile (j = 4 l + r is the byte number 0..63, bit 0 is the lowest):
+ * A tile of w bits takes 32 w bytes. Byte j = 4 l + r is 0..63 in each plane; bit 0 is the lowest:
  *
  *   2 bits   64 bytes          byte j:  | plane 3 | plane 2 | plane 1 | plane 0 |
  *   4 bits   64 + 64 bytes     byte j of the first:  | plane 1 (4 bits) | plane 0 |; of the second: planes 3, 2
  *   6 bits   4-bit part, then a 2-bit part with bits 4 and 5
  *   8 bits   4 x 64 bytes      byte j of vector p: plane p
- *   1 bit    half a 64-byte vector that two tiles share: tile A has bits 0..3 of byte j (plane = bit), tile B 4..7
- *   3, 5     the 2- or 4-bit part, and the top bit as a 1-bit half
+ *   1 bit    32 bytes          byte j:  | planes 3 2 1 0 of j + 32 (1 bit each) | planes 3 2 1 0 of j |
+ *   5 bits   4-bit part, then a 1-bit part with bit 4
+ *   3 bits   64 + 32 bytes     byte j of the first:  | bits 1 0 of plane 3 | plane 1 (3 bits) | plane 0 |
+ *                              of the second:  | bit 2 of plane 3 of j + 32 | of j | plane 2 of j + 32 | of j |
  *
- * The tiles of a side are grouped by width, widest first. All 1-bit halves stand together at the end, in the order
- * of their tiles. So every load is a whole aligned 64-byte vector:
+ * Three bits could be a 2-bit and a 1-bit part too. But then a vector of codes takes twice the instructions.
  *
- *   [8-bit tiles][6][5 without top bits][4][3 without top bits][2] [1-bit halves of the 5-, 3- and 1-bit tiles]
+ * The tiles of a side are grouped by width, widest first, without gaps. The codes end at a multiple of 64 bytes.
  */
 #ifndef TKVI_CORE_TILE_H
 #define TKVI_CORE_TILE_H
@@ -4372,40 +4373,18 @@ static void tkvi_take_token(const tkvi_rope *rope, const float *x, int dim, int6
 
 #define TKVI_TILE_CODES 256
 #define TKVI_MAX_WIDTH 8 /* widths are 1 2 3 4 5 6 8 */
-
-/* By width: bytes of the wide part (all but the 1-bit half), and 1 if the tile has a 1-bit half. */
-TKVI_CONSTANT uint16_t tkvi_wide_bytes[TKVI_MAX_WIDTH + 1] = {0, 0, 64, 64, 128, 128, 192, 0, 256};
-TKVI_CONSTANT uint8_t tkvi_has_half[TKVI_MAX_WIDTH + 1] = {0, 1, 0, 1, 0, 1, 0, 0, 0};
+#define TKVI_TILE_BYTES(width) (32 * (width))
 
 /* Number of tiles of each width in the codes of a side. */
 typedef struct tkvi_tile_counts {
     uint16_t n[TKVI_MAX_WIDTH + 1];
 } tkvi_tile_counts;
 
-/* Cursor of a reader or writer of tiles. tkvi_first_tile starts it, tkvi_next_tile moves it on. */
-typedef struct tkvi_tile_at {
-    size_t wide, halves; /* byte offsets of this tile's wide part and of the first 1-bit vector */
-    int half;            /* number of the next 1-bit half */
-} tkvi_tile_at;
-
-TKVI_FN tkvi_tile_at tkvi_first_tile(const tkvi_tile_counts *tiles) {
-    tkvi_tile_at at;
-    int w;
-    at.wide = 0;
-    at.halves = 0;
-    at.half = 0;
-    for (w = 1; w <= TKVI_MAX_WIDTH; w++) at.halves += (size_t)tiles->n[w] * tkvi_wide_bytes[w];
-    return at;
-}
-
-TKVI_FN void tkvi_next_tile(tkvi_tile_at *at, int width) {
-    at->wide += tkvi_wide_bytes[width];
-    at->half += tkvi_has_half[width];
-}
-
 static size_t tkvi_tiles_bytes(const tkvi_tile_counts *tiles) {
-    size_t halves = (size_t)tiles->n[1] + tiles->n[3] + tiles->n[5];
-    return tkvi_first_tile(tiles).halves + (halves + 1) / 2 * 64;
+    size_t n = 0;
+    int w;
+    for (w = 1; w <= TKVI_MAX_WIDTH; w++) n += (size_t)(tiles->n[w] * TKVI_TILE_BYTES(w));
+    return (n + 63) / 64 * 64;
 }
 
 /* The functions below handle eight codes at a time, as bytes of a word. No byte carries into the next. */
@@ -4425,78 +4404,112 @@ TKVI_FN void tkvi_store8(uint8_t *p, uint64_t x) { memcpy(TKVI_EIGHT(p), &x, 8);
 #define TKVI_EACH_BYTE(b) ((uint64_t)(b)*0x0101010101010101u)
 
 /* Packs `bits` bits of each code, from bit `shift` up, into vectors of 64 bytes with 8 / bits planes each. Here
- * and below, from .. end are the bytes of each vector to write, multiples of 8. */
+ * and below, from .. end - 1 are bytes of each half of a plane, multiples of 8 up to 32. */
 TKVI_FN void tkvi_pack_planes(uint8_t *dst, const uint8_t *code, int bits, int shift, int from, int end) {
-    int per = 8 / bits, v, k, j;
-    uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
+    const int per = 8 / bits;
+    const uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
+    int v, k, j, b;
     for (v = 0; v < 4 / per || v == 0; v++)
-        for (j = from; j < end; j += 8) {
-            uint64_t x = 0;
-            for (k = 0; k < per && k < 4; k++)
-                x |= (tkvi_load8(code + 64 * (v * per + k) + j) >> shift & mask) << (k * bits);
-            tkvi_store8(dst + 64 * v + j, x);
-        }
+        for (b = 0; b < 64; b += 32)
+            for (j = b + from; j < b + end; j += 8) {
+                uint64_t x = 0;
+                for (k = 0; k < per && k < 4; k++)
+                    x |= (tkvi_load8(code + 64 * (v * per + k) + j) >> shift & mask) << (k * bits);
+                tkvi_store8(dst + 64 * v + j, x);
+            }
 }
 
 TKVI_FN void tkvi_unpack_planes(const uint8_t *src, uint8_t *code, int bits, int shift, int from, int end) {
-    int per = 8 / bits, p, j;
-    uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
+    const int per = 8 / bits;
+    const uint64_t mask = TKVI_EACH_BYTE((1 << bits) - 1);
+    int p, j, b;
     for (p = 0; p < 4; p++)
-        for (j = from; j < end; j += 8) {
-            uint64_t x = tkvi_load8(src + p / per * 64 + j) >> (p % per * bits) & mask;
-            tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << shift);
-        }
+        for (b = 0; b < 64; b += 32)
+            for (j = b + from; j < b + end; j += 8) {
+                uint64_t x = tkvi_load8(src + p / per * 64 + j) >> (p % per * bits) & mask;
+                tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << shift);
+            }
 }
 
-/* Packs bit `bit` of a tile's codes into the lower half of each byte at v (up 0), or into the upper half (up 4). */
-TKVI_FN void tkvi_pack_half(uint8_t *v, const uint8_t *code, int bit, int up, int from, int end) {
+/* Packs bit `bit` of each code into 32 bytes. */
+TKVI_FN void tkvi_pack_tops(uint8_t *dst, const uint8_t *code, int bit, int from, int end) {
     int p, j;
     for (j = from; j < end; j += 8) {
-        uint64_t x = tkvi_load8(v + j) & ~(TKVI_EACH_BYTE(15) << up);
-        for (p = 0; p < 4; p++) x |= (tkvi_load8(code + 64 * p + j) >> bit & TKVI_EACH_BYTE(1)) << (up + p);
-        tkvi_store8(v + j, x);
+        uint64_t x = 0;
+        for (p = 0; p < 8; p++)
+            x |= (tkvi_load8(code + 64 * (p % 4) + 32 * (p / 4) + j) >> bit & TKVI_EACH_BYTE(1)) << p;
+        tkvi_store8(dst + j, x);
     }
 }
 
-TKVI_FN void tkvi_unpack_half(const uint8_t *v, uint8_t *code, int bit, int up, int from, int end) {
+TKVI_FN void tkvi_unpack_tops(const uint8_t *src, uint8_t *code, int bit, int from, int end) {
     int p, j;
-    for (p = 0; p < 4; p++)
+    for (p = 0; p < 8; p++)
         for (j = from; j < end; j += 8) {
-            uint64_t x = tkvi_load8(v + j) >> (up + p) & TKVI_EACH_BYTE(1);
-            tkvi_store8(code + 64 * p + j, tkvi_load8(code + 64 * p + j) | x << bit);
+            uint8_t *to = code + 64 * (p % 4) + 32 * (p / 4) + j;
+            tkvi_store8(to, tkvi_load8(to) | (tkvi_load8(src + j) >> p & TKVI_EACH_BYTE(1)) << bit);
         }
 }
 
-TKVI_FN void tkvi_pack_part(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code, int from,
-                            int end) {
-    uint8_t *wide = codes + at->wide;
-    int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    if (low == 8) tkvi_pack_planes(wide, code, 8, 0, from, end); /* constant widths optimise better */
-    else if (low == 4) tkvi_pack_planes(wide, code, 4, 0, from, end);
-    else if (low == 2) tkvi_pack_planes(wide, code, 2, 0, from, end);
-    if (width == 6) tkvi_pack_planes(wide + 128, code, 2, 4, from, end);
-    if (tkvi_has_half[width])
-        tkvi_pack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4, from, end);
+/* The 3-bit tile: the codes of planes 0, 1 and 3, and then of plane 2 and the top bit of plane 3. */
+TKVI_FN void tkvi_pack_three(uint8_t *dst, const uint8_t *code, int from, int end) {
+    const uint64_t seven = TKVI_EACH_BYTE(7);
+    int j, b;
+    for (j = from; j < end; j += 8) {
+        uint64_t rest = 0;
+        for (b = 0; b < 2; b++) {
+            const uint8_t *c = code + 32 * b + j;
+            const uint64_t three = tkvi_load8(c + 192);
+            tkvi_store8(dst + 32 * b + j, (tkvi_load8(c) & seven) | (tkvi_load8(c + 64) & seven) << 3 |
+                                              (three & TKVI_EACH_BYTE(3)) << 6);
+            rest |= (tkvi_load8(c + 128) & seven) << 3 * b | (three >> 2 & TKVI_EACH_BYTE(1)) << (6 + b);
+        }
+        tkvi_store8(dst + 64 + j, rest);
+    }
 }
 
-static void tkvi_pack_tile(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code) {
-    tkvi_pack_part(codes, at, width, code, 0, 64);
+TKVI_FN void tkvi_unpack_three(const uint8_t *src, uint8_t *code, int from, int end) {
+    const uint64_t seven = TKVI_EACH_BYTE(7);
+    int j, b;
+    for (j = from; j < end; j += 8)
+        for (b = 0; b < 2; b++) {
+            const uint64_t x = tkvi_load8(src + 32 * b + j), rest = tkvi_load8(src + 64 + j);
+            uint8_t *c = code + 32 * b + j;
+            tkvi_store8(c, x & seven);
+            tkvi_store8(c + 64, x >> 3 & seven);
+            tkvi_store8(c + 128, rest >> 3 * b & seven);
+            tkvi_store8(c + 192, (x >> 6 & TKVI_EACH_BYTE(3)) | (rest >> (4 + b) & TKVI_EACH_BYTE(4)));
+        }
+}
+
+TKVI_FN void tkvi_pack_part(uint8_t *tile, int width, const uint8_t *code, int from, int end) {
+    if (width == 8) tkvi_pack_planes(tile, code, 8, 0, from, end); /* constant widths optimise better */
+    else if (width >= 4) tkvi_pack_planes(tile, code, 4, 0, from, end);
+    else if (width == 3) tkvi_pack_three(tile, code, from, end);
+    else if (width == 2) tkvi_pack_planes(tile, code, 2, 0, from, end);
+    else tkvi_pack_tops(tile, code, 0, from, end);
+    if (width == 6) tkvi_pack_planes(tile + 128, code, 2, 4, from, end);
+    if (width == 5) tkvi_pack_tops(tile + 128, code, 4, from, end);
+}
+
+static void tkvi_pack_tile(uint8_t *tile, int width, const uint8_t *code) {
+    tkvi_pack_part(tile, width, code, 0, 32);
 }
 
 /* The caller has cleared `code`. */
-TKVI_FN void tkvi_unpack_part(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code,
-                              int from, int end) {
-    const uint8_t *wide = codes + at->wide;
-    int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    if (low) tkvi_unpack_planes(wide, code, low, 0, from, end);
-    if (width == 6) tkvi_unpack_planes(wide + 128, code, 2, 4, from, end);
-    if (tkvi_has_half[width])
-        tkvi_unpack_half(codes + at->halves + at->half / 2 * 64, code, low, at->half % 2 * 4, from, end);
+TKVI_FN void tkvi_unpack_part(const uint8_t *tile, int width, uint8_t *code, int from, int end) {
+    if (width == 8) tkvi_unpack_planes(tile, code, 8, 0, from, end);
+    else if (width >= 4) tkvi_unpack_planes(tile, code, 4, 0, from, end);
+    else if (width == 3) tkvi_unpack_three(tile, code, from, end);
+    else if (width == 2) tkvi_unpack_planes(tile, code, 2, 0, from, end);
+    else tkvi_unpack_tops(tile, code, 0, from, end);
+    if (width == 6) tkvi_unpack_planes(tile + 128, code, 2, 4, from, end);
+    if (width == 5) tkvi_unpack_tops(tile + 128, code, 4, from, end);
 }
 
-static void tkvi_unpack_tile(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
+static void tkvi_unpack_tile(const uint8_t *tile, int width, uint8_t *code) {
     memset(code, 0, TKVI_TILE_CODES);
-    tkvi_unpack_part(codes, at, width, code, 0, 64);
+    tkvi_unpack_part(tile, width, code, 0, 32);
 }
 
 #endif /* TKVI_CORE_TILE_H */
@@ -5229,7 +5242,7 @@ typedef struct tkvi_simd_ops {
                                int middle, int n, float *dst);
     void (*encode_log_scales)(const float *x, int n, int top, uint8_t *dst);
     /* Packs the codes of a tile into cleared bytes (core/tile.h). */
-    void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
+    void (*pack_tile)(uint8_t *tile, int width, const uint8_t *code);
     /* Interleaves four columns of K into the codes of a tile. */
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
     /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
@@ -5559,12 +5572,12 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair o
 }
 
 static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes code, uint8_t *dst) {
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    uint8_t *at = dst;
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, number++) {
-            ops->pack_tile(dst, &at, width, code[number]);
-            tkvi_next_tile(&at, width);
+            ops->pack_tile(at, width, code[number]);
+            at += TKVI_TILE_BYTES(width);
         }
 }
 
@@ -5590,7 +5603,7 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
 static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, r, t, position = 0;
     s->format->side[TKV_K].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
@@ -5598,8 +5611,8 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, co
         for (i = 0; i < tiles; i++, position += 4) {
             uint8_t tile[TKVI_TILE_CODES];
             if (width) {
-                tkvi_unpack_tile(src, &at, width, tile);
-                tkvi_next_tile(&at, width);
+                tkvi_unpack_tile(at, width, tile);
+                at += TKVI_TILE_BYTES(width);
             } else {
                 memset(tile, 0, sizeof tile);
             }
@@ -5625,15 +5638,15 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
 static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, t, c, slab = 0;
     s->format->side[TKV_V].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
             int from = i % 4 * 16;
-            tkvi_unpack_tile(src, &at, width, tile);
-            tkvi_next_tile(&at, width);
+            tkvi_unpack_tile(at, width, tile);
+            at += TKVI_TILE_BYTES(width);
             for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
                 for (c = 0; c < tkvi_slab_channels(s, width) && slab + c < s->dim; c++) {
                     int m = (slab + c) / s->group * TKVI_BLOCK + t;
@@ -6318,7 +6331,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    uint8_t *at = dst;
     int width, p, first, end, l;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
@@ -6353,8 +6366,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
         for (end = p + 4 * s->tiles.n[width]; p < end; p += 4) {
             ops->interleave(column, channel + p, tile);
-            ops->pack_tile(dst, &at, width, tile);
-            tkvi_next_tile(&at, width);
+            ops->pack_tile(at, width, tile);
+            at += TKVI_TILE_BYTES(width);
         }
     for (p = 0; p < s->pad; p++) {
         int from = channel[p];
@@ -6576,14 +6589,13 @@ static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
 static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
-    const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
     int t, k;
     ops->decode_log_scales(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
     for (t = 0; t < TKVI_BLOCK; t += 16) { /* local array of 16: vectorises also at -O2 */
         float x[16];
-        for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;
-        for (k = 0; k < 16; k++) scale[t + k] = x[k];
-        for (k = 0; k < 16; k++) zero[t + k] = -middle * x[k];
+        for (k = 0; k < 16 && s->pairs; k++) scale[t + k] *= 1.0f / 64.0f;
+        for (k = 0; k < 16; k++) x[k] = -middle * scale[t + k];
+        for (k = 0; k < 16; k++) zero[t + k] = x[k];
     }
 }
 
@@ -7966,7 +7978,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
-            tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+            const uint8_t *at = src;
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
             step = tkvi_round_k(s, folded, n_limbs, w);
             memset(sum, 0, sizeof sum);
@@ -7974,8 +7986,8 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
                 for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
                     uint8_t tile[TKVI_TILE_CODES];
                     float centre = tkvi_centre(s, width);
-                    tkvi_unpack_tile(src, &at, width, tile);
-                    tkvi_next_tile(&at, width);
+                    tkvi_unpack_tile(at, width, tile);
+                    at += TKVI_TILE_BYTES(width);
                     for (c = 0; c < 4; c++) {
                         int m = g * s->pad + position + c;
                         rest += q[r * s->pad + position + c] *
@@ -7995,7 +8007,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                                 int rows, int n, int n_limbs, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     int r, t, i, c, width, slab = 0; /* its first channel */
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
@@ -8005,8 +8017,8 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
             float centre = tkvi_centre(s, width);
             int channels = tkvi_slab_channels(s, width);
             for (c = 0; c < 4; c++) {
-                tkvi_unpack_tile(src, &at, width, tile[c]);
-                tkvi_next_tile(&at, width);
+                tkvi_unpack_tile(at, width, tile[c]);
+                at += TKVI_TILE_BYTES(width);
             }
             for (r = 0; r < rows; r++) {
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;
@@ -8237,208 +8249,153 @@ TKVI_FLAT int32_t tkvi_load_four_weights(const int8_t *w) {
     return x;
 }
 
-/* >>tiles: the part that does not depend on the instruction set. tkvi_tile_ops has the part that does. */
-enum { TKVI_W_BYTES = TKVI_ROWS * TKV_MAX_HEAD_DIM }; /* one limb of the weights of all rows */
-
-/* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
-typedef struct tkvi_fold_args {
-    const float *x, *scale, *zero; /* x: [row][n] */
-    const float *ref;              /* K */
-    const uint8_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
-    float centre;                  /* V: tkvi_centre of the codes */
-    int middle;          /* V: twice the centre of the codes after tkvi_tile_ops.v_bias was subtracted */
-    int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
-    int wide;            /* K: the first `wide` weights always have two limbs */
-    float coarse;        /* see tkvi_coarse_k and tkvi_coarse_v */
-    /* Out: [row][stride] weights of one limb, or hi, and lo. w is signed in K and unsigned in V; lo is 0..127. Each
-     * row has space for a multiple of 64 weights. */
-    int8_t *w, *lo;
-} tkvi_fold_args;
-
-/* Turns the sum of one limb's products into an answer for row r: step * (sum w code - base) + rest. base is half
- * of sum w centre2, rounded down to an integer. rest makes up for the rounding. For the high limb rest also has
- * sum x (zero - ref + centre scale). */
-typedef struct tkvi_fold {
-    float step[TKVI_ROWS], rest[TKVI_ROWS];
-    int32_t base[TKVI_ROWS];
-    int32_t row[TKVI_ROWS]; /* row of the output */
-} tkvi_fold;
-
-/* Parameters of a pass: multiply codes by one limb of the weights, and turn the sums into answers. */
-typedef struct tkvi_products {
-    const tkvi_side *s;
-    const uint8_t *wide, *tops; /* the wide part of the first tile; the 1-bit vectors of the side */
-    int half;                   /* number of the 1-bit half of the first tile */
-    int tiles;                  /* K: number of tiles to multiply, from the first */
-    int width, slabs, n;        /* V: width of the codes, number of slabs, number of tokens */
-    int pairs;                  /* V: a lane is a pair of channels, 16 apart */
-    uintptr_t ahead;            /* 0: prefetch nothing */
-    int prefetch_phase,
-        prefetch_mask;         /* prefetch only for tiles with (number & prefetch_mask) == prefetch_phase */
-    const uint8_t *rest, *end; /* bytes behind the wide parts still to be prefetched, one line per tile */
-    const int8_t *w; /* [row][TKV_MAX_HEAD_DIM in K, TKVI_BLOCK in V]; the last pass reads 1, 2 or 4 rows */
-    int w_group;     /* K: bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
-    const tkvi_fold *fold, *fold_group; /* K: fold_group is for tokens 32 .. 63 */
-    int first, rows;                    /* rows of this pass: 4, or fewer in the last */
-    float *out;                         /* [row][token in K, channel in V] */
-    int out_stride, add;                /* add: out += answers, else out = answers; always 1 in V */
-} tkvi_products;
-
-typedef void (*tkvi_dot)(tkvi_products *d);
-
-typedef struct tkvi_tile_ops {
-    const tkvi_simd_ops *simd_ops;
-    /* Fold and round all rows. f: one entry for each limb. K: returns the number of leading weights that have two
-     * limbs in some row. Rows are folded four at a time. `lo` is written only as far as one of the four needs it.
-     * V: returns the rows with two limbs, one bit each. */
-    int (*fold_k)(const tkvi_fold_args *a, int rows, tkvi_fold *f);
-    int (*fold_v)(const tkvi_fold_args *a, int rows, tkvi_fold *f);
-    void (*dot)(tkvi_products *d, int rows);
-    int v_bias; /* subtracted from 8-bit codes of V where they must be signed, else 0 */
-} tkvi_tile_ops;
-
-static void tkvi_products_set(tkvi_products *d, const tkvi_side *s, const uint8_t *src) {
-    d->s = s;
-    d->wide = src;
-    d->tops = src + tkvi_first_tile(&s->tiles).halves;
-    d->rest = d->tops;
-    d->end = src + s->bytes;
-    d->half = 0;
-}
-
-/* If the passes of both limbs read all tiles, each pass prefetches every other tile. This spreads the requests.
- * Otherwise the first pass prefetches everything. */
-static void tkvi_divide_prefetch(tkvi_products *d, uintptr_t ahead, int limb, int two) {
-    d->ahead = limb && !two ? 0 : ahead;
-    d->prefetch_phase = limb && two;
-    d->prefetch_mask = two != 0;
-}
-
-TKVI_FLAT void tkvi_prefetch_rest(tkvi_products *d) {
-    if (d->rest < d->end) {
-        tkvi_prefetch(d->rest, d->ahead);
-        d->rest += 64;
-    }
-}
-
-/* Four rows at a time. The last rows take the kernel for 1, 2 or 4 rows. */
-static void tkvi_dot_rows(tkvi_products *d, int rows, const tkvi_dot *dots) {
-    const int stride = d->s->which == TKV_K ? TKV_MAX_HEAD_DIM : TKVI_BLOCK;
-    for (d->first = 0; d->first < rows; d->first += 4) {
-        d->rows = tkvi_min(rows - d->first, 4);
-        dots[tkvi_min(d->rows - 1, 2)](d);
-        d->ahead = 0; /* the first pass has prefetched everything */
-        d->w += 4 * stride;
-    }
-}
-
-static void tkvi_tiles_k(const tkvi_tile_ops *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                         const float *q, const float *ref, int rows, int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int8_t w[2][2][TKVI_W_BYTES]; /* limb, group */
-    tkvi_fold fold[2][2];                      /* group, limb */
-    tkvi_fold_args a;
-    tkvi_products d;
-    int width, g, c = 0, limb, second = 0;
-    s->format->side[TKV_K].meta(s, src, v->simd_ops, scale, zero);
-    tkvi_products_set(&d, s, src);
-    for (width = TKVI_MAX_WIDTH; width > 0; c += 4 * s->tiles.n[width--])
-        if (s->tiles.n[width]) memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
-    if (c < s->pad) memset(centre2 + c, 0, (size_t)(s->pad - c));
-    a.x = q;
-    a.ref = ref;
-    a.centre2 = centre2;
-    a.n = s->pad;
-    a.n_limbs = n_limbs;
-    a.wide = tkvi_n_wide_positions(s);
-    a.coarse = tkvi_coarse_k(s);
-    if (s->groups == 2 || rows > 4) memset(w[1], 0, sizeof w[1]); /* fold_k may leave parts of lo unwritten */
-    for (g = 0; g < s->groups; g++) {
-        a.scale = scale + g * s->pad;
-        a.zero = zero + g * s->pad;
-        a.w = w[0][g];
-        a.lo = w[1][g];
-        second = tkvi_max(second, v->fold_k(&a, rows, fold[g]));
-    }
-    d.w_group = s->groups == 2 ? (int)sizeof w[0][0] : 0;
-    d.out_stride = TKVI_BLOCK;
-    for (limb = 0; limb < (second ? 2 : 1); limb++) {
-        d.w = w[limb][0];
-        d.tiles = limb ? (second + 3) / 4 : TKV_MAX_HEAD_DIM;
-        d.fold = &fold[0][limb];
-        d.fold_group = &fold[s->groups - 1][limb];
-        d.out = scores;
-        d.add = limb;
-        tkvi_divide_prefetch(&d, tkvi_prefetch_distance(src, next), limb, second >= s->pad);
-        v->dot(&d, rows);
-    }
-}
-
-/* Moves the rows of V whose bit is set in `which` to the front. Returns their number. */
-static int tkvi_gather_rows(int which, int8_t *w, tkvi_fold *f) {
-    int r, n = 0;
-    for (r = 0; which >> r; r++) {
-        if (!(which >> r & 1)) continue;
-        if (n < r) memcpy(w + n * TKVI_BLOCK, w + r * TKVI_BLOCK, TKVI_BLOCK);
-        f->step[n] = f->step[r];
-        f->rest[n] = f->rest[r];
-        f->base[n] = f->base[r];
-        f->row[n++] = r;
-    }
-    return n;
-}
-
-static void tkvi_tiles_v(const tkvi_tile_ops *v, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                         const float *p, int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED int8_t w[2][TKVI_ROWS * TKVI_BLOCK];
-    tkvi_fold fold[2];
-    tkvi_fold_args a;
-    tkvi_products d;
-    int width, i, g, slab = 0, limb, second;
-    s->format->side[TKV_V].meta(s, src, v->simd_ops, scale, zero);
-    tkvi_products_set(&d, s, src);
-    a.x = p;
-    a.w = w[0];
-    a.lo = w[1];
-    a.n = TKVI_BLOCK;
-    a.n_limbs = n_limbs;
-    a.top = tkvi_top_v(s);
-    d.n = n;
-    d.w_group = 0;
-    d.out_stride = s->pad;
-    d.add = 1;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * v->v_bias : 0);
-        a.coarse = tkvi_coarse_v(s, width);
-        d.width = width;
-        d.pairs = s->pairs && width == 3;
-        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
-            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
-            g = slab / in_group;
-            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
-            a.scale = scale + g * TKVI_BLOCK;
-            a.zero = zero + g * TKVI_BLOCK;
-            second = tkvi_gather_rows(v->fold_v(&a, rows, fold) & ((1 << rows) - 1), w[1], &fold[1]);
-            for (limb = 0; limb < (second ? 2 : 1); limb++) {
-                d.w = w[limb];
-                d.fold = &fold[limb];
-                d.out = out + 16 * slab;
-                tkvi_divide_prefetch(&d, tkvi_prefetch_distance(src, next), limb, second);
-                v->dot(&d, limb ? second : rows);
-            }
-            d.wide += 4 * d.slabs * tkvi_wide_bytes[width];
-            d.half += 4 * d.slabs * tkvi_has_half[width];
-            slab += d.slabs << d.pairs;
-        }
-    }
+TKVI_FLAT int32_t tkvi_load_two_weights(const int16_t *w) {
+    int32_t x;
+    memcpy(&x, w, 4);
+    return x;
 }
 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_X86_H */
+/* ======== kernels/simd_x86.h ======== */
+/*
+ * kernels/simd_x86.h - the functions of the vocabularies kernels/simd_avx2.inc and kernels/simd_avx512.inc.
+ */
+#ifndef TKVI_KERNELS_SIMD_X86_H
+#define TKVI_KERNELS_SIMD_X86_H
+
+
+#ifdef TKVI_X86
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
+    return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+TKVI_FLAT_AVX2 float tkvi_max_avx2(__m256 a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+/* Horizontal sums and maxima of four vectors. */
+TKVI_FLAT_AVX2 __m128 tkvi_sum4_avx2(const __m256 *a) {
+    __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+    return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+}
+
+TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
+    __m256 x = _mm256_max_ps(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
+    __m256 y = _mm256_max_ps(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
+    x = _mm256_max_ps(_mm256_shuffle_ps(x, y, 0x44), _mm256_shuffle_ps(x, y, 0xee));
+    return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
+    const __m256i x = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+    return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_AVX2 void tkvi_store_weights_k_avx2(int8_t *w, const __m256i *k) {
+    const __m256i x = _mm256_packs_epi32(k[0], k[1]), y = _mm256_packs_epi16(x, x);
+    _mm_storeu_si128((__m128i *)(void *)w, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
+                                               y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_weights_v_avx2(int8_t *w, const __m256i *k) {
+    const __m256i x = _mm256_packs_epi32(k[0], k[1]), y = _mm256_packus_epi16(x, x);
+    _mm_storeu_si128((__m128i *)(void *)w, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
+                                               y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
+    const __m256i x = _mm256_permute4x64_epi64(_mm256_packs_epi32(k[0], k[1]), 0xd8);
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5,
+                                           2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(x, order));
+}
+
+#ifdef TKVI_AVX512
+TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
+    return _mm512_loadu_si512((const void *)p);
+}
+
+/* Horizontal sums and maxima of four vectors. */
+TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
+    __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
+    __m512 z = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
+    __m256 w = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+}
+
+TKVI_FLAT_AVX512 __m128 tkvi_max4_avx512(const __m512 *a) {
+    __m512 x = _mm512_max_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    __m512 y = _mm512_max_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
+    __m512 z = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
+    __m256 w = _mm256_max_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+    return _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+}
+
+TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
+    __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    __m512i y = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
+    __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
+
+/* Loads the 16 levels into each 128-bit quarter. */
+TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
+    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5,
+                                           2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(k[0]), order));
+}
+#endif /* TKVI_AVX512 */
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_KERNELS_SIMD_X86_H */
 /* ======== kernels/decode_x86.h ======== */
 /*
  * kernels/decode_x86.h - attention on TKVI_AS_DECODED formats on x86. Codes become levels in registers, so tokens
@@ -9009,13 +8966,6 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 #ifdef TKVI_X86
 
 /* >>both instruction sets */
-/* The two parts of a tile's codes (core/tile.h): code = low bits | high bits << low_bits. 0 bits: no such part. */
-typedef struct tkvi_tile_parts {
-    const uint8_t *low, *high;
-    int low_bits, high_bits, high_at; /* high_at: position of plane 0's high bits in a byte */
-    const int8_t *levels;             /* NULL: level = code */
-} tkvi_tile_parts;
-
 /* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
 typedef struct tkvi_decoded_rows {
     const tkvi_side *s;
@@ -9029,11 +8979,13 @@ typedef struct tkvi_decoded_rows {
 } tkvi_decoded_rows;
 
 typedef struct tkvi_row_ops {
-    /* Unpacks a tile of K into four columns. */
-    void (*unpack_columns)(const tkvi_tile_parts *t, uint8_t *const *column);
-    /* Unpacks a tile of V into the rows of 16 tokens, `stride` bytes apart. upper: NULL, or the levels of the second
-     * channels of pairs, which go to the next 16 bytes of a row. */
-    void (*unpack_slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
+    void (*unpack_tile)(const uint8_t *tile, int width, uint8_t *code); /* as tkvi_unpack_tile */
+    /* Sorts the codes of a tile of K into four columns. */
+    void (*sort_columns)(const uint8_t *code, uint8_t *const *column);
+    /* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+     * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+    void (*sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper, uint8_t *row,
+                      int stride);
     /* K: transposes r->column into r->level. */
     void (*transpose)(tkvi_decoded_rows *r);
     /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
@@ -9041,29 +8993,18 @@ typedef struct tkvi_row_ops {
     void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
 } tkvi_row_ops;
 
-static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
-                                          int width) {
-    tkvi_tile_parts t;
-    t.low = src + at->wide;
-    t.low_bits = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    t.high = width == 6 ? t.low + 128 : src + at->halves + at->half / 2 * 64;
-    t.high_bits = width == 6 ? 2 : tkvi_has_half[width];
-    t.high_at = width == 6 ? 0 : at->half % 2 * 4;
-    t.levels = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
-    return t;
-}
-
 static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
-            const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
             uint8_t *column[4];
             for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
-            v->unpack_columns(&t, column);
-            tkvi_next_tile(&at, width);
+            v->unpack_tile(at, width, code);
+            v->sort_columns(code, column);
+            at += TKVI_TILE_BYTES(width);
         }
     for (; position < s->pad; position++) /* channels without codes */
         memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
@@ -9081,18 +9022,20 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 
 static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, slab = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
         const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
         for (i = 0; i < s->tiles.n[width]; i++) {
             const int from = i % 4 * 16;
             if (from < r->first + r->n && from + 16 > r->first) {
-                const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
-                v->unpack_slab(&t, upper, r->level + from * s->pad + slab, s->pad);
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                v->unpack_tile(at, width, code);
+                v->sort_slab(code, lower, upper, r->level + from * s->pad + slab, s->pad);
             }
-            tkvi_next_tile(&at, width);
+            at += TKVI_TILE_BYTES(width);
             if (i % 4 == 3) slab += channels;
         }
     }
@@ -9137,25 +9080,341 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 }
 
 /* >>AVX2 */
-TKVI_FLAT_AVX2 __m256i tkvi_load_field_avx2(const uint8_t *p, int right, int bits) {
-    const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)),
-                            tkvi_splat_bytes_avx2((1 << bits) - 1));
+/* ======== kernels/simd_avx2.inc ======== */
+/*
+ * kernels/simd_avx2.inc - the vector vocabulary for AVX2, FMA and F16C (Haswell, Zen and later). kernels/simd_end.inc
+ * ends it. The templates kernels/ *.inc are kernels in this vocabulary.
+ *
+ * Types: tkvi_vf, 8 floats; tkvi_vi, 8 integers of 32 bits; tkvi_vb, 32 bytes.
+ *
+ * Products of codes: one-limb sums have 16 bits. vpmaddubsw adds two products, and a few such sums fit. Then they are
+ * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
+ */
+#define TKVI_N(name) tkvi_##name##_avx2
+#define TKVI_OP TKVI_FLAT_AVX2
+#define TKVI_KERNEL static TKVI_TARGET_AVX2
+
+#define tkvi_vf __m256
+#define tkvi_vi __m256i
+#define tkvi_vb __m256i
+#define TKVI_VF 8  /* floats in a vector */
+#define TKVI_VB 32 /* bytes in a vector */
+
+/* >>floats */
+#define tkvi_vf_load(p) _mm256_loadu_ps(p)
+#define tkvi_vf_store(p, x) _mm256_storeu_ps(p, x)
+#define tkvi_vf_splat(x) _mm256_set1_ps(x)
+#define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
+#define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
+#define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
+#define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
+#define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
+#define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
+#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
+#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+
+/* >>integers */
+#define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
+#define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
+#define tkvi_vi_splat(x) _mm256_set1_epi32(x)
+#define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
+#define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
+#define tkvi_vi_max(a, b) _mm256_max_epi32(a, b)
+#define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
+#define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
+#define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
+#define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
+#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx2(v))
+/* x in lanes i with i < n, else y */
+#define tkvi_vi_first(n, x, y)                                                                               \
+    _mm256_blendv_epi8(y, x,                                                                                 \
+                       _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
+
+/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
+#define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
+#define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
+#define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
+#define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
+#define tkvi_vb_or(a, b) _mm256_or_si256(a, b)
+#define tkvi_vb_left(x, n) _mm256_slli_epi16(x, n)
+#define tkvi_vb_right(x, n) _mm256_srli_epi16(x, n)
+/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields for a half: shifted right by
+ * n, and by m more for the second half. */
+#define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
+#define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
+#define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
+
+#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
+#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
+
+/* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 0
+#define TKVI_V_PARTS 1  /* passes of a slab */
+#define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
+#define TKVI_K_PASSES 4
+#define TKVI_K_FIRST(pass) ((pass) / 2 * 2)   /* first plane of a pass */
+#define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
+#define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
+#define TKVI_V_SLABS 1                        /* slabs in a pass */
+#define TKVI_V_TILE(v) 0                      /* bytes from the first tile to that of a vector */
+#define TKVI_V_COLUMN(v, part) (32 * (v))
+#define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
+
+/* Weights of one limb: bytes, [row][position]. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
+#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_k_avx2((w) + (r) * (stride), k)
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_v_avx2((w) + (r) * (stride), k)
+
+/* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
+#if defined(__GNUC__) || defined(__clang__)
+#define tkvi_keep(sum) __asm__("" : "+x"(sum));
+#define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
+#else
+#define tkvi_keep(sum)
+#define tkvi_keep_pointer(p)
+#endif
+
+#define tkvi_sums __m256i
+#define tkvi_sums_zero() _mm256_setzero_si256()
+#define tkvi_sums_add(a, b) _mm256_add_epi16(a, b)
+#define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
+#define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
+#define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
+#define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
+#define tkvi_widen_v(sum)                                                                                    \
+    _mm256_add_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(sum, 16))
+/* signed levels by unsigned weights up to 127 */
+#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, levels), _mm256_set1_epi16(1)))
+
+/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb __m256i /* weights, loaded */
+#define tkvi_wide_none() _mm256_setzero_si256()
+#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_wide_sums __m256i
+#define tkvi_wide_zero() _mm256_setzero_si256()
+#define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
+#define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
+#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
+#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
+#define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
+#define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
+/* ======== kernels/values_x86.h ======== */
+/* ======== kernels/codes.inc ======== */
+/*
+ * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
+ */
+/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
+ * extracts a plane. Only for 3 bits `first` must be a constant. */
+TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
+                               int column, tkvi_vb *x) {
+    int p;
+    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
+    } else if (width >= 4) {
+        x[0] = tkvi_vb_load(at + 32 * first);
+        if (count > 2) x[1] = tkvi_vb_load(at + 64);
+    } else if (width >= 2) {
+        x[0] = tkvi_vb_load(at);
+        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
+    }
+    if (width == 6) x[2] = tkvi_vb_load(at + 128);
+    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 3 && first + count > 2) {
+        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
+        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
+        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
+    }
 }
 
-/* Half h of plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 ..
- * 3. */
-TKVI_FLAT_AVX2 __m256i tkvi_tile_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
+/* Moves the bits at `from` of each byte to `to`, and clears the others. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
+    if (from > to) x = tkvi_vb_right(x, from - to);
+    if (to > from) x = tkvi_vb_left(x, to - from);
+    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+}
+
+/* Codes of plane first + p of a tile that load_tile loaded. */
+TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
+    tkvi_vb c;
+    if (width == 8) return x[p];
+    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 3) {
+        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
+        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+    }
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    return c;
+}
+
+TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
+    tkvi_vb x[4];
+    int column, p;
+    for (column = 0; column < 64; column += TKVI_VB) {
+        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
+    }
+}
+
+/* As tkvi_unpack_tile. */
+TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
+    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
+    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
+    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
+    else TKVI_N(unpack_codes)(width, tile, code);
+}
+/* ======== kernels/values_x86.h ======== */
+/* ======== kernels/simd_end.inc ======== */
+/* kernels/simd_end.inc - ends a vocabulary and its templates. */
+#undef TKVI_N
+#undef TKVI_OP
+#undef TKVI_KERNEL
+#undef tkvi_vf
+#undef tkvi_vi
+#undef tkvi_vb
+#undef TKVI_VF
+#undef TKVI_VB
+#undef tkvi_vf_load
+#undef tkvi_vf_store
+#undef tkvi_vf_splat
+#undef tkvi_vf_add
+#undef tkvi_vf_sub
+#undef tkvi_vf_mul
+#undef tkvi_vf_madd
+#undef tkvi_vf_max
+#undef tkvi_vf_abs
+#undef tkvi_vf_sum4
+#undef tkvi_vf_max4
+#undef tkvi_vi_load
+#undef tkvi_vi_store
+#undef tkvi_vi_splat
+#undef tkvi_vi_add
+#undef tkvi_vi_sub
+#undef tkvi_vi_max
+#undef tkvi_vi_left
+#undef tkvi_vi_mul16
+#undef tkvi_vi_nearest
+#undef tkvi_vi_to_float
+#undef tkvi_vi_sum4
+#undef tkvi_vi_first
+#undef tkvi_vb_load
+#undef tkvi_vb_store
+#undef tkvi_vb_splat
+#undef tkvi_vb_and
+#undef tkvi_vb_or
+#undef tkvi_vb_left
+#undef tkvi_vb_right
+#undef tkvi_vb_tail
+#undef tkvi_vb_right_half
+#undef tkvi_vb_biased
+#undef tkvi_vb_table
+#undef tkvi_vb_look_up
+#undef tkvi_ahead
+#undef tkvi_distance
+#undef TKVI_HAS_NARROW
+#undef TKVI_BIAS
+#undef TKVI_V_PARTS
+#undef TKVI_K_PLANES
+#undef TKVI_K_PASSES
+#undef TKVI_K_FIRST
+#undef TKVI_K_COLUMN
+#undef TKVI_V_VECTORS
+#undef TKVI_V_SLABS
+#undef TKVI_V_TILE
+#undef TKVI_V_COLUMN
+#undef TKVI_V_SPLIT
+#undef TKVI_W_TILE
+#undef tkvi_weights
+#undef tkvi_store_weights_k
+#undef tkvi_store_weights_v
+#undef tkvi_keep
+#undef tkvi_keep_pointer
+#undef tkvi_sums
+#undef tkvi_sums_zero
+#undef tkvi_sums_add
+#undef TKVI_SUM_MAX
+#undef tkvi_dot_k
+#undef tkvi_dot_v
+#undef tkvi_widen_k
+#undef tkvi_widen_v
+#undef tkvi_dot_levels
+#undef TKVI_WIDE_TILE
+#undef tkvi_wide_vb
+#undef tkvi_wide_none
+#undef tkvi_keep_wide
+#undef tkvi_wide_sums
+#undef tkvi_wide_zero
+#undef tkvi_even
+#undef tkvi_odd
+#undef tkvi_even_levels
+#undef tkvi_odd_levels
+#undef tkvi_wide_even
+#undef tkvi_wide_odd
+#undef tkvi_dot_wide
+#undef tkvi_widen_wide
+#undef tkvi_store_wide
+#undef TKVI_EACH_SUM_
+#undef TKVI_SUMS_OF_
+#undef TKVI_DECLARE_TWO_
+#undef TKVI_DECLARE_FOUR_
+#undef TKVI_DECLARE_
+#undef TKVI_TWO_
+#undef TKVI_FOUR_
+#undef TKVI_K_SUMS_
+#undef TKVI_K_EACH_
+#undef TKVI_K_TOTAL_
+#undef TKVI_K_CLEAR_
+#undef TKVI_K_DOT_
+#undef TKVI_K_DOT_WIDE_
+#undef TKVI_K_SAVE_WIDE_
+#undef TKVI_K_SPILL_
+#undef TKVI_K_ANSWER_
+#undef TKVI_K_WIDE_ANSWER_
+#undef TKVI_K_LOAD_
+#undef TKVI_K_RUN_
+#undef TKVI_K_WIDE_RUN_
+#undef TKVI_V_EACH_
+#undef TKVI_V_SUMS_
+#undef TKVI_V_ODD_
+#undef TKVI_V_STEP_
+#undef TKVI_V_JOIN_
+#undef TKVI_V_JOIN_ALL_
+#undef TKVI_V_TOTAL_
+#undef TKVI_V_OUT_
+#undef TKVI_V_DOT_
+#undef TKVI_V_DOT_LEVELS_
+#undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SPILL_
+#undef TKVI_V_ANSWER_
+#undef TKVI_V_LEVELS_ANSWER_
+#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_LOAD_
+#undef TKVI_EACH_ROWS_
+/* ======== kernels/values_x86.h ======== */
+
+/* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
+TKVI_FLAT_AVX2 __m256i tkvi_sorted_plane_avx2(const uint8_t *code, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
                                             1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const int at = p * t->low_bits;
-    __m256i x = _mm256_setzero_si256();
-    if (t->low_bits) x = tkvi_load_field_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
-    if (t->high_bits) {
-        const __m256i high =
-            tkvi_load_field_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
-        x = _mm256_or_si256(x, _mm256_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
-    }
+    const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)(code + 64 * p + 32 * h));
     return _mm256_shuffle_epi8(x, sorted);
 }
 
@@ -9164,12 +9423,12 @@ TKVI_FLAT_AVX2 __m256i tkvi_look_up_avx2(const int8_t *levels, __m256i code) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_unpack_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX2 void tkvi_sort_columns_avx2(const uint8_t *code, uint8_t *const *column) {
     int h, p;
     for (h = 0; h < 2; h++) {
         __m256i x[4], a, b, c, d;
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) x[p] = tkvi_tile_plane_avx2(t, p, h);
+        for (p = 0; p < 4; p++) x[p] = tkvi_sorted_plane_avx2(code, p, h);
         a = _mm256_unpacklo_epi32(x[0], x[1]);
         b = _mm256_unpacklo_epi32(x[2], x[3]);
         c = _mm256_unpackhi_epi32(x[0], x[1]);
@@ -9193,15 +9452,15 @@ TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower,
     _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride + 16), _mm256_extracti128_si256(x, 1));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_unpack_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper,
-                                                   uint8_t *row, int stride) {
+static TKVI_TARGET_AVX2 void tkvi_sort_slab_avx2(const uint8_t *code, const int8_t *lower,
+                                                 const int8_t *upper, uint8_t *row, int stride) {
     const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 0), by_token);
-        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 1), by_token);
-        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
-        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
+        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_sorted_plane_avx2(code, p, 0), by_token);
+        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_sorted_plane_avx2(code, p, 1), by_token);
+        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), lower, upper, row, stride);
+        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), lower, upper, row + stride, stride);
     }
 }
 
@@ -9292,8 +9551,9 @@ static TKVI_TARGET_AVX2 void tkvi_rotate_row_back_avx2(float *y, const float *si
                               dim - c);
 }
 
-static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_columns_avx2,
-                                               tkvi_unpack_slab_avx2,
+static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_tile_avx2,
+                                               tkvi_sort_columns_avx2,
+                                               tkvi_sort_slab_avx2,
                                                tkvi_transpose_columns_avx2,
                                                {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
                                                tkvi_rotate_row_back_avx2};
@@ -9313,23 +9573,331 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-TKVI_FLAT_AVX512 __m512i tkvi_load_field_avx512(const uint8_t *p, int right, int bits) {
-    const __m512i x = _mm512_loadu_si512((const void *)p);
-    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)),
-                            tkvi_splat_bytes_avx512((1 << bits) - 1));
+/* ======== kernels/simd_avx512.inc ======== */
+/*
+ * kernels/simd_avx512.inc - the vector vocabulary for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later), as
+ * kernels/simd_avx2.inc. vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
+ *
+ * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
+ */
+#define TKVI_N(name) tkvi_##name##_avx512
+#define TKVI_OP TKVI_FLAT_AVX512
+#define TKVI_KERNEL static TKVI_TARGET_AVX512
+
+#define tkvi_vf __m512
+#define tkvi_vi __m512i
+#define tkvi_vb __m512i
+#define TKVI_VF 16 /* floats in a vector */
+#define TKVI_VB 64 /* bytes in a vector */
+
+/* >>floats */
+#define tkvi_vf_load(p) _mm512_loadu_ps(p)
+#define tkvi_vf_store(p, x) _mm512_storeu_ps(p, x)
+#define tkvi_vf_splat(x) _mm512_set1_ps(x)
+#define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
+#define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
+#define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
+#define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
+#define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
+#define tkvi_vf_abs(x) _mm512_abs_ps(x)
+#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
+#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+
+/* >>integers */
+#define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
+#define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
+#define tkvi_vi_splat(x) _mm512_set1_epi32(x)
+#define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
+#define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
+#define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
+#define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
+#define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
+#define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
+#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx512(v))
+/* x in lanes i with i < n, else y */
+#define tkvi_vi_first(n, x, y)                                                                               \
+    _mm512_mask_blend_epi32(                                                                                 \
+        _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
+                                _mm512_set1_epi32(n)),                                                       \
+        y, x)
+
+/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
+#define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
+#define tkvi_vb_store(p, x) _mm512_storeu_si512((void *)(p), x)
+#define tkvi_vb_splat(x) tkvi_splat_bytes_avx512(x)
+#define tkvi_vb_and(a, b) _mm512_and_si512(a, b)
+#define tkvi_vb_or(a, b) _mm512_or_si512(a, b)
+#define tkvi_vb_left(x, n) _mm512_slli_epi16(x, (unsigned char)(n))
+#define tkvi_vb_right(x, n) _mm512_srli_epi16(x, (unsigned char)(n))
+/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by
+ * m more for the second half. */
+#define tkvi_vb_tail(p, column)                                                                              \
+    _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)((p) + (column))))
+#define tkvi_vb_right_half(x, column, n, m)                                                                  \
+    _mm512_srlv_epi16(                                                                                       \
+        x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
+#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
+#define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
+
+#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
+#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
+
+/* >>products of four codes by four weights */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 0
+#define TKVI_V_PARTS 1  /* passes of a slab */
+#define TKVI_K_PLANES 4 /* planes of a K tile in a pass */
+#define TKVI_K_PASSES 1
+#define TKVI_K_FIRST(pass) 0  /* first plane of a pass */
+#define TKVI_K_COLUMN(pass) 0 /* first byte of a plane */
+#define TKVI_V_VECTORS 2      /* vectors of V in a pass, 16 channels each */
+#define TKVI_V_SLABS 2        /* slabs in a pass */
+#define TKVI_V_COLUMN(v, part) 0
+#define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
+#define tkvi_keep(sum)
+#define tkvi_keep_pointer(p)
+
+/* Weights of one limb: bytes, [row][position]. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) _mm512_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
+#define tkvi_store_weights_k(w, stride, r, k)                                                                \
+    _mm_storeu_si128((__m128i *)(void *)((w) + (r) * (stride)), _mm512_cvtepi32_epi8((k)[0]))
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_k(w, stride, r, k)
+
+#define tkvi_sums __m512i
+#define tkvi_sums_zero() _mm512_setzero_si512()
+#define tkvi_sums_add(a, b) _mm512_add_epi32(a, b)
+#define TKVI_SUM_MAX 0x7fffffff
+#define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
+#define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+/* signed levels by unsigned weights up to 127 */
+#define tkvi_dot_levels(sum, levels, u, r) _mm512_dpbusd_epi32(sum, u, levels)
+
+/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb __m512i /* weights, loaded */
+#define tkvi_wide_none() _mm512_setzero_si512()
+#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_wide_sums __m512i
+#define tkvi_wide_zero() _mm512_setzero_si512()
+#define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
+#define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
+#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
+#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
+#define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
+#define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
+#define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
+/* ======== kernels/values_x86.h ======== */
+/* ======== kernels/codes.inc ======== */
+/*
+ * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
+ */
+/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
+ * extracts a plane. Only for 3 bits `first` must be a constant. */
+TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
+                               int column, tkvi_vb *x) {
+    int p;
+    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
+    } else if (width >= 4) {
+        x[0] = tkvi_vb_load(at + 32 * first);
+        if (count > 2) x[1] = tkvi_vb_load(at + 64);
+    } else if (width >= 2) {
+        x[0] = tkvi_vb_load(at);
+        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
+    }
+    if (width == 6) x[2] = tkvi_vb_load(at + 128);
+    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 3 && first + count > 2) {
+        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
+        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
+        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
+    }
 }
 
-/* Plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
-TKVI_FLAT_AVX512 __m512i tkvi_tile_plane_avx512(const tkvi_tile_parts *t, int p) {
-    const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
-    const int at = p * t->low_bits;
-    __m512i x = _mm512_setzero_si512();
-    if (t->low_bits) x = tkvi_load_field_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
-    if (t->high_bits) {
-        const __m512i high = tkvi_load_field_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
-        x = _mm512_or_si512(x, _mm512_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
+/* Moves the bits at `from` of each byte to `to`, and clears the others. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
+    if (from > to) x = tkvi_vb_right(x, from - to);
+    if (to > from) x = tkvi_vb_left(x, to - from);
+    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+}
+
+/* Codes of plane first + p of a tile that load_tile loaded. */
+TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
+    tkvi_vb c;
+    if (width == 8) return x[p];
+    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 3) {
+        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
+        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
     }
-    return _mm512_shuffle_epi8(x, sorted);
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    return c;
+}
+
+TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
+    tkvi_vb x[4];
+    int column, p;
+    for (column = 0; column < 64; column += TKVI_VB) {
+        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
+    }
+}
+
+/* As tkvi_unpack_tile. */
+TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
+    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
+    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
+    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
+    else TKVI_N(unpack_codes)(width, tile, code);
+}
+/* ======== kernels/values_x86.h ======== */
+/* ======== kernels/simd_end.inc ======== */
+/* kernels/simd_end.inc - ends a vocabulary and its templates. */
+#undef TKVI_N
+#undef TKVI_OP
+#undef TKVI_KERNEL
+#undef tkvi_vf
+#undef tkvi_vi
+#undef tkvi_vb
+#undef TKVI_VF
+#undef TKVI_VB
+#undef tkvi_vf_load
+#undef tkvi_vf_store
+#undef tkvi_vf_splat
+#undef tkvi_vf_add
+#undef tkvi_vf_sub
+#undef tkvi_vf_mul
+#undef tkvi_vf_madd
+#undef tkvi_vf_max
+#undef tkvi_vf_abs
+#undef tkvi_vf_sum4
+#undef tkvi_vf_max4
+#undef tkvi_vi_load
+#undef tkvi_vi_store
+#undef tkvi_vi_splat
+#undef tkvi_vi_add
+#undef tkvi_vi_sub
+#undef tkvi_vi_max
+#undef tkvi_vi_left
+#undef tkvi_vi_mul16
+#undef tkvi_vi_nearest
+#undef tkvi_vi_to_float
+#undef tkvi_vi_sum4
+#undef tkvi_vi_first
+#undef tkvi_vb_load
+#undef tkvi_vb_store
+#undef tkvi_vb_splat
+#undef tkvi_vb_and
+#undef tkvi_vb_or
+#undef tkvi_vb_left
+#undef tkvi_vb_right
+#undef tkvi_vb_tail
+#undef tkvi_vb_right_half
+#undef tkvi_vb_biased
+#undef tkvi_vb_table
+#undef tkvi_vb_look_up
+#undef tkvi_ahead
+#undef tkvi_distance
+#undef TKVI_HAS_NARROW
+#undef TKVI_BIAS
+#undef TKVI_V_PARTS
+#undef TKVI_K_PLANES
+#undef TKVI_K_PASSES
+#undef TKVI_K_FIRST
+#undef TKVI_K_COLUMN
+#undef TKVI_V_VECTORS
+#undef TKVI_V_SLABS
+#undef TKVI_V_TILE
+#undef TKVI_V_COLUMN
+#undef TKVI_V_SPLIT
+#undef TKVI_W_TILE
+#undef tkvi_weights
+#undef tkvi_store_weights_k
+#undef tkvi_store_weights_v
+#undef tkvi_keep
+#undef tkvi_keep_pointer
+#undef tkvi_sums
+#undef tkvi_sums_zero
+#undef tkvi_sums_add
+#undef TKVI_SUM_MAX
+#undef tkvi_dot_k
+#undef tkvi_dot_v
+#undef tkvi_widen_k
+#undef tkvi_widen_v
+#undef tkvi_dot_levels
+#undef TKVI_WIDE_TILE
+#undef tkvi_wide_vb
+#undef tkvi_wide_none
+#undef tkvi_keep_wide
+#undef tkvi_wide_sums
+#undef tkvi_wide_zero
+#undef tkvi_even
+#undef tkvi_odd
+#undef tkvi_even_levels
+#undef tkvi_odd_levels
+#undef tkvi_wide_even
+#undef tkvi_wide_odd
+#undef tkvi_dot_wide
+#undef tkvi_widen_wide
+#undef tkvi_store_wide
+#undef TKVI_EACH_SUM_
+#undef TKVI_SUMS_OF_
+#undef TKVI_DECLARE_TWO_
+#undef TKVI_DECLARE_FOUR_
+#undef TKVI_DECLARE_
+#undef TKVI_TWO_
+#undef TKVI_FOUR_
+#undef TKVI_K_SUMS_
+#undef TKVI_K_EACH_
+#undef TKVI_K_TOTAL_
+#undef TKVI_K_CLEAR_
+#undef TKVI_K_DOT_
+#undef TKVI_K_DOT_WIDE_
+#undef TKVI_K_SAVE_WIDE_
+#undef TKVI_K_SPILL_
+#undef TKVI_K_ANSWER_
+#undef TKVI_K_WIDE_ANSWER_
+#undef TKVI_K_LOAD_
+#undef TKVI_K_RUN_
+#undef TKVI_K_WIDE_RUN_
+#undef TKVI_V_EACH_
+#undef TKVI_V_SUMS_
+#undef TKVI_V_ODD_
+#undef TKVI_V_STEP_
+#undef TKVI_V_JOIN_
+#undef TKVI_V_JOIN_ALL_
+#undef TKVI_V_TOTAL_
+#undef TKVI_V_OUT_
+#undef TKVI_V_DOT_
+#undef TKVI_V_DOT_LEVELS_
+#undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SPILL_
+#undef TKVI_V_ANSWER_
+#undef TKVI_V_LEVELS_ANSWER_
+#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_LOAD_
+#undef TKVI_EACH_ROWS_
+/* ======== kernels/values_x86.h ======== */
+
+/* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
+TKVI_FLAT_AVX512 __m512i tkvi_sorted_plane_avx512(const uint8_t *code, int p) {
+    const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
+    return _mm512_shuffle_epi8(_mm512_load_si512((const void *)(code + 64 * p)), sorted);
 }
 
 TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code) {
@@ -9337,11 +9905,11 @@ TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code)
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_unpack_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX512 void tkvi_sort_columns_avx512(const uint8_t *code, uint8_t *const *column) {
     __m512i x[4], a, b, c, d;
     int p;
     TKVI_UNROLL
-    for (p = 0; p < 4; p++) x[p] = tkvi_tile_plane_avx512(t, p);
+    for (p = 0; p < 4; p++) x[p] = tkvi_sorted_plane_avx512(code, p);
     a = _mm512_unpacklo_epi32(x[0], x[1]);
     b = _mm512_unpacklo_epi32(x[2], x[3]);
     c = _mm512_unpackhi_epi32(x[0], x[1]);
@@ -9360,13 +9928,13 @@ TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512
     _mm_storeu_si128((__m128i *)(void *)(to + 3 * stride), _mm512_extracti32x4_epi32(x, 3));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_unpack_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper,
-                                                       uint8_t *row, int stride) {
+static TKVI_TARGET_AVX512 void tkvi_sort_slab_avx512(const uint8_t *code, const int8_t *lower,
+                                                     const int8_t *upper, uint8_t *row, int stride) {
     const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_tile_plane_avx512(t, p));
-        tkvi_store_quarters_avx512(row, stride, t->levels ? tkvi_look_up_avx512(t->levels, x) : x);
+        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_sorted_plane_avx512(code, p));
+        tkvi_store_quarters_avx512(row, stride, lower ? tkvi_look_up_avx512(lower, x) : x);
         if (upper) tkvi_store_quarters_avx512(row + 16, stride, tkvi_look_up_avx512(upper, x));
     }
 }
@@ -9447,8 +10015,9 @@ static TKVI_TARGET_AVX512 void tkvi_rotate_row_back_avx512(float *y, const float
 }
 
 static const tkvi_row_ops tkvi_row_ops_avx512 = {
-    tkvi_unpack_columns_avx512,
-    tkvi_unpack_slab_avx512,
+    tkvi_unpack_tile_avx512,
+    tkvi_sort_columns_avx512,
+    tkvi_sort_slab_avx512,
     tkvi_transpose_columns_avx512,
     {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
     tkvi_rotate_row_back_avx512};
@@ -9626,6 +10195,79 @@ static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const f
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_GROUPS_X86_H */
+/* ======== kernels/tiles.h ======== */
+/*
+ * kernels/tiles.h - shared by the instances of kernels/tiles.inc: parameters of folding and of products.
+ */
+#ifndef TKVI_KERNELS_TILES_H
+#define TKVI_KERNELS_TILES_H
+
+
+#ifndef TKVI_UNROLL
+#if defined(__clang__)
+#define TKVI_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define TKVI_UNROLL _Pragma("GCC unroll 8")
+#else
+#define TKVI_UNROLL
+#endif
+#endif
+
+/* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
+typedef struct tkvi_fold_args {
+    const float *x, *scale, *zero; /* x: [row][n] */
+    const float *ref;              /* K */
+    const int32_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
+    float centre;                  /* V: tkvi_centre of the codes */
+    int middle;                    /* V: twice the centre of the codes that are multiplied */
+    int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
+    int wide;            /* K: the first `wide` weights always have two limbs */
+    int least; /* K: at least so many weights have 16 bits; rows that need one limb have multiples of 128 */
+    float coarse;    /* see tkvi_coarse_k and tkvi_coarse_v */
+    int8_t *w;       /* out: weights of one limb, in the layout of the instruction set */
+    int16_t *wide_w; /* out: weights of two limbs */
+} tkvi_fold_args;
+
+/* Turns sums of products of a row into answers: step * (sum - base) + rest. base is half of sum w centre2, rounded
+ * down to an integer. rest makes up for the rounding, and has sum x (zero - ref + centre scale). */
+typedef struct tkvi_fold {
+    float step[4], rest[4];
+    int32_t base[4];
+} tkvi_fold;
+
+typedef struct tkvi_products_k {
+    const tkvi_side *s;
+    const uint8_t *codes;
+    uintptr_t ahead;            /* see tkvi_prefetch */
+    int is_wide;                /* 1: tiles of least_wide bits and more have wide weights */
+    int least_wide, most_width; /* most_width: of the widest tiles */
+    const int8_t *w;
+    const int16_t *wide_w;
+    int second_group; /* bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    tkvi_fold fold[2];
+    float *scores;
+} tkvi_products_k;
+
+typedef struct tkvi_products_v {
+    const tkvi_side *s;
+    const uint8_t *codes; /* the first slab of the group */
+    uintptr_t ahead;
+    int width, slabs, n, pairs; /* n: tokens; pairs: a lane is a pair of channels, 16 apart */
+    int is_wide;                /* 1: wide weights */
+    const int8_t *w;
+    const int16_t *wide_w;
+    tkvi_fold fold;
+    float *out;
+    int out_stride;
+} tkvi_products_v;
+
+/* Weights of one group and up to four rows. */
+typedef struct tkvi_weights_k {
+    TKVI_ALIGNED int8_t w[4 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
+} tkvi_weights_k;
+
+#endif /* TKVI_KERNELS_TILES_H */
 /* ======== kernels/avx2.h ======== */
 /*
  * kernels/avx2.h - the kernels of kernels/scalar.h for AVX2, FMA and F16C (Haswell, Zen and later).
@@ -9639,43 +10281,6 @@ static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const f
 #ifdef TKVI_X86
 
 /* >>pieces */
-TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
-}
-
-TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
-    return _mm_loadu_si128((const __m128i *)(const void *)p);
-}
-
-TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
-    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-}
-
-TKVI_FLAT_AVX2 float tkvi_max_avx2(__m256 a) {
-    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
-}
-
-/* Horizontal sums and maxima of four vectors. */
-TKVI_FLAT_AVX2 __m128 tkvi_sum4_avx2(const __m256 *a) {
-    __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
-    return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-}
-
-TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
-    __m256 x = _mm256_max_ps(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
-    __m256 y = _mm256_max_ps(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
-    x = _mm256_max_ps(_mm256_shuffle_ps(x, y, 0x44), _mm256_shuffle_ps(x, y, 0xee));
-    return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-}
-
 /* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
@@ -9747,7 +10352,14 @@ static TKVI_TARGET_AVX2 void tkvi_decode_zero_points_avx2(const uint8_t *offset,
                                                           const float *mean, float unit, int middle, int n,
                                                           float *dst) {
     int i;
-    for (i = 0; i + 4 <= n; i += 4) {
+    for (i = 0; i + 8 <= n; i += 8) {
+        const __m256i by = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(offset + i)));
+        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(scale + i), _mm256_set1_ps(unit));
+        _mm256_storeu_ps(
+            dst + i, _mm256_fmadd_ps(x, _mm256_cvtepi32_ps(_mm256_sub_epi32(by, _mm256_set1_epi32(middle))),
+                                     _mm256_loadu_ps(mean + i)));
+    }
+    for (; i + 4 <= n; i += 4) {
         __m128i by =
             _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_load_bytes4_avx2(offset + i)), _mm_set1_epi32(middle));
         __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
@@ -9777,10 +10389,6 @@ static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, 
 
 /* >>encoding: gives the bytes of the scalar code, because integers are the same and floats have the same order of
  * operations. AVX-512 has its own versions of the two slow steps, K columns and V tokens, and shares the others. */
-TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
-    _mm256_storeu_si256((__m256i *)(void *)p, x);
-}
-
 /* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
 TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shift, const int bits,
                                              const int n) {
@@ -9794,32 +10402,40 @@ TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shif
     return x;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile_at *at, int width,
-                                                 const uint8_t *code) {
-    uint8_t *wide = codes + at->wide, *half = codes + at->halves + at->half / 2 * 64;
-    int j, p, upper = at->half % 2;
-    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* 32 of the 64 codes of each plane */
-        __m256i c[4], x;
+static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *tile, int width, const uint8_t *code) {
+    __m256i c[2][4]; /* half of the planes, plane */
+    int b, p;
+    TKVI_UNROLL
+    for (b = 0; b < 2; b++) {
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) c[p] = tkvi_load_bytes_avx2(code + 64 * p + j);
+        for (p = 0; p < 4; p++) c[b][p] = tkvi_load_bytes_avx2(code + 64 * p + 32 * b);
         if (width == 8) {
             TKVI_UNROLL
-            for (p = 0; p < 4; p++) tkvi_store_bytes_avx2(wide + 64 * p, c[p]);
+            for (p = 0; p < 4; p++) tkvi_store_bytes_avx2(tile + 64 * p + 32 * b, c[b][p]);
         } else if (width >= 4) {
-            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 4, 2));
-            tkvi_store_bytes_avx2(wide + 64, tkvi_join_planes_avx2(c + 2, 0, 4, 2));
-            if (width == 6) tkvi_store_bytes_avx2(wide + 128, tkvi_join_planes_avx2(c, 4, 2, 4));
-        } else if (width >= 2) {
-            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 2, 4));
+            tkvi_store_bytes_avx2(tile + 32 * b, tkvi_join_planes_avx2(c[b], 0, 4, 2));
+            tkvi_store_bytes_avx2(tile + 64 + 32 * b, tkvi_join_planes_avx2(c[b] + 2, 0, 4, 2));
+            if (width == 6) tkvi_store_bytes_avx2(tile + 128 + 32 * b, tkvi_join_planes_avx2(c[b], 4, 2, 4));
+        } else if (width == 3) {
+            const __m256i low = _mm256_slli_epi16(_mm256_and_si256(c[b][3], tkvi_splat_bytes_avx2(3)), 6);
+            tkvi_store_bytes_avx2(tile + 32 * b, _mm256_or_si256(tkvi_join_planes_avx2(c[b], 0, 3, 2), low));
+        } else if (width == 2) {
+            tkvi_store_bytes_avx2(tile + 32 * b, tkvi_join_planes_avx2(c[b], 0, 2, 4));
         }
-        if (!tkvi_has_half[width]) continue;
-        x = width == 5   ? tkvi_join_planes_avx2(c, 4, 1, 4)
-            : width == 3 ? tkvi_join_planes_avx2(c, 2, 1, 4)
-                         : tkvi_join_planes_avx2(c, 0, 1, 4);
-        if (upper)
-            x = _mm256_or_si256(_mm256_slli_epi16(x, 4),
-                                tkvi_load_bytes_avx2(half)); /* cleared, or has a lower half */
-        tkvi_store_bytes_avx2(half, x);
+    }
+    if (width == 3) {
+        c[0][0] = c[0][2];
+        c[0][1] = c[1][2];
+        c[1][0] = c[0][3];
+        c[1][1] = c[1][3];
+        tkvi_store_bytes_avx2(tile + 64,
+                              _mm256_or_si256(tkvi_join_planes_avx2(c[0], 0, 3, 2),
+                                              _mm256_slli_epi16(tkvi_join_planes_avx2(c[1], 2, 1, 2), 6)));
+    } else if (width == 5 || width == 1) {
+        const int bit = width - 1;
+        tkvi_store_bytes_avx2(tile + 32 * bit,
+                              _mm256_or_si256(tkvi_join_planes_avx2(c[0], bit, 1, 4),
+                                              _mm256_slli_epi16(tkvi_join_planes_avx2(c[1], bit, 1, 4), 4)));
     }
 }
 
@@ -9952,10 +10568,6 @@ TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
 TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* as tkvi_cut_code */
     __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
     return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
-    _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is set */
@@ -10293,26 +10905,26 @@ static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     return tkvi_max_avx2(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes, with an error of 1e-7. */
+/* exp(x) is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts n from the exact first product. The
+ * polynomial is that of kernels/avx512.h. 2^n is added to the exponent: y is 0.7 .. 1.5, and n is above -127. */
 static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
+    const __m256 log2e = _mm256_set1_ps(1.44269502f), least = _mm256_set1_ps(-87.0f);
     __m256 sum = _mm256_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 8) {
-        __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum)), n, r, y;
-        __m256 some = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_GE_OQ);
-        x = _mm256_max_ps(x, _mm256_set1_ps(-87.0f)); /* n stays above -127: 2^n is a normal number */
-        n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), 8);
-        r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
-        r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-        y = _mm256_fmadd_ps(_mm256_set1_ps(1.9875691500e-4f), r, _mm256_set1_ps(1.3981999507e-3f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(8.3334519073e-3f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(4.1665795894e-2f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.6666665459e-1f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(5.0000001201e-1f));
-        y = _mm256_fmadd_ps(y, _mm256_mul_ps(r, r), _mm256_add_ps(r, _mm256_set1_ps(1.0f)));
-        n = _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
-        y = _mm256_and_ps(_mm256_mul_ps(y, n), some);
+        const __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum));
+        const __m256 z = _mm256_max_ps(x, least);
+        const __m256 n = _mm256_round_ps(_mm256_mul_ps(z, log2e), 8);
+        const __m256 r = _mm256_fmadd_ps(z, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(z, log2e, n));
+        __m256 y = _mm256_set1_ps(1.326472728e-03f);
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(9.671512657e-03f));
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(5.550733743e-02f));
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(2.402224208e-01f));
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(6.931469776e-01f));
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
+        y = _mm256_castsi256_ps(
+            _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+        y = _mm256_and_ps(y, _mm256_cmp_ps(x, least, _CMP_GE_OQ));
         _mm256_storeu_ps(p + t, y);
         sum = _mm256_add_ps(sum, y);
     }
@@ -10604,449 +11216,876 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
 }
 
 /* >>tiles */
-TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
-}
+/* ======== kernels/simd_avx2.inc ======== */
+/*
+ * kernels/simd_avx2.inc - the vector vocabulary for AVX2, FMA and F16C (Haswell, Zen and later). kernels/simd_end.inc
+ * ends it. The templates kernels/ *.inc are kernels in this vocabulary.
+ *
+ * Types: tkvi_vf, 8 floats; tkvi_vi, 8 integers of 32 bits; tkvi_vb, 32 bytes.
+ *
+ * Products of codes: one-limb sums have 16 bits. vpmaddubsw adds two products, and a few such sums fit. Then they are
+ * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
+ */
+#define TKVI_N(name) tkvi_##name##_avx2
+#define TKVI_OP TKVI_FLAT_AVX2
+#define TKVI_KERNEL static TKVI_TARGET_AVX2
 
-/* Masks clear the bits that 16-bit shifts moved into the neighbour byte. */
-TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
-    const __m256i all = tkvi_splat_bytes_avx2(mask);
-    codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
-    codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, all));
-}
+#define tkvi_vf __m256
+#define tkvi_vi __m256i
+#define tkvi_vb __m256i
+#define TKVI_VF 8  /* floats in a vector */
+#define TKVI_VB 32 /* bytes in a vector */
 
-TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
-    return _mm256_srl_epi16(tkvi_load_bytes_avx2(p), _mm_cvtsi32_si128(right));
-}
+/* >>floats */
+#define tkvi_vf_load(p) _mm256_loadu_ps(p)
+#define tkvi_vf_store(p, x) _mm256_storeu_ps(p, x)
+#define tkvi_vf_splat(x) _mm256_set1_ps(x)
+#define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
+#define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
+#define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
+#define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
+#define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
+#define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
+#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
+#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
 
-/* Unpacks codes 32b .. 32b + 31 of planes 2h and 2h + 1 of a tile to bytes (core/tile.h). part: of 8-bit codes, 0
- * takes the lower four bits and 1 the upper. All eight would overflow 16-bit sums. */
-TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half,
-                                           int h, int b, int part, __m256i *codes) {
-    __m256i x;
-    codes[0] = codes[1] = _mm256_setzero_si256();
-    wide += 32 * b;
-    if (width == 8) {
-        x = tkvi_shifted_avx2(wide + 128 * h, 4 * part);
-        tkvi_merge_avx2(codes, x, tkvi_shifted_avx2(wide + 128 * h + 64, 4 * part), 15);
-        return;
-    }
-    if (width >= 4) {
-        x = tkvi_load_bytes_avx2(wide + 64 * h);
-        tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 4), 15);
-        if (width == 6) {
-            x = tkvi_shifted_avx2(wide + 128, 4 * h);
-            tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 4), _mm256_slli_epi16(x, 2), 48);
-        }
-    } else if (width >= 2) {
-        x = tkvi_shifted_avx2(wide, 4 * h);
-        tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 2), 3);
-    }
-    if (width & 1) {
-        x = tkvi_shifted_avx2(tops + (half >> 1) * 64 + 32 * b, (half & 1) * 4 + 2 * h);
-        if (width == 1) tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 1), 1);
-        else if (width == 3) tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 2), _mm256_slli_epi16(x, 1), 4);
-        else tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 4), _mm256_slli_epi16(x, 3), 16);
-    }
-}
+/* >>integers */
+#define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
+#define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
+#define tkvi_vi_splat(x) _mm256_set1_epi32(x)
+#define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
+#define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
+#define tkvi_vi_max(a, b) _mm256_max_epi32(a, b)
+#define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
+#define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
+#define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
+#define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
+#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx2(v))
+/* x in lanes i with i < n, else y */
+#define tkvi_vi_first(n, x, y)                                                                               \
+    _mm256_blendv_epi8(y, x,                                                                                 \
+                       _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
 
-/* Rounds 16 floats to 16-bit integers, in order. */
-TKVI_FLAT_AVX2 __m256i tkvi_round_to_int16_avx2(__m256 a, __m256 b) {
-    return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
-}
+/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
+#define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
+#define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
+#define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
+#define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
+#define tkvi_vb_or(a, b) _mm256_or_si256(a, b)
+#define tkvi_vb_left(x, n) _mm256_slli_epi16(x, n)
+#define tkvi_vb_right(x, n) _mm256_srli_epi16(x, n)
+/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields for a half: shifted right by
+ * n, and by m more for the second half. */
+#define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
+#define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
+#define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
 
-/* Stores 16 weights as bytes. */
-TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
-    const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
-    _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
-}
+#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
+#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
-TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
-    const __m256i x = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
-    return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-}
+/* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 0
+#define TKVI_V_PARTS 1  /* passes of a slab */
+#define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
+#define TKVI_K_PASSES 4
+#define TKVI_K_FIRST(pass) ((pass) / 2 * 2)   /* first plane of a pass */
+#define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
+#define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
+#define TKVI_V_SLABS 1                        /* slabs in a pass */
+#define TKVI_V_TILE(v) 0                      /* bytes from the first tile to that of a vector */
+#define TKVI_V_COLUMN(v, part) (32 * (v))
+#define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
 
-/* top / m, or 0 where m is at most 1e-34. */
-TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
-    return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
-}
+/* Weights of one limb: bytes, [row][position]. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
+#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_k_avx2((w) + (r) * (stride), k)
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_v_avx2((w) + (r) * (stride), k)
 
-/* Stores the fold of four rows and one limb. middle: sum w centre2. */
-TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
-    const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
-    const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
-    _mm_storeu_ps(f->step + first, step);
-    _mm_storeu_si128((__m128i *)(void *)(f->row + first), row);
-    _mm_storeu_ps(f->rest + first, _mm_sub_ps(rest, _mm_mul_ps(_mm_mul_ps(odd, _mm_set1_ps(0.5f)), step)));
-    _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
-}
+/* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
+#if defined(__GNUC__) || defined(__clang__)
+#define tkvi_keep(sum) __asm__("" : "+x"(sum));
+#define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
+#else
+#define tkvi_keep(sum)
+#define tkvi_keep_pointer(p)
+#endif
 
-/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
-TKVI_FLAT_AVX2 int tkvi_needs_two_avx2(const tkvi_fold_args *a, __m128 most, __m128 squares, int top) {
-    return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                                        _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares)));
-}
+#define tkvi_sums __m256i
+#define tkvi_sums_zero() _mm256_setzero_si256()
+#define tkvi_sums_add(a, b) _mm256_add_epi16(a, b)
+#define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
+#define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
+#define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
+#define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
+#define tkvi_widen_v(sum)                                                                                    \
+    _mm256_add_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(sum, 16))
+/* signed levels by unsigned weights up to 127 */
+#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, levels), _mm256_set1_epi16(1)))
 
-/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. */
-TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
-                                     tkvi_fold *f) {
-    const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const float *x[4];
-    __m256 most[4], rest[4], squares[4];
-    __m256i middle[4], middle_lo[4];
-    __m128 m, step;
-    float by[4];
-    int i, r, two_mask, second = a->wide;
+/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb __m256i /* weights, loaded */
+#define tkvi_wide_none() _mm256_setzero_si256()
+#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_wide_sums __m256i
+#define tkvi_wide_zero() _mm256_setzero_si256()
+#define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
+#define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
+#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
+#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
+#define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
+#define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/tiles.inc ======== */
+/*
+ * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
+ *
+ * K. A pass takes some planes of all tiles, so that the sums of its tokens stay in registers:
+ *     sum[token] += codes of four channels . their four weights        for each tile, for up to four rows
+ * V. A pass takes a slab, or a few. It goes through the tokens:
+ *     sum[channel] += codes of four tokens . their four weights
+ *
+ * Weights of one limb have 8 bits, of two limbs 16 (kernels/scalar.h says which need two). Tiles by wide weights come
+ * first. In K their sums are in units of 1/128 of those of narrow weights.
+ */
+
+/* >>folding: weights of up to four rows from the scales of a group. Missing rows repeat the last. */
+/* Returns the number of leading positions that have two limbs. */
+TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
+    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    tkvi_vf most[4], rest[4], squares[4];
+    tkvi_vi middle[4];
+    float top[4], sum[4], square[4];
+    int32_t middles[4];
+    int i, j, r, wide = a->least, limit[4];
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) {
-        x[r] = a->x + (first + tkvi_min(r, left - 1)) * a->n;
-        most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
-        middle[r] = middle_lo[r] = _mm256_setzero_si256();
-    }
-    for (i = 0; i < a->n; i += 8) {
-        __m256 scale = _mm256_loadu_ps(a->scale + i);
-        __m256i twice =
-            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(a->centre2 + i)));
-        __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(0.5f));
-        __m256 zero = _mm256_sub_ps(_mm256_loadu_ps(a->zero + i), _mm256_loadu_ps(a->ref + i));
-        zero = _mm256_fmadd_ps(centre, scale, zero);
+    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
+    for (i = 0; i < a->n; i += TKVI_VF) {
+        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
+        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
+        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
+                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m256 v = _mm256_loadu_ps(x[r] + i), y = _mm256_mul_ps(v, scale);
-            most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
-            rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
-            squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
+            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
+            squares[r] = tkvi_vf_madd(y, y, squares[r]);
+            tkvi_vf_store(folded[r] + i, y);
         }
     }
-    m = tkvi_max4_avx2(most);
-    two_mask = tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_LIMB_MAX_K);
-    if (a->n_limbs == 2) two_mask = 15;
-    if (two_mask) second = a->n;
-    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_LIMB_MAX_K), m));
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
-    for (i = 0; i < a->n; i += 16) {
-        __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
-        __m256i c = _mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(a->centre2 + i));
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
-            const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
-            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
-            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
-            __m256i k = tkvi_round_to_int16_avx2(u, v);
-            if (i < second) { /* full = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
-                __m256i full = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo,
-                        wide;
-                wide = _mm256_set1_epi16((short)((two_mask >> r & 1 ? a->n : a->wide) - i));
-                wide = _mm256_cmpgt_epi16(wide, places);
-                lo = _mm256_and_si256(wide, _mm256_and_si256(full, _mm256_set1_epi16(127)));
-                middle_lo[r] = _mm256_add_epi32(middle_lo[r], _mm256_madd_epi16(lo, c));
-                tkvi_store_weights_avx2(a->lo + at, lo, 1);
-                k = _mm256_blendv_epi8(k, _mm256_srai_epi16(full, 7), wide);
+    tkvi_vf_max4(top, most);
+    tkvi_vf_sum4(sum, rest);
+    tkvi_vf_sum4(square, squares);
+    for (r = 0; r < nr; r++) {
+        const int two = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], TKVI_LIMB_MAX_K);
+        limit[r] = two ? a->n : a->wide;
+        wide = tkvi_max(wide, limit[r]);
+        f->step[r] = top[r];
+        f->rest[r] = sum[r];
+        top[r] = top[r] > 1e-34f ? (float)TKVI_LIMB_MAX_K / top[r] : 0.0f;
+    }
+    if (!TKVI_HAS_NARROW) wide = a->n;
+    for (r = 0; r < nr; r++) {
+        const tkvi_vf by = tkvi_vf_splat(top[r]);
+        tkvi_vi narrow = tkvi_vi_splat(0), fine = narrow; /* sum w centre2 */
+        int8_t *w = a->w;
+        int16_t *wide_w = a->wide_w;
+        for (i = 0; i < wide; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
+            tkvi_vi k[16 / TKVI_VF], x[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                const int at = i + j * TKVI_VF;
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by);
+                const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
+                k[j] = tkvi_vi_nearest(y);
+                x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
             }
-            middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
-            tkvi_store_weights_avx2(a->w + at, k, 1);
+            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+            tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
         }
+        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+            tkvi_vi k[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                const int at = i + j * TKVI_VF;
+                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+            }
+            tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+        }
+        middle[r] = wide ? tkvi_vi_add(tkvi_vi_left(narrow, 7), fine) : narrow;
     }
-    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
-    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                         tkvi_isum4_avx2(middle_lo));
-    return second;
+    for (; r < 4; r++) middle[r] = tkvi_vi_splat(0);
+    tkvi_vi_sum4(middles, middle);
+    for (r = 0; r < nr; r++) {
+        f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
+        f->base[r] = middles[r] >> 1;
+        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+    }
+    return wide;
 }
 
-TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
-                                     tkvi_fold *f) {
-    const float *p[4];
-    const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256 most[4], rest[4], squares[4];
-    __m256i sum[4], sum_lo[4];
-    __m128 m, step;
-    float by[4], top[4];
-    int i, r, two_mask;
+/* Returns 1 if the weights have two limbs. */
+TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
+    TKVI_ALIGNED float folded[4][TKVI_BLOCK];
+    tkvi_vf most[4], rest[4], squares[4];
+    tkvi_vi total[4];
+    float top[4], sum[4], square[4], by[4];
+    int32_t totals[4];
+    int i, j, r, two = 0;
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) {
-        p[r] = a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK;
-        most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
-        sum[r] = sum_lo[r] = _mm256_setzero_si256();
-    }
-    for (i = 0; i < TKVI_BLOCK; i += 8) {
-        const __m256 scale = _mm256_loadu_ps(a->scale + i);
-        const __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
+    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VF) {
+        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
+        const tkvi_vf zero = tkvi_vf_madd(scale, tkvi_vf_splat(a->centre), tkvi_vf_load(a->zero + i));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const __m256 v = _mm256_loadu_ps(p[r] + i), y = _mm256_mul_ps(v, scale);
-            most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
-            squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
-            rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * TKVI_BLOCK + i), y = tkvi_vf_mul(x, scale);
+            most[r] = tkvi_vf_max(most[r], y);
+            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
+            squares[r] = tkvi_vf_madd(y, y, squares[r]);
+            tkvi_vf_store(folded[r] + i, y);
         }
     }
-    m = tkvi_max4_avx2(most);
-    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
-    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_TWO_LIMBS_MAX : (float)a->top;
-    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
-    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_LIMB_MAX_K : (float)a->top;
-    step = _mm_div_ps(m, _mm_loadu_ps(top));
-    for (i = 0; i < TKVI_BLOCK; i += 16) {
-        const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const int at = (first + r) * TKVI_BLOCK + i;
-            const __m256 inverse = _mm256_set1_ps(by[r]);
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i + 8), scale1);
-            __m256i k = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
-            k = _mm256_max_epi16(k, _mm256_setzero_si256());
-            if (two_mask) {
-                const int two = two_mask >> r & 1;
-                const __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16((short)(two ? 127 : 0)));
-                sum_lo[r] = _mm256_add_epi32(sum_lo[r], _mm256_madd_epi16(lo, _mm256_set1_epi16(1)));
-                tkvi_store_weights_avx2(a->lo + at, lo, 0);
-                if (two) k = _mm256_srai_epi16(k, 7);
+    tkvi_vf_max4(top, most);
+    tkvi_vf_sum4(sum, rest);
+    tkvi_vf_sum4(square, squares);
+    for (r = 0; r < nr; r++) {
+        const int fine = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], a->top);
+        const float steps = (float)(fine ? TKVI_TWO_LIMBS_MAX : a->top);
+        two |= fine;
+        f->step[r] = top[r] / steps;
+        f->rest[r] = sum[r];
+        by[r] = top[r] > 1e-34f ? steps / top[r] : 0.0f;
+    }
+    for (r = 0; r < nr; r++) {
+        const tkvi_vf factor = tkvi_vf_splat(by[r]);
+        tkvi_vi all = tkvi_vi_splat(0);
+        int8_t *w = a->w;
+        int16_t *wide_w = a->wide_w;
+        for (i = 0; i < TKVI_BLOCK; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
+            tkvi_vi k[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + i + j * TKVI_VF), factor));
+                all = tkvi_vi_add(all, k[j]);
             }
-            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(k, _mm256_set1_epi16(1)));
-            tkvi_store_weights_avx2(a->w + at, k, 0);
+            if (two || !TKVI_HAS_NARROW)
+                tkvi_store_wide(a->wide_w + i / 4 * TKVI_WIDE_TILE, TKVI_BLOCK, r, k);
+            else tkvi_store_weights_v(a->w + i / 4 * TKVI_W_TILE, TKVI_BLOCK, r, k);
         }
+        total[r] = all;
     }
-    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
-                         _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
-    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                         _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
-    return two_mask;
-}
-
-static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
-    int r, second = 0;
-    for (r = 0; r < rows; r += 4)
-        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, 1, f)
-                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, 2, f)
-                                                  : tkvi_fold_k4_avx2(a, r, rows - r, 4, f));
-    return second;
-}
-
-static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
-    int r, second = 0;
-    for (r = 0; r < rows; r += 4)
-        second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, 1, f)
-                   : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, 2, f)
-                                   : tkvi_fold_v4_avx2(a, r, rows - r, 4, f))
-                  << r;
-    return second;
-}
-
-/* Converts eight sums of row r to answers at out[at]. */
-TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at,
-                                            __m256i sum) {
-    const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
-    __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
-    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
-    if (d->add) rest = _mm256_add_ps(rest, _mm256_loadu_ps(out));
-    _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
-}
-
-/* The products of one step: codes c (of 4 channels or tokens) by weights u, and codes e (of the next 4) by weights
- * v. Sums of c[0] and e[0] go to accumulator a, those of c[1] and e[1] to b.
- *   Without a table: four products fit 16 bits. K: 4 * 127 * 63. V: weights are the unsigned operand, 4 * 255 * 15.
- *   With a table: levels are signed, and |weight| is the unsigned operand. Only two products fit, 2 * 127 * 127.
- * unit is 1, or 16 for the upper four bits of 8-bit codes. */
-TKVI_FLAT_AVX2 __m256i tkvi_dot_codes_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
-                                           __m256i unit) {
-    const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
-    const __m256i y = v_side ? _mm256_maddubs_epi16(v, e) : _mm256_maddubs_epi16(e, v);
-    return _mm256_madd_epi16(_mm256_add_epi16(x, y), unit);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table) {
-    __m256i x = _mm256_sign_epi8(_mm256_shuffle_epi8(table, c), u);
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
-}
-
-/* Accumulators a0 .. a3 and b0 .. b3. Named variables stay in registers with every compiler. */
-#define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
-#define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
-#define TKVI_MAC4_(r)                                                                                        \
-    if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
-        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
-        a##r = _mm256_add_epi32(a##r, tkvi_dot_codes_avx2(v_side, c[0], u, e[0], v, unit));                  \
-        b##r = _mm256_add_epi32(b##r, tkvi_dot_codes_avx2(v_side, c[1], u, e[1], v, unit));                  \
+    for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
+    tkvi_vi_sum4(totals, total);
+    for (r = 0; r < nr; r++) {
+        const int32_t all = totals[r] * a->middle;
+        f->base[r] = all >> 1;
+        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
     }
-#define TKVI_MAC_LEVELS4_(r)                                                                                 \
-    if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
-        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
-        a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(c[0], u, table));                                 \
-        b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(c[1], u, table));                                 \
-        if (both) {                                                                                          \
-            a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(e[0], v, table));                             \
-            b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(e[1], v, table));                             \
+    return two || !TKVI_HAS_NARROW;
+}
+
+/* >>products. Sums of row r are a##r, b##r, ...: named variables stay in registers with every compiler. */
+#define TKVI_EACH_SUM_(X, EACH)                                                                              \
+    TKVI_SUMS_OF_(X, EACH, 0) TKVI_SUMS_OF_(X, EACH, 1) TKVI_SUMS_OF_(X, EACH, 2) TKVI_SUMS_OF_(X, EACH, 3)
+#define TKVI_SUMS_OF_(X, EACH, r)                                                                            \
+    if (r < nr) { EACH(X, r) }
+#define TKVI_DECLARE_TWO_(type, zero, r) type a##r = zero, b##r = zero;
+#define TKVI_DECLARE_FOUR_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
+#define TKVI_DECLARE_(HOW, type, zero)                                                                       \
+    HOW(type, zero, 0) HOW(type, zero, 1) HOW(type, zero, 2) HOW(type, zero, 3)
+#define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
+#define TKVI_FOUR_(X, r) X(a##r, 0, r) X(b##r, 1, r) X(c##r, 2, r) X(d##r, 3, r)
+#if TKVI_K_PLANES == 2
+#define TKVI_K_SUMS_ TKVI_DECLARE_TWO_
+#define TKVI_K_EACH_ TKVI_TWO_
+#else
+#define TKVI_K_SUMS_ TKVI_DECLARE_FOUR_
+#define TKVI_K_EACH_ TKVI_FOUR_
+#endif
+
+TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
+    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
+    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
+    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
+    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+}
+
+/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
+#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+#define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
+#define TKVI_K_DOT_(sum, p, r)                                                                               \
+    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
+    sum = tkvi_dot_k(sum, x[p], u, r);
+#define TKVI_K_DOT_WIDE_(sum, p, r)                                                                          \
+    if (p == 0 || p == 2) {                                                                                  \
+        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                     \
+        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
+    }                                                                                                        \
+    sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
+#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
+#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+    more = tkvi_widen_k(sum);                                                                                \
+    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
+    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
+#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
+    more = tkvi_widen_k(sum);                                                                                \
+    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
+    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
+    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
+#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
+    TKVI_N(store_answer)                                                                                     \
+    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+#define TKVI_K_LOAD_(width, first)                                                                           \
+    TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
+    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
+    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    at += TKVI_TILE_BYTES(width);                                                                            \
+    tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
+        TKVI_N(plane)(width, first, p, packed);
+#define TKVI_K_RUN_(width, first)                                                                            \
+    for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
+        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
+    }
+#define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
+        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_UNROLL                                                                                          \
+        for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
+            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            even[p] = tkvi_even(x[p]);                                                                       \
+            odd[p] = tkvi_odd(x[p]);                                                                         \
         }                                                                                                    \
-    }
-#define TKVI_SAVE4_(r)                                                                                       \
-    if (r < nw && r < d->rows) {                                                                             \
-        tkvi_store_answers_avx2(d, fold, r, at, a##r);                                                       \
-        tkvi_store_answers_avx2(d, fold, r, at + apart, b##r);                                               \
+        TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
-/* Multiplies n tiles of one width, two in a step. */
-#define TKVI_PAIRS4_(width)                                                                                  \
-    for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
-        const int both = i + 1 < n;                                                                          \
-        if (d->ahead && (i / 2 & (4 * d->prefetch_mask + 3)) == 4 * d->prefetch_phase + 2 * h + b) {         \
-            tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);                                                  \
-            tkvi_prefetch_rest(d);                                                                           \
-            tkvi_prefetch_rest(d);                                                                           \
-        }                                                                                                    \
-        tkvi_unpack_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                    \
-        e[0] = e[1] = _mm256_setzero_si256();                                                                \
-        if (both)                                                                                            \
-            tkvi_unpack_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);  \
-        TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
-    }
-
-/* K: lanes are tokens 32h + 8b .. + 7 (accumulator a) and 32h + 16 + 8b .. + 7 (b). RUN: TKVI_PAIRS4_ of the
- * width. */
-#define TKVI_DOT_K4_(rows, RUN)                                                                              \
-    static TKVI_TARGET_AVX2 void tkvi_dot_k##rows##_avx2(tkvi_products *d) {                                 \
-        const int stride = TKV_MAX_HEAD_DIM, apart = 16, v_side = 0, nw = rows;                              \
-        int q, width, i, part;                                                                               \
-        for (q = 0; q < 4; q++) {                                                                            \
-            const int h = q / 2, b = q % 2, at = 32 * h + 8 * b;                                             \
-            const tkvi_fold *fold = h ? d->fold_group : d->fold;                                             \
-            const uint8_t *wide = d->wide;                                                                   \
-            const int8_t *w0 = d->w + h * d->w_group;                                                        \
-            __m256i c[2], e[2], u, v, unit;                                                                  \
-            int half = d->half, left = d->tiles;                                                             \
-            TKVI_ROWS4_(TKVI_ZERO4_)                                                                         \
-            for (width = TKVI_MAX_WIDTH; width > 0; width--) {                                               \
-                const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];                   \
-                const int n = tkvi_min(d->s->tiles.n[width], left);                                          \
-                left -= n;                                                                                   \
-                for (part = 0; part < 1 + (width == 8); part++) {                                            \
-                    const uint8_t *tile = wide;                                                              \
-                    const int8_t *w = w0;                                                                    \
-                    unit = _mm256_set1_epi16(part ? 16 : 1);                                                 \
-                    RUN                                                                                      \
-                }                                                                                            \
-                wide += n * bytes;                                                                           \
-                half += n * has_half;                                                                        \
-                w0 += 4 * n;                                                                                 \
-            }                                                                                                \
-            TKVI_ROWS4_(TKVI_SAVE4_)                                                                         \
-        }                                                                                                    \
-    }
-#define TKVI_COMMON4_                                                                                        \
-    if (width == 4) {                                                                                        \
-        TKVI_PAIRS4_(4)                                                                                      \
-    } else if (width == 3) {                                                                                 \
-        TKVI_PAIRS4_(3)                                                                                      \
-    } else if (width == 2) {                                                                                 \
-        TKVI_PAIRS4_(2)                                                                                      \
-    } else {                                                                                                 \
-        TKVI_PAIRS4_(width)                                                                                  \
-    }
-TKVI_DOT_K4_(1, TKVI_PAIRS4_(width))
-TKVI_DOT_K4_(2, TKVI_PAIRS4_(width))
-TKVI_DOT_K4_(4, TKVI_COMMON4_)
-#undef TKVI_DOT_K4_
-#undef TKVI_COMMON4_
-#undef TKVI_PAIRS4_
-
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab. The slab starts after `skip` tiles, and its answers go to
- * out[at]. upper: 1: takes the second channels of pairs. */
-TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
-                                     const int8_t *levels, const int nw) {
-    const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
-    const int stride = TKVI_BLOCK, apart = 8, both = 1, v_side = 1;
-    const tkvi_fold *fold = d->fold;
-    __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
-    int t, h, part;
-    TKVI_ROWS4_(TKVI_ZERO4_)
-    if (levels) table = tkvi_load_table_avx2(levels + tkvi_level_table(d->s, width, upper));
-    for (part = 0; part < 1 + (width == 8); part++) {
-        const uint8_t *tile = d->wide + skip * bytes;
-        const int8_t *w = d->w;
-        int half = d->half + skip * has_half;
-        unit = _mm256_set1_epi16(part ? 16 : 1);
-        for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
-                tkvi_prefetch_bytes(tile, bytes, d->ahead);
-                tkvi_prefetch_rest(d);
-            }
-            for (h = 0; h < 2; h++, w += 8) {
-                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
-                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
-                u = c[1];
-                c[1] = e[0];
-                e[0] = u;
-                if (levels) {
-                    TKVI_ROWS4_(TKVI_MAC_LEVELS4_)
+/* Multiplies the tiles of a side of K by the weights of nr rows. */
+TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
+    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    tkvi_vb packed[4], x[TKVI_K_PLANES];
+    int pass, width, p, m;
+    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    for (pass = 0; pass < TKVI_K_PASSES; pass++) {
+        const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
+        const tkvi_fold *f = d->fold + (first >= 2);
+        const int group = first >= 2 ? d->second_group : 0;
+        float *scores = d->scores + 16 * first + column / 4;
+        const uintptr_t ahead =
+            d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
+        const uint8_t *at = d->codes + column;
+        const int8_t *w = d->w + group;
+        int used = d->is_wide; /* 1: total has sums */
+        width = d->most_width;
+        if (d->is_wide) {
+            const int16_t *ww = d->wide_w + group / 2;
+            tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
+            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+            for (; width >= d->least_wide; width--) {
+                m = d->s->tiles.n[width];
+                w += m * TKVI_W_TILE;
+                if (width == 4) {
+                    TKVI_K_WIDE_RUN_(4, first)
+                } else if (width == 8) {
+                    TKVI_K_WIDE_RUN_(8, first)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_WIDE_RUN_(3, 0)
+                } else if (width == 3) {
+                    TKVI_K_WIDE_RUN_(3, 2)
                 } else {
-                    TKVI_ROWS4_(TKVI_MAC4_)
+                    TKVI_K_WIDE_RUN_(width, first)
                 }
             }
-            tile += bytes;
-            half += has_half;
+            if (!TKVI_HAS_NARROW || width == 0) {
+                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
+                continue;
+            }
+            TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+        }
+        if (TKVI_HAS_NARROW) {
+            tkvi_vb u = tkvi_vb_splat(0);
+            tkvi_vi more;
+            int room = TKVI_SUM_MAX, left;
+            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
+            for (; width > 0; width--)
+                for (left = d->s->tiles.n[width]; left > 0;) {
+                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
+                    m = left * each <= room ? left : room / each;
+                    if (m == 0) {
+                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                        room = TKVI_SUM_MAX;
+                        used = 1;
+                        continue;
+                    }
+                    left -= m;
+                    room -= m * each;
+                    if (width == 4) {
+                        TKVI_K_RUN_(4, first)
+                    } else if (width == 3 && first == 0) {
+                        TKVI_K_RUN_(3, 0)
+                    } else if (width == 3) {
+                        TKVI_K_RUN_(3, 2)
+                    } else if (width == 2) {
+                        TKVI_K_RUN_(2, first)
+                    } else {
+                        TKVI_K_RUN_(1, first)
+                    }
+                }
+            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
         }
     }
-    TKVI_ROWS4_(TKVI_SAVE4_)
 }
 
-/* The most frequent case, four rows with 2 to 4 bits, has its width as a constant. */
-typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
-#define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
-    static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
-        tkvi_dot_vs_avx2(d, skip, upper, at, width, levels, nw);                                             \
+/* >>V. With TKVI_V_SPLIT, odd planes have sums c##r and d##r. */
+#if TKVI_V_VECTORS == 2
+#define TKVI_V_EACH_ TKVI_TWO_
+#else
+#define TKVI_V_EACH_ TKVI_FOUR_
+#endif
+#if TKVI_V_SPLIT
+#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
+#define TKVI_V_ODD_(X, r) X(c##r, 0, r) X(d##r, 1, r)
+#define TKVI_V_STEP_(X, r)                                                                                   \
+    if (p % 2) {                                                                                             \
+        TKVI_V_ODD_(X, r)                                                                                    \
+    } else {                                                                                                 \
+        TKVI_V_EACH_(X, r)                                                                                   \
     }
-TKVI_SLAB4_(1, d->width, d->s->levels, 1)
-TKVI_SLAB4_(2, d->width, d->s->levels, 2)
-TKVI_SLAB4_(4, d->width, d->s->levels, 4)
-TKVI_SLAB4_(4_of_2, 2, NULL, 4)
-TKVI_SLAB4_(4_of_3, 3, NULL, 4)
-TKVI_SLAB4_(4_of_4, 4, NULL, 4)
-#undef TKVI_SLAB4_
-#undef TKVI_ROWS4_
-#undef TKVI_ZERO4_
-#undef TKVI_MAC4_
-#undef TKVI_MAC_LEVELS4_
-#undef TKVI_SAVE4_
+#define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
+#define TKVI_V_JOIN_ALL_ TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
+#else
+#define TKVI_V_STEP_ TKVI_V_EACH_
+#define TKVI_V_JOIN_ALL_
+#if TKVI_V_VECTORS == 2
+#define TKVI_V_SUMS_ TKVI_DECLARE_TWO_
+#else
+#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
+#endif
+#endif
+#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
+#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_DOT_(sum, v, r)                                                                               \
+    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
+    sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
+    tkvi_keep(sum)
+#define TKVI_V_DOT_LEVELS_(sum, v, r)                                                                        \
+    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
+    sum = tkvi_dot_levels(sum, x[v], u, r);                                                                  \
+    tkvi_keep(sum)
+#define TKVI_V_DOT_WIDE_(sum, v, r)                                                                          \
+    if (v == 0) {                                                                                            \
+        even_w = tkvi_wide_even(w, TKVI_BLOCK, r);                                                           \
+        odd_w = tkvi_wide_odd(w, TKVI_BLOCK, r);                                                             \
+    }                                                                                                        \
+    sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
+    tkvi_keep_wide(sum)
+#define TKVI_V_SPILL_(sum, v, r)                                                                             \
+    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    sum = tkvi_sums_zero();
+#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
+    if (v < n_vectors) {                                                                                     \
+        tkvi_vi more = tkvi_widen_v(sum);                                                                    \
+        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
+        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+    }
+#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
+    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
+    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+#define TKVI_V_LOAD_(width)                                                                                  \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
+    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
+     packed[v]);                                                                                             \
+    if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
+    if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
 
-static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot dot) {
-    int slab;
-    for (slab = 0; slab < d->slabs << d->pairs; slab++)
-        dot(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab);
+/* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
+TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                                 int n_vectors, const int width, const int nr, float *out) {
+    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+    const int8_t *w = d->w;
+    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
+    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
+        if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
+        TKVI_V_LOAD_(width)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
 }
 
-static void tkvi_dot_v1_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_1_avx2); }
-static void tkvi_dot_v2_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_2_avx2); }
-static void tkvi_dot_v4_avx2(tkvi_products *d) {
-    static const tkvi_slab_dot common[5] = {tkvi_slab_4_avx2, tkvi_slab_4_avx2, tkvi_slab_4_of_2_avx2,
-                                            tkvi_slab_4_of_3_avx2, tkvi_slab_4_of_4_avx2};
-    tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
+/* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
+TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                                 int n_vectors, const int nr, float *out) {
+    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
+    const int8_t *w = d->w;
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
+        TKVI_V_LOAD_(8)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
 }
 
-/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
-static void tkvi_dot_avx2(tkvi_products *d, int rows) {
-    static const tkvi_dot dots[2][3] = {
-        {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
-        {tkvi_dot_v1_avx2, tkvi_dot_v2_avx2, tkvi_dot_v4_avx2},
-    };
-    tkvi_dot_rows(d, rows, dots[d->s->which]);
+/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                               int n_vectors, const int width, const int is_signed, const int nr,
+                               float *out) {
+    const int16_t *w = d->wide_w;
+    tkvi_vb packed[TKVI_V_VECTORS][4];
+    tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
+        TKVI_V_LOAD_(width)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) {
+                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                if (is_signed) {
+                    even[v] = tkvi_even_levels(c);
+                    odd[v] = tkvi_odd_levels(c);
+                } else {
+                    if (width == 8) c = tkvi_vb_biased(c);
+                    even[v] = tkvi_even(c);
+                    odd[v] = tkvi_odd(c);
+                }
+            }
+            TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
 }
 
-static const tkvi_tile_ops tkvi_tile_ops_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
-                                                 tkvi_dot_avx2, 0};
+/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
+                                     uint8_t *code) {
+    int i, j;
+    for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
+        TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
+        if (d->s->levels) {
+            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
+        }
+    }
+}
 
-static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                              const float *ref, int rows, int n, int n_limbs, float *scores) {
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
+    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
+    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
+    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    int i, k, part;
+    for (i = 0; i < n; i += TKVI_V_SLABS) {
+        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
+        const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
+        for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
+            TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
+        for (part = 0; part < TKVI_V_PARTS; part++) {
+            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (is_wide) {
+                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
+                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
+                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
+            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
+            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
+            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+        }
+    }
+}
+
+#define TKVI_EACH_ROWS_(nr)                                                                                  \
+    TKVI_KERNEL void TKVI_N(dot_k##nr)(const tkvi_products_k *d) { TKVI_N(dot_k)(d, nr); }                   \
+    TKVI_KERNEL void TKVI_N(dot_v##nr)(const tkvi_products_v *d) { TKVI_N(dot_v)(d, nr); }                   \
+    TKVI_KERNEL int TKVI_N(fold_k##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
+        return TKVI_N(fold_rows_k)(a, nr, f);                                                                \
+    }                                                                                                        \
+    TKVI_KERNEL int TKVI_N(fold_v##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
+        return TKVI_N(fold_rows_v)(a, nr, f);                                                                \
+    }
+TKVI_EACH_ROWS_(1)
+TKVI_EACH_ROWS_(2)
+TKVI_EACH_ROWS_(3)
+TKVI_EACH_ROWS_(4)
+
+/* >>sides */
+TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_k1), TKVI_N(fold_k2),
+                                                                        TKVI_N(fold_k3), TKVI_N(fold_k4)};
+    static void (*const dot[4])(const tkvi_products_k *) = {TKVI_N(dot_k1), TKVI_N(dot_k2), TKVI_N(dot_k3),
+                                                            TKVI_N(dot_k4)};
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
+    tkvi_weights_k weights[2];
+    tkvi_fold_args a;
+    tkvi_products_k d;
+    int width, g, c = 0, i, most_width = 0;
     (void)n;
-    tkvi_tiles_k(&tkvi_tile_ops_avx2, s, src, next, q, ref, rows, n_limbs, scores);
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        if (end > c && !most_width) most_width = width;
+        const tkvi_vi x = tkvi_vi_splat((1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0));
+        for (; c < end; c += 4) tkvi_vi_store(centre2 + c, x); /* the next tiles overwrite what is too much */
+    }
+    for (g = 0; TKVI_BIAS && g < s->groups; g++) /* what products do without */
+        for (c = 0; c < 4 * s->tiles.n[8]; c++) zero[g * s->pad + c] += TKVI_BIAS * scale[g * s->pad + c];
+    a.ref = ref;
+    a.centre2 = centre2;
+    a.n = s->pad;
+    a.n_limbs = n_limbs;
+    a.wide = tkvi_n_wide_positions(s);
+    a.coarse = tkvi_coarse_k(s);
+    d.s = s;
+    d.codes = src;
+    d.ahead = tkvi_distance(src, next);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
+    d.most_width = most_width;
+    d.w = weights[0].w;
+    d.wide_w = weights[0].wide_w;
+    d.second_group = 0;
+    d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
+    for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
+        const int nr = tkvi_min(rows - i, 4);
+        int had = 0;
+        a.x = q;
+        a.least = a.wide;
+        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
+            a.scale = scale + g * s->pad;
+            a.zero = zero + g * s->pad;
+            a.w = weights[g].w;
+            a.wide_w = weights[g].wide_w;
+            had = a.least;
+            a.least = fold[nr - 1](&a, &d.fold[g]);
+            if (g && a.least > had) g = -1;
+        }
+        if (s->groups == 1) d.fold[1] = d.fold[0];
+        d.is_wide = a.least > 0;
+        d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
+        d.scores = scores;
+        dot[nr - 1](&d);
+        d.ahead = 0; /* the first rows have prefetched everything */
+    }
 }
 
-static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                              int rows, int n, int n_limbs, float *out) {
-    tkvi_tiles_v(&tkvi_tile_ops_avx2, s, src, next, p, rows, n, n_limbs, out);
+TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_v1), TKVI_N(fold_v2),
+                                                                        TKVI_N(fold_v3), TKVI_N(fold_v4)};
+    static void (*const dot[4])(const tkvi_products_v *) = {TKVI_N(dot_v1), TKVI_N(dot_v2), TKVI_N(dot_v3),
+                                                            TKVI_N(dot_v4)};
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    tkvi_fold_args a;
+    tkvi_products_v d;
+    int width, i, r, g, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    a.w = w;
+    a.wide_w = wide_w;
+    a.n = TKVI_BLOCK;
+    a.n_limbs = n_limbs;
+    a.top = tkvi_top_v(s);
+    d.s = s;
+    d.codes = src;
+    d.n = n;
+    d.w = w;
+    d.wide_w = wide_w;
+    d.out_stride = s->pad;
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        a.centre = tkvi_centre(s, width);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.coarse = tkvi_coarse_v(s, width);
+        d.width = width;
+        d.pairs = s->pairs && width == 3;
+        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
+            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+            g = slab / in_group;
+            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
+            d.ahead = tkvi_distance(src, next);
+            a.scale = scale + g * TKVI_BLOCK;
+            a.zero = zero + g * TKVI_BLOCK;
+            for (r = 0; r < rows; r += 4) {
+                const int nr = tkvi_min(rows - r, 4);
+                a.x = p + r * TKVI_BLOCK;
+                d.is_wide = fold[nr - 1](&a, &d.fold);
+                d.out = out + r * s->pad + 16 * slab;
+                dot[nr - 1](&d);
+                d.ahead = 0;
+            }
+            d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
+            slab += d.slabs << d.pairs;
+        }
+    }
 }
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/simd_end.inc ======== */
+/* kernels/simd_end.inc - ends a vocabulary and its templates. */
+#undef TKVI_N
+#undef TKVI_OP
+#undef TKVI_KERNEL
+#undef tkvi_vf
+#undef tkvi_vi
+#undef tkvi_vb
+#undef TKVI_VF
+#undef TKVI_VB
+#undef tkvi_vf_load
+#undef tkvi_vf_store
+#undef tkvi_vf_splat
+#undef tkvi_vf_add
+#undef tkvi_vf_sub
+#undef tkvi_vf_mul
+#undef tkvi_vf_madd
+#undef tkvi_vf_max
+#undef tkvi_vf_abs
+#undef tkvi_vf_sum4
+#undef tkvi_vf_max4
+#undef tkvi_vi_load
+#undef tkvi_vi_store
+#undef tkvi_vi_splat
+#undef tkvi_vi_add
+#undef tkvi_vi_sub
+#undef tkvi_vi_max
+#undef tkvi_vi_left
+#undef tkvi_vi_mul16
+#undef tkvi_vi_nearest
+#undef tkvi_vi_to_float
+#undef tkvi_vi_sum4
+#undef tkvi_vi_first
+#undef tkvi_vb_load
+#undef tkvi_vb_store
+#undef tkvi_vb_splat
+#undef tkvi_vb_and
+#undef tkvi_vb_or
+#undef tkvi_vb_left
+#undef tkvi_vb_right
+#undef tkvi_vb_tail
+#undef tkvi_vb_right_half
+#undef tkvi_vb_biased
+#undef tkvi_vb_table
+#undef tkvi_vb_look_up
+#undef tkvi_ahead
+#undef tkvi_distance
+#undef TKVI_HAS_NARROW
+#undef TKVI_BIAS
+#undef TKVI_V_PARTS
+#undef TKVI_K_PLANES
+#undef TKVI_K_PASSES
+#undef TKVI_K_FIRST
+#undef TKVI_K_COLUMN
+#undef TKVI_V_VECTORS
+#undef TKVI_V_SLABS
+#undef TKVI_V_TILE
+#undef TKVI_V_COLUMN
+#undef TKVI_V_SPLIT
+#undef TKVI_W_TILE
+#undef tkvi_weights
+#undef tkvi_store_weights_k
+#undef tkvi_store_weights_v
+#undef tkvi_keep
+#undef tkvi_keep_pointer
+#undef tkvi_sums
+#undef tkvi_sums_zero
+#undef tkvi_sums_add
+#undef TKVI_SUM_MAX
+#undef tkvi_dot_k
+#undef tkvi_dot_v
+#undef tkvi_widen_k
+#undef tkvi_widen_v
+#undef tkvi_dot_levels
+#undef TKVI_WIDE_TILE
+#undef tkvi_wide_vb
+#undef tkvi_wide_none
+#undef tkvi_keep_wide
+#undef tkvi_wide_sums
+#undef tkvi_wide_zero
+#undef tkvi_even
+#undef tkvi_odd
+#undef tkvi_even_levels
+#undef tkvi_odd_levels
+#undef tkvi_wide_even
+#undef tkvi_wide_odd
+#undef tkvi_dot_wide
+#undef tkvi_widen_wide
+#undef tkvi_store_wide
+#undef TKVI_EACH_SUM_
+#undef TKVI_SUMS_OF_
+#undef TKVI_DECLARE_TWO_
+#undef TKVI_DECLARE_FOUR_
+#undef TKVI_DECLARE_
+#undef TKVI_TWO_
+#undef TKVI_FOUR_
+#undef TKVI_K_SUMS_
+#undef TKVI_K_EACH_
+#undef TKVI_K_TOTAL_
+#undef TKVI_K_CLEAR_
+#undef TKVI_K_DOT_
+#undef TKVI_K_DOT_WIDE_
+#undef TKVI_K_SAVE_WIDE_
+#undef TKVI_K_SPILL_
+#undef TKVI_K_ANSWER_
+#undef TKVI_K_WIDE_ANSWER_
+#undef TKVI_K_LOAD_
+#undef TKVI_K_RUN_
+#undef TKVI_K_WIDE_RUN_
+#undef TKVI_V_EACH_
+#undef TKVI_V_SUMS_
+#undef TKVI_V_ODD_
+#undef TKVI_V_STEP_
+#undef TKVI_V_JOIN_
+#undef TKVI_V_JOIN_ALL_
+#undef TKVI_V_TOTAL_
+#undef TKVI_V_OUT_
+#undef TKVI_V_DOT_
+#undef TKVI_V_DOT_LEVELS_
+#undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SPILL_
+#undef TKVI_V_ANSWER_
+#undef TKVI_V_LEVELS_ANSWER_
+#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_LOAD_
+#undef TKVI_EACH_ROWS_
+/* ======== kernels/avx2.h ======== */
 
 static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
@@ -11094,10 +12133,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #endif
 
 /* >>pieces */
-TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
-    return _mm512_loadu_si512((const void *)p);
-}
-
 /* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16)
@@ -11524,35 +12559,6 @@ static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum,
 }
 
 /* >>exact tiers */
-/* Horizontal sums and maxima of four vectors. */
-TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
-    __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
-    __m512 z = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
-    __m256 w = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
-}
-
-TKVI_FLAT_AVX512 __m128 tkvi_max4_avx512(const __m512 *a) {
-    __m512 x = _mm512_max_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    __m512 y = _mm512_max_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
-    __m512 z = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
-    __m256 w = _mm256_max_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
-    return _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
-}
-
-TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
-    __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
-    __m512i y = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
-    __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
-    __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
-    return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
-}
-
 /* Scores of nr rows, 4 tokens at a time. Lanes are 16 channels. Tokens beyond n repeat the last one. */
 TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                            const float *q, const float *ref, int rows, int n, const int nr,
@@ -11967,444 +12973,867 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 }
 
 /* >>tiles */
-/* Shifts the bytes of x right by `right` bits (left if negative), and keeps the bits of mask. The mask clears the
- * bits that the 16-bit shift moved into the neighbour byte. */
-TKVI_FLAT_AVX512 __m512i tkvi_field_avx512(__m512i x, const int right, const int mask) {
-    if (right > 0) x = _mm512_srli_epi16(x, (unsigned char)right);
-    if (right < 0) x = _mm512_slli_epi16(x, (unsigned char)-right);
-    return _mm512_and_si512(x, tkvi_splat_bytes_avx512(mask));
-}
+/* ======== kernels/simd_avx512.inc ======== */
+/*
+ * kernels/simd_avx512.inc - the vector vocabulary for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later), as
+ * kernels/simd_avx2.inc. vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
+ *
+ * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
+ */
+#define TKVI_N(name) tkvi_##name##_avx512
+#define TKVI_OP TKVI_FLAT_AVX512
+#define TKVI_KERNEL static TKVI_TARGET_AVX512
 
-/* Unpacks the codes of one tile to bytes, plane by plane (core/tile.h). */
-TKVI_FLAT_AVX512 void tkvi_unpack_tile_avx512(const int width, const uint8_t *wide, const uint8_t *tops,
-                                              int half, __m512i *code) {
-    const int low = width >= 4 ? 4 : width >= 2 ? 2 : 0; /* bits of the first part of a tile */
-    int p;
-    if (width == 8) {
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) code[p] = tkvi_load_bytes_avx512(wide + 64 * p);
-        return;
-    }
-    if (low == 4) {
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++)
-            code[p] = tkvi_field_avx512(tkvi_load_bytes_avx512(wide + p / 2 * 64), p % 2 * 4, 15);
-    } else if (low == 2) {
-        const __m512i x = tkvi_load_bytes_avx512(wide);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) code[p] = tkvi_field_avx512(x, 2 * p, 3);
-    }
-    if (width == 6) {
-        const __m512i x = tkvi_load_bytes_avx512(wide + 128);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) code[p] = _mm512_or_si512(code[p], tkvi_field_avx512(x, 2 * p - 4, 48));
-    }
-    if (width & 1) {
-        const __m512i x = _mm512_srl_epi16(tkvi_load_bytes_avx512(tops + (half >> 1) * 64),
-                                           _mm_cvtsi32_si128((half & 1) * 4));
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) {
-            const __m512i top = tkvi_field_avx512(x, p - low, 1 << low);
-            code[p] = width == 1 ? top : _mm512_or_si512(code[p], top);
-        }
-    }
-}
+#define tkvi_vf __m512
+#define tkvi_vi __m512i
+#define tkvi_vb __m512i
+#define TKVI_VF 16 /* floats in a vector */
+#define TKVI_VB 64 /* bytes in a vector */
 
-/* Loads the 16 levels into each 128-bit quarter. */
-TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
-    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
-}
+/* >>floats */
+#define tkvi_vf_load(p) _mm512_loadu_ps(p)
+#define tkvi_vf_store(p, x) _mm512_storeu_ps(p, x)
+#define tkvi_vf_splat(x) _mm512_set1_ps(x)
+#define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
+#define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
+#define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
+#define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
+#define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
+#define tkvi_vf_abs(x) _mm512_abs_ps(x)
+#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
+#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
 
-/* Restores the order of 64 bytes that were packed from four vectors. */
-TKVI_FLAT_AVX512 __m512i tkvi_in_order_avx512(__m512i x) {
-    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
-                                    x);
-}
+/* >>integers */
+#define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
+#define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
+#define tkvi_vi_splat(x) _mm512_set1_epi32(x)
+#define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
+#define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
+#define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
+#define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
+#define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
+#define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
+#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx512(v))
+/* x in lanes i with i < n, else y */
+#define tkvi_vi_first(n, x, y)                                                                               \
+    _mm512_mask_blend_epi32(                                                                                 \
+        _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
+                                _mm512_set1_epi32(n)),                                                       \
+        y, x)
 
-TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
-    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
+/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
+#define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
+#define tkvi_vb_store(p, x) _mm512_storeu_si512((void *)(p), x)
+#define tkvi_vb_splat(x) tkvi_splat_bytes_avx512(x)
+#define tkvi_vb_and(a, b) _mm512_and_si512(a, b)
+#define tkvi_vb_or(a, b) _mm512_or_si512(a, b)
+#define tkvi_vb_left(x, n) _mm512_slli_epi16(x, (unsigned char)(n))
+#define tkvi_vb_right(x, n) _mm512_srli_epi16(x, (unsigned char)(n))
+/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by
+ * m more for the second half. */
+#define tkvi_vb_tail(p, column)                                                                              \
+    _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)((p) + (column))))
+#define tkvi_vb_right_half(x, column, n, m)                                                                  \
+    _mm512_srlv_epi16(                                                                                       \
+        x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
+#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
+#define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
 
-/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
-TKVI_FLAT_AVX512 __mmask8 tkvi_needs_two_avx512(const tkvi_fold_args *a, __m128 most, __m128 squares,
-                                                int top) {
-    return _mm_cmp_ps_mask(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                           _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
-}
+#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
+#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
-/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. Four
- * vectors of floats give one vector of bytes. */
-TKVI_FLAT_AVX512 int tkvi_fold_k4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
-                                         tkvi_fold *f) {
+/* >>products of four codes by four weights */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 0
+#define TKVI_V_PARTS 1  /* passes of a slab */
+#define TKVI_K_PLANES 4 /* planes of a K tile in a pass */
+#define TKVI_K_PASSES 1
+#define TKVI_K_FIRST(pass) 0  /* first plane of a pass */
+#define TKVI_K_COLUMN(pass) 0 /* first byte of a plane */
+#define TKVI_V_VECTORS 2      /* vectors of V in a pass, 16 channels each */
+#define TKVI_V_SLABS 2        /* slabs in a pass */
+#define TKVI_V_COLUMN(v, part) 0
+#define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
+#define tkvi_keep(sum)
+#define tkvi_keep_pointer(p)
+
+/* Weights of one limb: bytes, [row][position]. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) _mm512_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
+#define tkvi_store_weights_k(w, stride, r, k)                                                                \
+    _mm_storeu_si128((__m128i *)(void *)((w) + (r) * (stride)), _mm512_cvtepi32_epi8((k)[0]))
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_k(w, stride, r, k)
+
+#define tkvi_sums __m512i
+#define tkvi_sums_zero() _mm512_setzero_si512()
+#define tkvi_sums_add(a, b) _mm512_add_epi32(a, b)
+#define TKVI_SUM_MAX 0x7fffffff
+#define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
+#define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+/* signed levels by unsigned weights up to 127 */
+#define tkvi_dot_levels(sum, levels, u, r) _mm512_dpbusd_epi32(sum, u, levels)
+
+/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb __m512i /* weights, loaded */
+#define tkvi_wide_none() _mm512_setzero_si512()
+#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_wide_sums __m512i
+#define tkvi_wide_zero() _mm512_setzero_si512()
+#define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
+#define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
+#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
+#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
+#define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
+#define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
+#define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/tiles.inc ======== */
+/*
+ * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
+ *
+ * K. A pass takes some planes of all tiles, so that the sums of its tokens stay in registers:
+ *     sum[token] += codes of four channels . their four weights        for each tile, for up to four rows
+ * V. A pass takes a slab, or a few. It goes through the tokens:
+ *     sum[channel] += codes of four tokens . their four weights
+ *
+ * Weights of one limb have 8 bits, of two limbs 16 (kernels/scalar.h says which need two). Tiles by wide weights come
+ * first. In K their sums are in units of 1/128 of those of narrow weights.
+ */
+
+/* >>folding: weights of up to four rows from the scales of a group. Missing rows repeat the last. */
+/* Returns the number of leading positions that have two limbs. */
+TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
-    __m512 most[4], rest[4], squares[4];
-    __m512i middle[4], middle_lo[4];
-    __m128 m, step, inverse;
-    __mmask8 two_mask;
-    TKVI_ALIGNED float by[4];
-    int i, j, r, second = a->wide;
+    tkvi_vf most[4], rest[4], squares[4];
+    tkvi_vi middle[4];
+    float top[4], sum[4], square[4];
+    int32_t middles[4];
+    int i, j, r, wide = a->least, limit[4];
     TKVI_UNROLL
-    for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = squares[r] = _mm512_setzero_ps();
-        middle[r] = middle_lo[r] = _mm512_setzero_si512();
-    }
-    for (i = 0; i < a->n; i += 16) {
-        __m512 scale = _mm512_loadu_ps(a->scale + i);
-        __m512i twice =
-            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a->centre2 + i)));
-        __m512 centre = _mm512_mul_ps(_mm512_cvtepi32_ps(twice), _mm512_set1_ps(0.5f));
-        __m512 zero = _mm512_sub_ps(_mm512_loadu_ps(a->zero + i), _mm512_loadu_ps(a->ref + i));
-        zero = _mm512_fmadd_ps(centre, scale, zero);
+    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
+    for (i = 0; i < a->n; i += TKVI_VF) {
+        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
+        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
+        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
+                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const __m512 v = _mm512_loadu_ps(a->x + (first + tkvi_min(r, left - 1)) * a->n + i);
-            const __m512 y = _mm512_mul_ps(v, scale);
-            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y));
-            rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
-            squares[r] = _mm512_fmadd_ps(y, y, squares[r]);
-            _mm512_store_ps(folded[r] + i, y);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
+            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
+            squares[r] = tkvi_vf_madd(y, y, squares[r]);
+            tkvi_vf_store(folded[r] + i, y);
         }
     }
-    for (; i % 64 != 0; i += 16) {
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) _mm512_store_ps(folded[r] + i, _mm512_setzero_ps());
-    }
-    m = tkvi_max4_avx512(most);
-    two_mask = tkvi_needs_two_avx512(a, m, tkvi_sum4_avx512(squares), TKVI_LIMB_MAX_K);
-    if (a->n_limbs == 2) two_mask = 15;
-    if (two_mask) second = a->n;
-    inverse = _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ),
-                               _mm_set1_ps((float)TKVI_LIMB_MAX_K), m);
-    _mm_store_ps(by, inverse);
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
-    for (i = 0; i < a->n; i += 64) {
-        const __m512i c = tkvi_load_bytes_avx512(a->centre2 + i);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
-            const __m512 inverse_r = _mm512_set1_ps(by[r]);
-            __m512 y[4];
-            __m512i v[4];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                y[j] = _mm512_mul_ps(_mm512_load_ps(folded[r] + i + 16 * j), inverse_r);
-                v[j] = tkvi_nearest_avx512(y[j]);
-            }
-            v[0] = _mm512_packs_epi32(v[0], v[1]);
-            v[1] = _mm512_packs_epi32(v[2], v[3]);
-            if (i < second) { /* u = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
-                const int two = (two_mask >> r & 1) ? a->n - i : a->wide - i;
-                const __mmask64 wide = two >= 64 ? ~(__mmask64)0 : two > 0 ? ((__mmask64)1 << two) - 1 : 0;
-                __m512i u[4], full, lo;
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++)
-                    u[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[j], _mm512_set1_ps(128.0f)));
-                u[0] = _mm512_packs_epi32(u[0], u[1]);
-                u[1] = _mm512_packs_epi32(u[2], u[3]);
-                full = tkvi_in_order_avx512(
-                    _mm512_packs_epi16(_mm512_srai_epi16(u[0], 7), _mm512_srai_epi16(u[1], 7)));
-                lo = tkvi_in_order_avx512(_mm512_packs_epi16(_mm512_and_si512(u[0], _mm512_set1_epi16(127)),
-                                                             _mm512_and_si512(u[1], _mm512_set1_epi16(127))));
-                lo = _mm512_maskz_mov_epi8(wide, lo);
-                _mm512_storeu_si512((void *)(a->lo + at), lo);
-                middle_lo[r] = _mm512_dpbusd_epi32(middle_lo[r], c, lo);
-                v[0] = _mm512_mask_mov_epi8(tkvi_in_order_avx512(_mm512_packs_epi16(v[0], v[1])), wide, full);
-            } else {
-                v[0] = tkvi_in_order_avx512(_mm512_packs_epi16(v[0], v[1]));
-            }
-            _mm512_storeu_si512((void *)(a->w + at), v[0]);
-            middle[r] = _mm512_dpbusd_epi32(middle[r], c, v[0]);
-        }
-    }
-    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx512(rest), tkvi_isum4_avx512(middle));
-    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                         second ? tkvi_isum4_avx512(middle_lo) : _mm_setzero_si128());
-    return second;
-}
-
-/* The 64 weights of a row stay in registers from folding to rounding. */
-TKVI_FLAT_AVX512 int tkvi_fold_v4_avx512(const tkvi_fold_args *a, int first, int left, const int nr,
-                                         tkvi_fold *f) {
-    const __m512i ones = _mm512_set1_epi8(1), low = _mm512_set1_epi16(127);
-    __m512 y[4][4], most[4], rest[4], squares[4];
-    __m512i sum[4], sum_lo[4];
-    __m128 m, top, step;
-    __mmask8 two_mask;
-    TKVI_ALIGNED float by[4];
-    int j, r;
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) {
-        most[r] = rest[r] = squares[r] = _mm512_setzero_ps();
-        sum[r] = sum_lo[r] = _mm512_setzero_si512();
-    }
-    TKVI_UNROLL
-    for (j = 0; j < 4; j++) {
-        const __m512 scale = _mm512_loadu_ps(a->scale + 16 * j);
-        const __m512 zero =
-            _mm512_fmadd_ps(scale, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + 16 * j));
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const __m512 v = _mm512_loadu_ps(a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK + 16 * j);
-            y[r][j] = _mm512_mul_ps(v, scale);
-            most[r] = _mm512_max_ps(most[r], _mm512_abs_ps(y[r][j]));
-            rest[r] = _mm512_fmadd_ps(v, zero, rest[r]);
-            squares[r] = _mm512_fmadd_ps(y[r][j], y[r][j], squares[r]);
-        }
-    }
-    m = tkvi_max4_avx512(most);
-    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx512(a, m, tkvi_sum4_avx512(squares), a->top);
-    top = _mm_mask_mov_ps(_mm_set1_ps((float)a->top), two_mask, _mm_set1_ps((float)TKVI_TWO_LIMBS_MAX));
-    _mm_store_ps(by, _mm_maskz_div_ps(_mm_cmp_ps_mask(m, _mm_set1_ps(1e-34f), _CMP_GT_OQ), top, m));
-    top = _mm_mask_mov_ps(top, two_mask, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
-    step = _mm_div_ps(m, top);
-    TKVI_UNROLL
+    tkvi_vf_max4(top, most);
+    tkvi_vf_sum4(sum, rest);
+    tkvi_vf_sum4(square, squares);
     for (r = 0; r < nr; r++) {
-        const int at = (first + r) * TKVI_BLOCK;
-        const __m512 inverse = _mm512_set1_ps(by[r]);
-        __m512i v[4], lo = _mm512_setzero_si512();
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) v[j] = tkvi_nearest_avx512(_mm512_mul_ps(y[r][j], inverse));
-        v[0] = _mm512_packus_epi32(v[0], v[1]);
-        v[1] = _mm512_packus_epi32(v[2], v[3]);
-        if (two_mask) {
-            if (two_mask >> r & 1) { /* v = 128 * hi + lo, lo 0..127 */
-                lo = tkvi_in_order_avx512(
-                    _mm512_packus_epi16(_mm512_and_si512(v[0], low), _mm512_and_si512(v[1], low)));
-                v[0] = _mm512_srli_epi16(v[0], 7);
-                v[1] = _mm512_srli_epi16(v[1], 7);
+        const int two = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], TKVI_LIMB_MAX_K);
+        limit[r] = two ? a->n : a->wide;
+        wide = tkvi_max(wide, limit[r]);
+        f->step[r] = top[r];
+        f->rest[r] = sum[r];
+        top[r] = top[r] > 1e-34f ? (float)TKVI_LIMB_MAX_K / top[r] : 0.0f;
+    }
+    if (!TKVI_HAS_NARROW) wide = a->n;
+    for (r = 0; r < nr; r++) {
+        const tkvi_vf by = tkvi_vf_splat(top[r]);
+        tkvi_vi narrow = tkvi_vi_splat(0), fine = narrow; /* sum w centre2 */
+        int8_t *w = a->w;
+        int16_t *wide_w = a->wide_w;
+        for (i = 0; i < wide; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
+            tkvi_vi k[16 / TKVI_VF], x[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                const int at = i + j * TKVI_VF;
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by);
+                const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
+                k[j] = tkvi_vi_nearest(y);
+                x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
             }
-            _mm512_storeu_si512((void *)(a->lo + at), lo);
-            sum_lo[r] = _mm512_dpbusd_epi32(sum_lo[r], lo, ones);
+            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+            tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
         }
-        v[0] = tkvi_in_order_avx512(_mm512_packus_epi16(v[0], v[1]));
-        _mm512_storeu_si512((void *)(a->w + at), v[0]);
-        sum[r] = _mm512_dpbusd_epi32(sum[r], v[0], ones);
+        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+            tkvi_vi k[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                const int at = i + j * TKVI_VF;
+                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+            }
+            tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+        }
+        middle[r] = wide ? tkvi_vi_add(tkvi_vi_left(narrow, 7), fine) : narrow;
     }
-    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx512(rest),
-                         _mm_mullo_epi32(tkvi_isum4_avx512(sum), _mm_set1_epi32(a->middle)));
-    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                         two_mask ? _mm_mullo_epi32(tkvi_isum4_avx512(sum_lo), _mm_set1_epi32(a->middle))
-                                  : _mm_setzero_si128());
-    return two_mask;
-}
-
-static TKVI_TARGET_AVX512 int tkvi_fold_k_avx512(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
-    int r, second = 0;
-    for (r = 0; r < rows; r += 4)
-        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx512(a, r, 1, 1, f)
-                                  : rows - r == 2 ? tkvi_fold_k4_avx512(a, r, 2, 2, f)
-                                                  : tkvi_fold_k4_avx512(a, r, rows - r, 4, f));
-    return second;
-}
-
-static TKVI_TARGET_AVX512 int tkvi_fold_v_avx512(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
-    int r, second = 0;
-    for (r = 0; r < rows; r += 4)
-        second |= (rows - r == 1   ? tkvi_fold_v4_avx512(a, r, 1, 1, f)
-                   : rows - r == 2 ? tkvi_fold_v4_avx512(a, r, 2, 2, f)
-                                   : tkvi_fold_v4_avx512(a, r, rows - r, 4, f))
-                  << r;
-    return second;
-}
-
-/* Converts 16 sums of row r to answers at out[at]. */
-TKVI_FLAT_AVX512 void tkvi_store_answers_avx512(const tkvi_products *d, const tkvi_fold *f, int r, int at,
-                                                const int add, __m512i sum) {
-    const __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(f->base[d->first + r])));
-    __m512 rest = _mm512_set1_ps(f->rest[d->first + r]);
-    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
-    if (add) rest = _mm512_add_ps(rest, _mm512_loadu_ps(out));
-    _mm512_storeu_ps(out, _mm512_fmadd_ps(x, _mm512_set1_ps(f->step[d->first + r]), rest));
-}
-
-/* Accumulators of four rows: one vector for each plane (K), or for each slab and parity of the plane (V). Named
- * variables stay in registers with every compiler; arrays do not. */
-#define TKVI_ROWS_(X) X(0) X(1) X(2) X(3)
-#define TKVI_ZERO_(r) __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
-#define TKVI_SAVE_(r)                                                                                        \
-    if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
-        tkvi_store_answers_avx512(d, d->fold, r, 0, add, a##r);                                              \
-        tkvi_store_answers_avx512(d, d->fold, r, 16, add, b##r);                                             \
-        tkvi_store_answers_avx512(d, d->fold_group, r, 32, add, c##r);                                       \
-        tkvi_store_answers_avx512(d, d->fold_group, r, 48, add, d##r);                                       \
+    for (; r < 4; r++) middle[r] = tkvi_vi_splat(0);
+    tkvi_vi_sum4(middles, middle);
+    for (r = 0; r < nr; r++) {
+        f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
+        f->base[r] = middles[r] >> 1;
+        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
     }
-#define TKVI_MAC_(r)                                                                                         \
-    if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKV_MAX_HEAD_DIM));                          \
-        a##r = _mm512_dpbusd_epi32(a##r, x[0], four);                                                        \
-        b##r = _mm512_dpbusd_epi32(b##r, x[1], four);                                                        \
-        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKV_MAX_HEAD_DIM + d->w_group));             \
-        c##r = _mm512_dpbusd_epi32(c##r, x[2], four);                                                        \
-        d##r = _mm512_dpbusd_epi32(d##r, x[3], four);                                                        \
+    return wide;
+}
+
+/* Returns 1 if the weights have two limbs. */
+TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
+    TKVI_ALIGNED float folded[4][TKVI_BLOCK];
+    tkvi_vf most[4], rest[4], squares[4];
+    tkvi_vi total[4];
+    float top[4], sum[4], square[4], by[4];
+    int32_t totals[4];
+    int i, j, r, two = 0;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VF) {
+        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
+        const tkvi_vf zero = tkvi_vf_madd(scale, tkvi_vf_splat(a->centre), tkvi_vf_load(a->zero + i));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const tkvi_vf x = tkvi_vf_load(a->x + r * TKVI_BLOCK + i), y = tkvi_vf_mul(x, scale);
+            most[r] = tkvi_vf_max(most[r], y);
+            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
+            squares[r] = tkvi_vf_madd(y, y, squares[r]);
+            tkvi_vf_store(folded[r] + i, y);
+        }
     }
-#define TKVI_RUN_(width)                                                                                     \
-    i = tkvi_min(s->tiles.n[width], left);                                                                   \
-    for (left -= i; i > 0; i--, w += 4) {                                                                    \
-        tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);                                              \
-        if (d->ahead && (i & d->prefetch_mask) == d->prefetch_phase) {                                       \
-            tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], d->ahead);                                     \
-            tkvi_prefetch_rest(d);                                                                           \
+    tkvi_vf_max4(top, most);
+    tkvi_vf_sum4(sum, rest);
+    tkvi_vf_sum4(square, squares);
+    for (r = 0; r < nr; r++) {
+        const int fine = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], a->top);
+        const float steps = (float)(fine ? TKVI_TWO_LIMBS_MAX : a->top);
+        two |= fine;
+        f->step[r] = top[r] / steps;
+        f->rest[r] = sum[r];
+        by[r] = top[r] > 1e-34f ? steps / top[r] : 0.0f;
+    }
+    for (r = 0; r < nr; r++) {
+        const tkvi_vf factor = tkvi_vf_splat(by[r]);
+        tkvi_vi all = tkvi_vi_splat(0);
+        int8_t *w = a->w;
+        int16_t *wide_w = a->wide_w;
+        for (i = 0; i < TKVI_BLOCK; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
+            tkvi_vi k[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + i + j * TKVI_VF), factor));
+                all = tkvi_vi_add(all, k[j]);
+            }
+            if (two || !TKVI_HAS_NARROW)
+                tkvi_store_wide(a->wide_w + i / 4 * TKVI_WIDE_TILE, TKVI_BLOCK, r, k);
+            else tkvi_store_weights_v(a->w + i / 4 * TKVI_W_TILE, TKVI_BLOCK, r, k);
+        }
+        total[r] = all;
+    }
+    for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
+    tkvi_vi_sum4(totals, total);
+    for (r = 0; r < nr; r++) {
+        const int32_t all = totals[r] * a->middle;
+        f->base[r] = all >> 1;
+        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+    }
+    return two || !TKVI_HAS_NARROW;
+}
+
+/* >>products. Sums of row r are a##r, b##r, ...: named variables stay in registers with every compiler. */
+#define TKVI_EACH_SUM_(X, EACH)                                                                              \
+    TKVI_SUMS_OF_(X, EACH, 0) TKVI_SUMS_OF_(X, EACH, 1) TKVI_SUMS_OF_(X, EACH, 2) TKVI_SUMS_OF_(X, EACH, 3)
+#define TKVI_SUMS_OF_(X, EACH, r)                                                                            \
+    if (r < nr) { EACH(X, r) }
+#define TKVI_DECLARE_TWO_(type, zero, r) type a##r = zero, b##r = zero;
+#define TKVI_DECLARE_FOUR_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
+#define TKVI_DECLARE_(HOW, type, zero)                                                                       \
+    HOW(type, zero, 0) HOW(type, zero, 1) HOW(type, zero, 2) HOW(type, zero, 3)
+#define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
+#define TKVI_FOUR_(X, r) X(a##r, 0, r) X(b##r, 1, r) X(c##r, 2, r) X(d##r, 3, r)
+#if TKVI_K_PLANES == 2
+#define TKVI_K_SUMS_ TKVI_DECLARE_TWO_
+#define TKVI_K_EACH_ TKVI_TWO_
+#else
+#define TKVI_K_SUMS_ TKVI_DECLARE_FOUR_
+#define TKVI_K_EACH_ TKVI_FOUR_
+#endif
+
+TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
+    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
+    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
+    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
+    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+}
+
+/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
+#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+#define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
+#define TKVI_K_DOT_(sum, p, r)                                                                               \
+    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
+    sum = tkvi_dot_k(sum, x[p], u, r);
+#define TKVI_K_DOT_WIDE_(sum, p, r)                                                                          \
+    if (p == 0 || p == 2) {                                                                                  \
+        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                     \
+        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
+    }                                                                                                        \
+    sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
+#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
+#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+    more = tkvi_widen_k(sum);                                                                                \
+    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
+    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
+#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
+    more = tkvi_widen_k(sum);                                                                                \
+    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
+    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
+    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
+#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
+    TKVI_N(store_answer)                                                                                     \
+    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+#define TKVI_K_LOAD_(width, first)                                                                           \
+    TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
+    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
+    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    at += TKVI_TILE_BYTES(width);                                                                            \
+    tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
+        TKVI_N(plane)(width, first, p, packed);
+#define TKVI_K_RUN_(width, first)                                                                            \
+    for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
+        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
+    }
+#define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
+        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_UNROLL                                                                                          \
+        for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
+            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            even[p] = tkvi_even(x[p]);                                                                       \
+            odd[p] = tkvi_odd(x[p]);                                                                         \
         }                                                                                                    \
-        wide += tkvi_wide_bytes[width];                                                                      \
-        half += tkvi_has_half[width];                                                                        \
-        TKVI_ROWS_(TKVI_MAC_)                                                                                \
+        TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
-/* K: the lanes of plane p are tokens 16p .. 16p + 15. */
-TKVI_FLAT_AVX512 void tkvi_dot_k_avx512(tkvi_products *d, const int nw) {
-    const tkvi_side *s = d->s;
-    const uint8_t *wide = d->wide;
-    const int8_t *w = d->w;
-    __m512i x[4], four;
-    int half = d->half, left = d->tiles, i;
-    TKVI_ROWS_(TKVI_ZERO_)
-    TKVI_RUN_(8)
-    TKVI_RUN_(6)
-    TKVI_RUN_(5)
-    TKVI_RUN_(4)
-    TKVI_RUN_(3)
-    TKVI_RUN_(2)
-    TKVI_RUN_(1)
-    if (d->add) {
-        const int add = 1;
-        TKVI_ROWS_(TKVI_SAVE_)
-    } else {
-        const int add = 0;
-        TKVI_ROWS_(TKVI_SAVE_)
-    }
-}
-#undef TKVI_RUN_
-#undef TKVI_MAC_
-#undef TKVI_SAVE_
-
-#define TKVI_MAC_(r)                                                                                         \
-    if (r < nw) {                                                                                            \
-        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 0));                            \
-        a##r = _mm512_dpbusd_epi32(a##r, four, x[0]);                                                        \
-        b##r = _mm512_dpbusd_epi32(b##r, four, y[0]);                                                        \
-        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 4));                            \
-        c##r = _mm512_dpbusd_epi32(c##r, four, x[1]);                                                        \
-        d##r = _mm512_dpbusd_epi32(d##r, four, y[1]);                                                        \
-        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 8));                            \
-        a##r = _mm512_dpbusd_epi32(a##r, four, x[2]);                                                        \
-        b##r = _mm512_dpbusd_epi32(b##r, four, y[2]);                                                        \
-        four = _mm512_set1_epi32(tkvi_load_four_weights(w + r * TKVI_BLOCK + 12));                           \
-        c##r = _mm512_dpbusd_epi32(c##r, four, x[3]);                                                        \
-        d##r = _mm512_dpbusd_epi32(d##r, four, y[3]);                                                        \
-    }
-#define TKVI_SAVE_(r)                                                                                        \
-    if (r < nw && (nw < 4 || r < d->rows)) {                                                                 \
-        tkvi_store_answers_avx512(d, d->fold, r, at, 1, _mm512_add_epi32(a##r, c##r));                       \
-        if (how == TKVI_PAIRS || next)                                                                       \
-            tkvi_store_answers_avx512(d, d->fold, r, at + 16, 1, _mm512_add_epi32(b##r, d##r));              \
-    }
-enum { TKVI_PLAIN, TKVI_TABLE, TKVI_PAIRS };
-
-/* V: lanes are 16 channels of one slab (a, c) and of the next (b, d). With pairs, they are the first and the second
- * channels. If the last slab has no next one, its products are computed twice and stored once. */
-TKVI_FLAT_AVX512 void tkvi_dot_slabs_avx512(tkvi_products *d, int slab, const int width, const int how,
-                                            const int nw) {
-    const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];
-    const int next = how == TKVI_PAIRS || slab + 1 >= d->slabs ? 0 : 4; /* tiles from this slab to the next */
-    const uint8_t *wide = d->wide + 4 * slab * bytes;
-    const int8_t *w = d->w;
-    const int at = how == TKVI_PAIRS ? 32 * slab : 16 * slab;
-    __m512i table = _mm512_setzero_si512(), upper = table, x[4], y[4], four;
-    int half = d->half + 4 * slab * has_half, t, p;
-    TKVI_ROWS_(TKVI_ZERO_)
-    if (how != TKVI_PLAIN) {
-        table = upper = tkvi_load_table_avx512(d->s->levels + tkvi_level_table(d->s, width, 0));
-        if (how == TKVI_PAIRS)
-            upper = tkvi_load_table_avx512(d->s->levels + tkvi_level_table(d->s, width, 1));
-    }
-    for (t = 0; t < d->n; t += 16, w += 16) { /* a tile has 16 tokens, a plane four */
-        tkvi_unpack_tile_avx512(width, wide, d->tops, half, x);
-        if (how != TKVI_PAIRS)
-            tkvi_unpack_tile_avx512(width, wide + next * bytes, d->tops, half + next * has_half, y);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) {
-            if (how != TKVI_PLAIN) {
-                y[p] = _mm512_shuffle_epi8(upper, how == TKVI_PAIRS ? x[p] : y[p]);
-                x[p] = _mm512_shuffle_epi8(table, x[p]);
-            } else if (width == 8) {
-                x[p] = _mm512_xor_si512(x[p], tkvi_splat_bytes_avx512(128));
-                y[p] = _mm512_xor_si512(y[p], tkvi_splat_bytes_avx512(128));
+/* Multiplies the tiles of a side of K by the weights of nr rows. */
+TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
+    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    tkvi_vb packed[4], x[TKVI_K_PLANES];
+    int pass, width, p, m;
+    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    for (pass = 0; pass < TKVI_K_PASSES; pass++) {
+        const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
+        const tkvi_fold *f = d->fold + (first >= 2);
+        const int group = first >= 2 ? d->second_group : 0;
+        float *scores = d->scores + 16 * first + column / 4;
+        const uintptr_t ahead =
+            d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
+        const uint8_t *at = d->codes + column;
+        const int8_t *w = d->w + group;
+        int used = d->is_wide; /* 1: total has sums */
+        width = d->most_width;
+        if (d->is_wide) {
+            const int16_t *ww = d->wide_w + group / 2;
+            tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
+            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+            for (; width >= d->least_wide; width--) {
+                m = d->s->tiles.n[width];
+                w += m * TKVI_W_TILE;
+                if (width == 4) {
+                    TKVI_K_WIDE_RUN_(4, first)
+                } else if (width == 8) {
+                    TKVI_K_WIDE_RUN_(8, first)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_WIDE_RUN_(3, 0)
+                } else if (width == 3) {
+                    TKVI_K_WIDE_RUN_(3, 2)
+                } else {
+                    TKVI_K_WIDE_RUN_(width, first)
+                }
             }
+            if (!TKVI_HAS_NARROW || width == 0) {
+                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
+                continue;
+            }
+            TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
         }
-        if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
-            tkvi_prefetch_bytes(wide, bytes, d->ahead);
-            if (next) tkvi_prefetch_bytes(wide + next * bytes, bytes, d->ahead);
-            tkvi_prefetch_rest(d);
-            if (has_half) tkvi_prefetch_rest(d); /* lines of the 1-bit halves and of the scales */
+        if (TKVI_HAS_NARROW) {
+            tkvi_vb u = tkvi_vb_splat(0);
+            tkvi_vi more;
+            int room = TKVI_SUM_MAX, left;
+            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
+            for (; width > 0; width--)
+                for (left = d->s->tiles.n[width]; left > 0;) {
+                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
+                    m = left * each <= room ? left : room / each;
+                    if (m == 0) {
+                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                        room = TKVI_SUM_MAX;
+                        used = 1;
+                        continue;
+                    }
+                    left -= m;
+                    room -= m * each;
+                    if (width == 4) {
+                        TKVI_K_RUN_(4, first)
+                    } else if (width == 3 && first == 0) {
+                        TKVI_K_RUN_(3, 0)
+                    } else if (width == 3) {
+                        TKVI_K_RUN_(3, 2)
+                    } else if (width == 2) {
+                        TKVI_K_RUN_(2, first)
+                    } else {
+                        TKVI_K_RUN_(1, first)
+                    }
+                }
+            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
         }
-        TKVI_ROWS_(TKVI_MAC_)
-        wide += bytes;
-        half += has_half;
     }
-    TKVI_ROWS_(TKVI_SAVE_)
-}
-#undef TKVI_ROWS_
-#undef TKVI_ZERO_
-#undef TKVI_MAC_
-#undef TKVI_SAVE_
-
-/* Rare cases: 1, 5 and 6 bits, and levels without pairs. They always multiply four rows, and the width is no
- * constant: every specialised kernel adds to the compile time. */
-static TKVI_TARGET_AVX512 void tkvi_dot_rare_avx512(tkvi_products *d) {
-    int i;
-    for (i = 0; i < d->slabs; i += 2)
-        tkvi_dot_slabs_avx512(d, i, d->width, d->s->levels ? TKVI_TABLE : TKVI_PLAIN, 4);
 }
 
-#define TKVI_SLABS_(width)                                                                                   \
-    case width:                                                                                              \
-        for (i = 0; i < d->slabs; i += 2) tkvi_dot_slabs_avx512(d, i, width, TKVI_PLAIN, nw);                \
-        break;
-TKVI_FLAT_AVX512 void tkvi_dot_v_avx512(tkvi_products *d, const int nw) {
-    int i;
-    if (d->pairs)
-        for (i = 0; i < d->slabs; i++) tkvi_dot_slabs_avx512(d, i, 3, TKVI_PAIRS, nw);
-    else switch (d->s->levels ? 0 : d->width) {
-            TKVI_SLABS_(2)
-            TKVI_SLABS_(3)
-            TKVI_SLABS_(4)
-            TKVI_SLABS_(8)
-        default: tkvi_dot_rare_avx512(d);
+/* >>V. With TKVI_V_SPLIT, odd planes have sums c##r and d##r. */
+#if TKVI_V_VECTORS == 2
+#define TKVI_V_EACH_ TKVI_TWO_
+#else
+#define TKVI_V_EACH_ TKVI_FOUR_
+#endif
+#if TKVI_V_SPLIT
+#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
+#define TKVI_V_ODD_(X, r) X(c##r, 0, r) X(d##r, 1, r)
+#define TKVI_V_STEP_(X, r)                                                                                   \
+    if (p % 2) {                                                                                             \
+        TKVI_V_ODD_(X, r)                                                                                    \
+    } else {                                                                                                 \
+        TKVI_V_EACH_(X, r)                                                                                   \
+    }
+#define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
+#define TKVI_V_JOIN_ALL_ TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
+#else
+#define TKVI_V_STEP_ TKVI_V_EACH_
+#define TKVI_V_JOIN_ALL_
+#if TKVI_V_VECTORS == 2
+#define TKVI_V_SUMS_ TKVI_DECLARE_TWO_
+#else
+#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
+#endif
+#endif
+#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
+#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_DOT_(sum, v, r)                                                                               \
+    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
+    sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
+    tkvi_keep(sum)
+#define TKVI_V_DOT_LEVELS_(sum, v, r)                                                                        \
+    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
+    sum = tkvi_dot_levels(sum, x[v], u, r);                                                                  \
+    tkvi_keep(sum)
+#define TKVI_V_DOT_WIDE_(sum, v, r)                                                                          \
+    if (v == 0) {                                                                                            \
+        even_w = tkvi_wide_even(w, TKVI_BLOCK, r);                                                           \
+        odd_w = tkvi_wide_odd(w, TKVI_BLOCK, r);                                                             \
+    }                                                                                                        \
+    sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
+    tkvi_keep_wide(sum)
+#define TKVI_V_SPILL_(sum, v, r)                                                                             \
+    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    sum = tkvi_sums_zero();
+#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
+    if (v < n_vectors) {                                                                                     \
+        tkvi_vi more = tkvi_widen_v(sum);                                                                    \
+        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
+        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+    }
+#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
+    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
+    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+#define TKVI_V_LOAD_(width)                                                                                  \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
+    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
+     packed[v]);                                                                                             \
+    if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
+    if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
+
+/* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
+TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                                 int n_vectors, const int width, const int nr, float *out) {
+    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+    const int8_t *w = d->w;
+    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
+    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
+        if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
+        TKVI_V_LOAD_(width)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
         }
-}
-#undef TKVI_SLABS_
-
-/* Each number of rows has a function of its own. Otherwise clang 14 keeps the accumulators in memory. */
-#define TKVI_DOTS_AVX512_(nw)                                                                                \
-    static TKVI_TARGET_AVX512 void tkvi_dot_k##nw##_avx512(tkvi_products *d) { tkvi_dot_k_avx512(d, nw); }   \
-    static TKVI_TARGET_AVX512 void tkvi_dot_v##nw##_avx512(tkvi_products *d) { tkvi_dot_v_avx512(d, nw); }
-TKVI_DOTS_AVX512_(1)
-TKVI_DOTS_AVX512_(2)
-TKVI_DOTS_AVX512_(4)
-#undef TKVI_DOTS_AVX512_
-
-/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
-static void tkvi_dot_avx512(tkvi_products *d, int rows) {
-    static const tkvi_dot dots[2][3] = {
-        {tkvi_dot_k1_avx512, tkvi_dot_k2_avx512, tkvi_dot_k4_avx512},
-        {tkvi_dot_v1_avx512, tkvi_dot_v2_avx512, tkvi_dot_v4_avx512},
-    };
-    tkvi_dot_rows(d, rows, dots[d->s->which]);
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
 }
 
-static const tkvi_tile_ops tkvi_tile_ops_avx512 = {&tkvi_simd_ops_avx512, tkvi_fold_k_avx512,
-                                                   tkvi_fold_v_avx512, tkvi_dot_avx512, 128};
+/* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
+TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                                 int n_vectors, const int nr, float *out) {
+    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
+    const int8_t *w = d->w;
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
+        TKVI_V_LOAD_(8)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+}
 
-static void tkvi_tiles_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                const float *ref, int rows, int n, int n_limbs, float *scores) {
+/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                               int n_vectors, const int width, const int is_signed, const int nr,
+                               float *out) {
+    const int16_t *w = d->wide_w;
+    tkvi_vb packed[TKVI_V_VECTORS][4];
+    tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
+        TKVI_V_LOAD_(width)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) {
+                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                if (is_signed) {
+                    even[v] = tkvi_even_levels(c);
+                    odd[v] = tkvi_odd_levels(c);
+                } else {
+                    if (width == 8) c = tkvi_vb_biased(c);
+                    even[v] = tkvi_even(c);
+                    odd[v] = tkvi_odd(c);
+                }
+            }
+            TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+}
+
+/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
+                                     uint8_t *code) {
+    int i, j;
+    for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
+        TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
+        if (d->s->levels) {
+            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
+        }
+    }
+}
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
+    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
+    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
+    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    int i, k, part;
+    for (i = 0; i < n; i += TKVI_V_SLABS) {
+        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
+        const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
+        for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
+            TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
+        for (part = 0; part < TKVI_V_PARTS; part++) {
+            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (is_wide) {
+                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
+                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
+                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
+            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
+            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
+            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+        }
+    }
+}
+
+#define TKVI_EACH_ROWS_(nr)                                                                                  \
+    TKVI_KERNEL void TKVI_N(dot_k##nr)(const tkvi_products_k *d) { TKVI_N(dot_k)(d, nr); }                   \
+    TKVI_KERNEL void TKVI_N(dot_v##nr)(const tkvi_products_v *d) { TKVI_N(dot_v)(d, nr); }                   \
+    TKVI_KERNEL int TKVI_N(fold_k##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
+        return TKVI_N(fold_rows_k)(a, nr, f);                                                                \
+    }                                                                                                        \
+    TKVI_KERNEL int TKVI_N(fold_v##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
+        return TKVI_N(fold_rows_v)(a, nr, f);                                                                \
+    }
+TKVI_EACH_ROWS_(1)
+TKVI_EACH_ROWS_(2)
+TKVI_EACH_ROWS_(3)
+TKVI_EACH_ROWS_(4)
+
+/* >>sides */
+TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_k1), TKVI_N(fold_k2),
+                                                                        TKVI_N(fold_k3), TKVI_N(fold_k4)};
+    static void (*const dot[4])(const tkvi_products_k *) = {TKVI_N(dot_k1), TKVI_N(dot_k2), TKVI_N(dot_k3),
+                                                            TKVI_N(dot_k4)};
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
+    tkvi_weights_k weights[2];
+    tkvi_fold_args a;
+    tkvi_products_k d;
+    int width, g, c = 0, i, most_width = 0;
     (void)n;
-    tkvi_tiles_k(&tkvi_tile_ops_avx512, s, src, next, q, ref, rows, n_limbs, scores);
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        if (end > c && !most_width) most_width = width;
+        const tkvi_vi x = tkvi_vi_splat((1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0));
+        for (; c < end; c += 4) tkvi_vi_store(centre2 + c, x); /* the next tiles overwrite what is too much */
+    }
+    for (g = 0; TKVI_BIAS && g < s->groups; g++) /* what products do without */
+        for (c = 0; c < 4 * s->tiles.n[8]; c++) zero[g * s->pad + c] += TKVI_BIAS * scale[g * s->pad + c];
+    a.ref = ref;
+    a.centre2 = centre2;
+    a.n = s->pad;
+    a.n_limbs = n_limbs;
+    a.wide = tkvi_n_wide_positions(s);
+    a.coarse = tkvi_coarse_k(s);
+    d.s = s;
+    d.codes = src;
+    d.ahead = tkvi_distance(src, next);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
+    d.most_width = most_width;
+    d.w = weights[0].w;
+    d.wide_w = weights[0].wide_w;
+    d.second_group = 0;
+    d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
+    for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
+        const int nr = tkvi_min(rows - i, 4);
+        int had = 0;
+        a.x = q;
+        a.least = a.wide;
+        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
+            a.scale = scale + g * s->pad;
+            a.zero = zero + g * s->pad;
+            a.w = weights[g].w;
+            a.wide_w = weights[g].wide_w;
+            had = a.least;
+            a.least = fold[nr - 1](&a, &d.fold[g]);
+            if (g && a.least > had) g = -1;
+        }
+        if (s->groups == 1) d.fold[1] = d.fold[0];
+        d.is_wide = a.least > 0;
+        d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
+        d.scores = scores;
+        dot[nr - 1](&d);
+        d.ahead = 0; /* the first rows have prefetched everything */
+    }
 }
 
-static void tkvi_tiles_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                int rows, int n, int n_limbs, float *out) {
-    tkvi_tiles_v(&tkvi_tile_ops_avx512, s, src, next, p, rows, n, n_limbs, out);
+TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_v1), TKVI_N(fold_v2),
+                                                                        TKVI_N(fold_v3), TKVI_N(fold_v4)};
+    static void (*const dot[4])(const tkvi_products_v *) = {TKVI_N(dot_v1), TKVI_N(dot_v2), TKVI_N(dot_v3),
+                                                            TKVI_N(dot_v4)};
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    tkvi_fold_args a;
+    tkvi_products_v d;
+    int width, i, r, g, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    a.w = w;
+    a.wide_w = wide_w;
+    a.n = TKVI_BLOCK;
+    a.n_limbs = n_limbs;
+    a.top = tkvi_top_v(s);
+    d.s = s;
+    d.codes = src;
+    d.n = n;
+    d.w = w;
+    d.wide_w = wide_w;
+    d.out_stride = s->pad;
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        a.centre = tkvi_centre(s, width);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.coarse = tkvi_coarse_v(s, width);
+        d.width = width;
+        d.pairs = s->pairs && width == 3;
+        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
+            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+            g = slab / in_group;
+            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
+            d.ahead = tkvi_distance(src, next);
+            a.scale = scale + g * TKVI_BLOCK;
+            a.zero = zero + g * TKVI_BLOCK;
+            for (r = 0; r < rows; r += 4) {
+                const int nr = tkvi_min(rows - r, 4);
+                a.x = p + r * TKVI_BLOCK;
+                d.is_wide = fold[nr - 1](&a, &d.fold);
+                d.out = out + r * s->pad + 16 * slab;
+                dot[nr - 1](&d);
+                d.ahead = 0;
+            }
+            d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
+            slab += d.slabs << d.pairs;
+        }
+    }
 }
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/simd_end.inc ======== */
+/* kernels/simd_end.inc - ends a vocabulary and its templates. */
+#undef TKVI_N
+#undef TKVI_OP
+#undef TKVI_KERNEL
+#undef tkvi_vf
+#undef tkvi_vi
+#undef tkvi_vb
+#undef TKVI_VF
+#undef TKVI_VB
+#undef tkvi_vf_load
+#undef tkvi_vf_store
+#undef tkvi_vf_splat
+#undef tkvi_vf_add
+#undef tkvi_vf_sub
+#undef tkvi_vf_mul
+#undef tkvi_vf_madd
+#undef tkvi_vf_max
+#undef tkvi_vf_abs
+#undef tkvi_vf_sum4
+#undef tkvi_vf_max4
+#undef tkvi_vi_load
+#undef tkvi_vi_store
+#undef tkvi_vi_splat
+#undef tkvi_vi_add
+#undef tkvi_vi_sub
+#undef tkvi_vi_max
+#undef tkvi_vi_left
+#undef tkvi_vi_mul16
+#undef tkvi_vi_nearest
+#undef tkvi_vi_to_float
+#undef tkvi_vi_sum4
+#undef tkvi_vi_first
+#undef tkvi_vb_load
+#undef tkvi_vb_store
+#undef tkvi_vb_splat
+#undef tkvi_vb_and
+#undef tkvi_vb_or
+#undef tkvi_vb_left
+#undef tkvi_vb_right
+#undef tkvi_vb_tail
+#undef tkvi_vb_right_half
+#undef tkvi_vb_biased
+#undef tkvi_vb_table
+#undef tkvi_vb_look_up
+#undef tkvi_ahead
+#undef tkvi_distance
+#undef TKVI_HAS_NARROW
+#undef TKVI_BIAS
+#undef TKVI_V_PARTS
+#undef TKVI_K_PLANES
+#undef TKVI_K_PASSES
+#undef TKVI_K_FIRST
+#undef TKVI_K_COLUMN
+#undef TKVI_V_VECTORS
+#undef TKVI_V_SLABS
+#undef TKVI_V_TILE
+#undef TKVI_V_COLUMN
+#undef TKVI_V_SPLIT
+#undef TKVI_W_TILE
+#undef tkvi_weights
+#undef tkvi_store_weights_k
+#undef tkvi_store_weights_v
+#undef tkvi_keep
+#undef tkvi_keep_pointer
+#undef tkvi_sums
+#undef tkvi_sums_zero
+#undef tkvi_sums_add
+#undef TKVI_SUM_MAX
+#undef tkvi_dot_k
+#undef tkvi_dot_v
+#undef tkvi_widen_k
+#undef tkvi_widen_v
+#undef tkvi_dot_levels
+#undef TKVI_WIDE_TILE
+#undef tkvi_wide_vb
+#undef tkvi_wide_none
+#undef tkvi_keep_wide
+#undef tkvi_wide_sums
+#undef tkvi_wide_zero
+#undef tkvi_even
+#undef tkvi_odd
+#undef tkvi_even_levels
+#undef tkvi_odd_levels
+#undef tkvi_wide_even
+#undef tkvi_wide_odd
+#undef tkvi_dot_wide
+#undef tkvi_widen_wide
+#undef tkvi_store_wide
+#undef TKVI_EACH_SUM_
+#undef TKVI_SUMS_OF_
+#undef TKVI_DECLARE_TWO_
+#undef TKVI_DECLARE_FOUR_
+#undef TKVI_DECLARE_
+#undef TKVI_TWO_
+#undef TKVI_FOUR_
+#undef TKVI_K_SUMS_
+#undef TKVI_K_EACH_
+#undef TKVI_K_TOTAL_
+#undef TKVI_K_CLEAR_
+#undef TKVI_K_DOT_
+#undef TKVI_K_DOT_WIDE_
+#undef TKVI_K_SAVE_WIDE_
+#undef TKVI_K_SPILL_
+#undef TKVI_K_ANSWER_
+#undef TKVI_K_WIDE_ANSWER_
+#undef TKVI_K_LOAD_
+#undef TKVI_K_RUN_
+#undef TKVI_K_WIDE_RUN_
+#undef TKVI_V_EACH_
+#undef TKVI_V_SUMS_
+#undef TKVI_V_ODD_
+#undef TKVI_V_STEP_
+#undef TKVI_V_JOIN_
+#undef TKVI_V_JOIN_ALL_
+#undef TKVI_V_TOTAL_
+#undef TKVI_V_OUT_
+#undef TKVI_V_DOT_
+#undef TKVI_V_DOT_LEVELS_
+#undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SPILL_
+#undef TKVI_V_ANSWER_
+#undef TKVI_V_LEVELS_ANSWER_
+#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_LOAD_
+#undef TKVI_EACH_ROWS_
+/* ======== kernels/avx512.h ======== */
 
 /* Four rows at once. Missing rows repeat the last one. */
 static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
@@ -12575,33 +14004,95 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
 
-/* >>products */
-#define TKVI_MAX_PASS_128 8 /* weight rows in a pass: 16 sums in registers */
-TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) { return n_limbs; }
-typedef int8_t tkvi_weight;
-typedef int8x16_t tkvi_codes_128;
-typedef int8x16_t tkvi_quad_128;
+/* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */
+TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)n)); }
+TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)-n)); }
 
-TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
-    return vreinterpretq_s8_u8(vld1q_u8(p));
+/* x in lanes i with i < n, else y. */
+TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+    static const int32_t lane[4] = {0, 1, 2, 3};
+    return vbslq_s32(vcltq_s32(vld1q_s32(lane), vdupq_n_s32(n)), x, y);
 }
-TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return vld1q_s8(w); }
 
-/* Stores the weights of two steps of a row; the second step is `further` weights on. With two limbs, a weight is
- * 128 * high + low, low is 0 .. 127, and the low limbs follow the high ones. */
-TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                          const int n_limbs) {
-    const int16x8_t k = vcombine_s16(vmovn_s32(a), vmovn_s32(b));
-    if (n_limbs == 2) {
-        const int32x2_t high = vreinterpret_s32_s8(vshrn_n_s16(k, 7));
-        const int32x2_t low = vreinterpret_s32_s8(vmovn_s16(vandq_s16(k, vdupq_n_s16(127))));
-        vst1_s8(w, vreinterpret_s8_s32(vzip1_s32(high, low)));
-        vst1_s8(w + further, vreinterpret_s8_s32(vzip2_s32(high, low)));
-    } else {
-        const int32x2_t x = vreinterpret_s32_s8(vmovn_s16(k));
-        const int32_t first = vget_lane_s32(x, 0), second = vget_lane_s32(x, 1);
-        memcpy(w, &first, 4);
-        memcpy(w + further, &second, 4);
+/* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
+ * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
+#define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))
+#define TKVI_K_PLANES 4
+#define TKVI_K_PASSES 4
+#define TKVI_K_FIRST(pass) 0
+#define TKVI_K_COLUMN(pass) (16 * (pass))
+#define TKVI_V_VECTORS 4
+#define TKVI_V_SLABS 1
+#define TKVI_V_PARTS 1
+#define TKVI_V_COLUMN(v, part) (16 * (v))
+#define TKVI_V_SPLIT 0
+
+/* Weights of one limb: [position / 4][row][4]. */
+#define TKVI_W_TILE 16
+#define tkvi_weights(w, stride, r) vreinterpretq_u8_s8(vld1q_s8(w))
+#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
+
+#define tkvi_sums int32x4_t
+#define tkvi_sums_zero() vdupq_n_s32(0)
+#define TKVI_SUM_MAX 0x7fffffff
+#define tkvi_dot_k(sum, codes, u, r)                                                                         \
+    TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
+#define tkvi_dot_v(sum, codes, u, r)                                                                         \
+    TKVI_DOT_128(1, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
+#define tkvi_dot_levels(sum, levels, u, r) tkvi_dot_k(sum, levels, u, r)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+
+/* Weights of two limbs: [position / 4][limb][row][4] bytes. */
+#define TKVI_WIDE_TILE 16 /* in int16_t */
+#define tkvi_wide_vb tkvi_b16
+#define tkvi_wide_none() vdupq_n_u8(0)
+#define tkvi_wide_sums tkvi_limb_sums
+#define tkvi_even(codes) (codes)
+#define tkvi_odd(codes) (codes)
+#define tkvi_even_levels(x) (x)
+#define tkvi_odd_levels(x) (x)
+#define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
+#define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    ((void)(odd),                                                                                            \
+     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r),       \
+                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r)))
+#define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
+
+typedef struct tkvi_limb_sums {
+    int32x4_t high, low;
+} tkvi_limb_sums;
+
+TKVI_FLAT_128 tkvi_limb_sums tkvi_limbs_128(int32x4_t high, int32x4_t low) {
+    tkvi_limb_sums x;
+    x.high = high;
+    x.low = low;
+    return x;
+}
+
+TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {
+    const int32_t four = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(x, x))), 0);
+    memcpy(w, &four, 4);
+}
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_128 void tkvi_store_narrow_128(int8_t *w, const tkvi_i4 *k) {
+    int i;
+    for (i = 0; i < 4; i++, w += 16) tkvi_store_four_128(w, vmovn_s32(k[i]));
+}
+
+TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
+    int i;
+    for (i = 0; i < 4; i++, w += 32) {
+        const int16x4_t x = vmovn_s32(k[i]);
+        tkvi_store_four_128(w, vshr_n_s16(x, 7));
+        tkvi_store_four_128(w + 16, vand_s16(x, vdup_n_s16(127)));
     }
 }
 
@@ -12614,7 +14105,7 @@ TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a
 #else
 /* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels, and 2 * 63 * 255
  * without signs. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_128 c, tkvi_codes_128 w) {
+TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, int8x16_t c, int8x16_t w) {
     const uint8x16_t x = vreinterpretq_u8_s8(c), y = vreinterpretq_u8_s8(w);
     if (no_sign)
         return vreinterpretq_s32_u32(
@@ -12770,45 +14261,64 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
 
-/* >>products */
-/* Weight rows in a pass. Engines on x86 have 16 registers: 8 for sums, 4 for codes, the rest for weights. */
-#define TKVI_MAX_PASS_128 4
-TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) {
-    (void)n_limbs;
-    return 1;
-}
-typedef int16_t tkvi_weight;
-typedef struct tkvi_codes_128 {
-    v128_t even, odd;
-} tkvi_codes_128;
-typedef const tkvi_weight *tkvi_quad_128;
+TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
 
-TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
-    v128_t x = wasm_v128_load(p);
-    tkvi_codes_128 c;
-    c.even = wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8);
-    c.odd = wasm_i16x8_shr(x, 8);
-    return c;
-}
-TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return w; }
-
-/* Stores the weights of two steps of a row, each in the order r0 r2 r1 r3. The second step is `further` weights
- * on. */
-TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                          const int n_limbs) {
-    const v128_t x = wasm_i16x8_shuffle(a, b, 0, 4, 2, 6, 8, 12, 10, 14);
-    (void)n_limbs;
-    wasm_v128_store64_lane(w, x, 0);
-    wasm_v128_store64_lane(w + further, x, 1);
+/* x in lanes i with i < n, else y. */
+TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+    return wasm_v128_bitselect(x, y, wasm_i32x4_lt(wasm_i32x4_const(0, 1, 2, 3), wasm_i32x4_splat(n)));
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_weight *w) {
-    sum = wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.even, wasm_v128_load32_splat(w)));
-    return wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.odd, wasm_v128_load32_splat(w + 2)));
+/* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+#define TKVI_HAS_NARROW 0
+#define TKVI_BIAS 0
+#define tkvi_vb_biased(x) (x)
+#define TKVI_K_PLANES 2
+#define TKVI_K_PASSES 8
+#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
+#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
+#define TKVI_V_VECTORS 2
+#define TKVI_V_SLABS 1
+#define TKVI_V_PARTS 2
+#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
+#define TKVI_V_SPLIT 0
+
+/* Nothing has weights of one limb. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) wasm_v128_load(w)
+#define tkvi_store_weights_k(w, stride, r, k) ((void)(k))
+#define tkvi_store_weights_v(w, stride, r, k) ((void)(k))
+#define tkvi_sums v128_t
+#define tkvi_sums_zero() wasm_i32x4_const_splat(0)
+#define TKVI_SUM_MAX 0x7fffffff
+#define tkvi_dot_k(sum, codes, u, r) ((void)(codes), (void)(u), sum)
+#define tkvi_dot_v(sum, codes, u, r) ((void)(codes), (void)(u), sum)
+#define tkvi_dot_levels(sum, levels, u, r) ((void)(levels), (void)(u), sum)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+
+/* [row][position], the four of a tile in the order 0 2 1 3, as in the drawing. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb v128_t
+#define tkvi_wide_none() wasm_i32x4_const_splat(0)
+#define tkvi_wide_sums v128_t
+#define tkvi_wide_zero() wasm_i32x4_const_splat(0)
+#define tkvi_even(codes) wasm_v128_and(codes, wasm_i16x8_const_splat(255))
+#define tkvi_odd(codes) wasm_u16x8_shr(codes, 8)
+#define tkvi_even_levels(x) wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8)
+#define tkvi_odd_levels(x) wasm_i16x8_shr(x, 8)
+#define tkvi_wide_even(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride))
+#define tkvi_wide_odd(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride) + 2)
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    wasm_i32x4_add(wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(even, u)), wasm_i32x4_dot_i16x8(odd, v))
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((w) + (r) * (stride), k)
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
+    wasm_v128_store(w, wasm_i16x8_shuffle(k[0], k[1], 0, 4, 2, 6, 8, 12, 10, 14));
+    wasm_v128_store(w + 8, wasm_i16x8_shuffle(k[2], k[3], 0, 4, 2, 6, 8, 12, 10, 14));
 }
-/* no_sign makes no difference: 16-bit weights can be 255. */
-#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
-    ((void)(no_sign), tkvi_dot_128(sum, codes, (quad) + 4 * (row)))
 
 #endif /* TKVI_WASM */
 
@@ -12820,15 +14330,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_wei
  * Types and operations that end in _128 come from kernels/neon.h or kernels/wasm.h. The target of the compiler
  * selects one of them.
  *
- * A tile is unpacked to bytes, in the order of its codes. Then these bytes are multiplied for all rows. So only
- * unpacking depends on the width and the table of levels, and one loop of products serves K and V. A step of it
- * multiplies two vectors of 16 codes (four lanes of four) by four weights of each row:
- *
- *     K: a step is a tile.        lanes: tokens 16p + 4b .. + 3, p = 2h and 2h + 1;  weights of its 4 channels
- *     V: a step is four tokens.   lanes: channels 4b .. + 3, b = 2h and 2h + 1;      weights of its 4 tokens
- *
- * 8-bit codes become signed: code - 128. These kernels do not prefetch `next`, because no machine to measure it
- * was available.
+ * No machine to measure prefetching of `next` was available, so these kernels do without it.
  */
 #ifndef TKVI_KERNELS_VECTORS_128_H
 #define TKVI_KERNELS_VECTORS_128_H
@@ -13049,433 +14551,894 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_SAVE4_K_
 #undef TKVI_SAVE4_V_
 
-/* >>tiles */
-/* Adds the top bit to the codes of four planes. Plane p has it where x & (from << p); it is worth `bit`. */
-TKVI_FLAT_128 void tkvi_tops_128(tkvi_b16 *c, tkvi_b16 x, int from, int bit) {
-    const tkvi_b16 to = tkvi_splat_bytes_128(bit);
-    c[0] = tkvi_or_128(c[0], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(from)), to));
-    c[1] = tkvi_or_128(c[1], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(2 * from)), to));
-    c[2] = tkvi_or_128(c[2], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(4 * from)), to));
-    c[3] = tkvi_or_128(c[3], tkvi_and_128(tkvi_test_128(x, tkvi_splat_bytes_128(8 * from)), to));
-}
+/* ======== kernels/simd_128.inc ======== */
+/*
+ * kernels/simd_128.inc - the vector vocabulary for NEON and WebAssembly, as kernels/simd_avx2.inc, over the operations
+ * of kernels/neon.h and kernels/wasm.h. Those files also define the products.
+ *
+ * Types: tkvi_vf, 4 floats; tkvi_vi, 4 integers of 32 bits; tkvi_vb, 16 bytes.
+ */
+#define TKVI_N(name) tkvi_##name##_128
+#define TKVI_OP TKVI_FLAT_128
+#define TKVI_KERNEL static
 
-TKVI_FLAT_128 void tkvi_store_codes_128(uint8_t *code, const tkvi_b16 *c) {
-    tkvi_store_bytes_128(code, c[0]);
-    tkvi_store_bytes_128(code + 64, c[1]);
-    tkvi_store_bytes_128(code + 128, c[2]);
-    tkvi_store_bytes_128(code + 192, c[3]);
-}
+#define tkvi_vf tkvi_f4
+#define tkvi_vi tkvi_i4
+#define tkvi_vb tkvi_b16
+#define TKVI_VF 4  /* floats in a vector */
+#define TKVI_VB 16 /* bytes in a vector */
 
-/* Unpacks codes j .. j + 15 of each plane. 8-bit codes become signed. */
-TKVI_FLAT_128 void tkvi_unpack4_128(const int width, const uint8_t *wide, const uint8_t *tops, int from,
-                                    int j, tkvi_b16 *c) {
-    const tkvi_b16 two = tkvi_splat_bytes_128(3), four = tkvi_splat_bytes_128(15),
-                   six = tkvi_splat_bytes_128(48);
-    tkvi_b16 x = tkvi_splat_bytes_128(128), y;
-    c[0] = c[1] = c[2] = c[3] = tkvi_splat_bytes_128(0);
-    if (width == 8) {
-        c[0] = tkvi_xor_128(tkvi_load_bytes_128(wide + j), x);
-        c[1] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 64), x);
-        c[2] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 128), x);
-        c[3] = tkvi_xor_128(tkvi_load_bytes_128(wide + j + 192), x);
-    } else if (width >= 4) {
-        x = tkvi_load_bytes_128(wide + j);
-        y = tkvi_load_bytes_128(wide + j + 64);
-        c[0] = tkvi_and_128(x, four);
-        c[1] = TKVI_RIGHT_128(x, 4);
-        c[2] = tkvi_and_128(y, four);
-        c[3] = TKVI_RIGHT_128(y, 4);
-    } else if (width >= 2) {
-        x = tkvi_load_bytes_128(wide + j);
-        c[0] = tkvi_and_128(x, two);
-        c[1] = tkvi_and_128(TKVI_RIGHT_128(x, 2), two);
-        c[2] = tkvi_and_128(TKVI_RIGHT_128(x, 4), two);
-        c[3] = TKVI_RIGHT_128(x, 6);
-    }
-    if (width == 6) {
-        x = tkvi_load_bytes_128(wide + j + 128);
-        c[0] = tkvi_or_128(c[0], tkvi_and_128(TKVI_LEFT_128(x, 4), six));
-        c[1] = tkvi_or_128(c[1], tkvi_and_128(TKVI_LEFT_128(x, 2), six));
-        c[2] = tkvi_or_128(c[2], tkvi_and_128(x, six));
-        c[3] = tkvi_or_128(c[3], tkvi_and_128(TKVI_RIGHT_128(x, 2), six));
-    }
-    if (width & 1)
-        tkvi_tops_128(c, tkvi_load_bytes_128(tops + j), from, width == 1 ? 1 : width == 3 ? 4 : 16);
-}
+/* >>floats */
+#define tkvi_vf_load(p) tkvi_load_128(p)
+#define tkvi_vf_store(p, x) tkvi_store_128(p, x)
+#define tkvi_vf_splat(x) tkvi_splat_128(x)
+#define tkvi_vf_add(a, b) tkvi_add_128(a, b)
+#define tkvi_vf_sub(a, b) tkvi_sub_128(a, b)
+#define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
+#define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
+#define tkvi_vf_max(a, b) tkvi_max_128(a, b)
+#define tkvi_vf_abs(x) tkvi_abs_128(x)
+#define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
+#define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
 
-TKVI_FLAT_128 void tkvi_unpack_width_128(const int width, const uint8_t *wide, const uint8_t *tops, int from,
-                                         uint8_t *code) {
-    tkvi_b16 c[4];
-    int j;
-    for (j = 0; j < 64; j += 16) {
-        tkvi_unpack4_128(width, wide, tops, from, j, c);
-        tkvi_store_codes_128(code + j, c);
-    }
-}
+/* >>integers */
+#define tkvi_vi_load(p) tkvi_load_ints_128(p)
+#define tkvi_vi_store(p, x) tkvi_store_ints_128(p, x)
+#define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
+#define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
+#define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
+#define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
+#define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
+#define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
+#define tkvi_vi_to_float(x) tkvi_to_float_128(x)
+#define tkvi_vi_sum4(to, v) tkvi_store_isum4_128(to, v)
+#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y) /* x in lanes i with i < n, else y */
 
-static void tkvi_unpack_tile_128(const uint8_t *codes, const tkvi_tile_at *at, int width, uint8_t *code) {
-    const uint8_t *wide = codes + at->wide, *tops = codes + at->halves + at->half / 2 * 64;
-    const int from = at->half % 2 ? 16 : 1;
-    switch (width) {
-    case 1: tkvi_unpack_width_128(1, wide, tops, from, code); break;
-    case 2: tkvi_unpack_width_128(2, wide, tops, from, code); break;
-    case 3: tkvi_unpack_width_128(3, wide, tops, from, code); break;
-    case 4: tkvi_unpack_width_128(4, wide, tops, from, code); break;
-    case 5: tkvi_unpack_width_128(5, wide, tops, from, code); break;
-    case 6: tkvi_unpack_width_128(6, wide, tops, from, code); break;
-    default: tkvi_unpack_width_128(8, wide, tops, from, code); break;
-    }
-}
+/* >>bytes */
+#define tkvi_vb_load(p) tkvi_load_bytes_128(p)
+#define tkvi_vb_store(p, x) tkvi_store_bytes_128(p, x)
+#define tkvi_vb_splat(x) tkvi_splat_bytes_128(x)
+#define tkvi_vb_and(a, b) tkvi_and_128(a, b)
+#define tkvi_vb_or(a, b) tkvi_or_128(a, b)
+#define tkvi_vb_left(x, n) tkvi_left_bytes_128(x, n)
+#define tkvi_vb_right(x, n) tkvi_right_bytes_128(x, n)
+/* The bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by m
+ * more for the second half. */
+#define tkvi_vb_tail(p, column) tkvi_load_bytes_128((p) - (column) / 32 * 32)
+#define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
+#define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
 
-/* Replaces n codes by their levels. */
-static void tkvi_codes_to_levels_128(const int8_t *levels, const uint8_t *code, int n, uint8_t *level) {
-    const tkvi_b16 table = tkvi_load_bytes_128((const uint8_t *)levels), mask = tkvi_splat_bytes_128(15);
-    int j;
-    for (j = 0; j < n; j += 16)
-        tkvi_store_bytes_128(level + j,
-                             tkvi_look_up_128(table, tkvi_and_128(tkvi_load_bytes_128(code + j), mask)));
-}
+#define tkvi_keep(sum)
+#define tkvi_keep_pointer(p)
+#define tkvi_keep_wide(sum)
+#define tkvi_ahead(p, n, distance) ((void)(distance)) /* no machine to measure prefetching was available */
+#define tkvi_distance(src, next) ((void)(src), (void)(next), (uintptr_t)0)
 
-/* Twice the centre of the bytes that are multiplied. */
-static int tkvi_centre2_128(const tkvi_side *s, int width) {
-    return s->levels ? 0 : width == 8 ? -1 : (1 << width) - 1;
-}
-
-/* zero + centre * scale, for four values. */
-TKVI_FLAT_128 tkvi_f4 tkvi_centred_128(tkvi_f4 zero, const float *scale, float centre) {
-    return tkvi_madd_128(zero, tkvi_load_128(scale), tkvi_splat_128(centre));
-}
-
-/* A folded row. Its answer is half_step * (2 * sum w code - middle) + rest.
- * middle = sum w centre2; rest = sum x zero. */
-typedef struct tkvi_fold_128 {
-    int32_t middle;
-    float half_step, rest;
-    float most; /* the largest weight before it is rounded */
-    int wide;   /* number of leading weights with two limbs */
-} tkvi_fold_128;
-
-/* Parameters of folding. zero includes centre * scale (tkvi_centred_128). n is a multiple of 16. */
-typedef struct tkvi_fold_args_128 {
-    const float *scale, *zero;
-    const int32_t *centre2;
-    int n, n_limbs, top,
-        wide;     /* top: the largest weight of one limb; wide: leading weights always with two */
-    float coarse; /* see TKVI_NEEDS_TWO */
-    int unit; /* value of 1 in a one-limb weight beside two-limb ones: 128 in K. V: 1, because rows do not mix */
-} tkvi_fold_args_128;
-
-/* Weights of a step: four of each weight row. A load may read rows that its pass does not use. */
-#define TKVI_QUAD_128 (4 * 2 * TKVI_ROWS)
-
-/* y = x * scale, and the fields of *f that rounding needs. */
-static void tkvi_scale_row_128(const tkvi_fold_args_128 *a, const float *x, float *y, tkvi_fold_128 *f) {
-    tkvi_f4 most = tkvi_splat_128(0.0f), rest = most, squares = most;
-    float all;
-    int i;
-    for (i = 0; i < a->n; i += 4) {
-        tkvi_f4 v = tkvi_load_128(x + i), u = tkvi_mul_128(v, tkvi_load_128(a->scale + i));
-        most = tkvi_max_128(most, tkvi_abs_128(u));
-        rest = tkvi_madd_128(rest, v, tkvi_load_128(a->zero + i));
-        squares = tkvi_madd_128(squares, u, u);
-        tkvi_store_128(y + i, u);
-    }
-    f->most = tkvi_max_across_128(most);
-    f->rest = tkvi_sum_across_128(rest);
-    all = tkvi_sum_across_128(squares);
-    f->wide = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, f->most, all, a->top) ? a->n : a->wide;
-}
-
-/* Rounds y. two: 1 if some row of the call needs two limbs; then all rows are stored with two. */
-TKVI_FLAT_128 void tkvi_round_row_128(const tkvi_fold_args_128 *a, const float *y, const int two,
-                                      tkvi_weight *w, tkvi_fold_128 *f) {
-    const int unit = two ? a->unit : 1;
-    const int steps =
-        f->wide == a->n ? TKVI_TWO_LIMBS_MAX : unit * a->top; /* the largest weight, in units of the sums */
-    const int some = f->most > 1e-34f;                        /* smaller ones contribute nothing */
-    const tkvi_f4 fine = tkvi_splat_128(some ? (float)TKVI_TWO_LIMBS_MAX / f->most : 0.0f);
-    const tkvi_f4 coarse = tkvi_splat_128(some ? (float)a->top / f->most : 0.0f);
-    tkvi_i4 middle = tkvi_splat_ints_128(0);
-    int i, k;
-    for (i = 0; i < a->n; i += 8, w += 2 * TKVI_QUAD_128) {
-        tkvi_i4 v[2];
-        for (k = 0; k < 2; k++) { /* the four weights of a tile have equally many limbs */
-            const int wide = i + 4 * k < f->wide;
-            v[k] = tkvi_nearest_128(tkvi_mul_128(tkvi_load_128(y + i + 4 * k), wide ? fine : coarse));
-            if (!wide && unit > 1) v[k] = TKVI_LEFT_INTS_128(v[k], 7);
-            middle = tkvi_add_ints_128(middle,
-                                       tkvi_mul_ints_128(v[k], tkvi_load_ints_128(a->centre2 + i + 4 * k)));
-        }
-        tkvi_store_weights_128(w, TKVI_QUAD_128, v[0], v[1], two ? 2 : 1);
-    }
-    f->middle = tkvi_sum_ints_across_128(middle);
-    f->half_step = 0.5f * f->most / (float)steps;
-}
-
-/* Folds and rounds all rows. x: [row][n]. two: 1 demands two limbs. Returns the number of limbs. */
-static int tkvi_fold_rows_128(const tkvi_fold_args_128 *a, const float *x, int rows, int two, tkvi_weight *w,
-                              tkvi_fold_128 *f) {
-    TKVI_ALIGNED float y[TKVI_ROWS][TKV_MAX_HEAD_DIM];
+TKVI_OP void tkvi_store_max4_128(float *to, const tkvi_f4 *v) {
     int r;
-    for (r = 0; r < rows; r++) {
-        tkvi_scale_row_128(a, x + r * a->n, y[r], f + r);
-        two |= f[r].wide > 0;
-    }
-    for (r = 0; r < rows; r++, w += 4 * tkvi_weight_rows_128(1 + two)) {
-        if (two) tkvi_round_row_128(a, y[r], 1, w, f + r);
-        else tkvi_round_row_128(a, y[r], 0, w, f + r);
-    }
-    return 1 + two;
+    for (r = 0; r < 4; r++) to[r] = tkvi_max_across_128(v[r]);
 }
 
-/* Parameters of a loop of products, in the steps of the drawing at the top. */
-typedef struct tkvi_dots_128 {
-    const uint8_t *codes;
-    int step, apart,
-        steps;            /* bytes between steps; bytes between the two vectors of a step; number of steps */
-    const tkvi_weight *w; /* [step][TKVI_QUAD_128] */
-    int32_t *sum;         /* [weight row][TKVI_BLOCK] */
-    int sum_apart, add;   /* distance between the sums of both vectors; add: sum += products, else sum = */
-    int no_sign;          /* 1: codes and weights are unsigned; weights are at most 255 */
-} tkvi_dots_128;
-
-#define TKVI_ROWS8_(X)                                                                                       \
-    X(0, low, 0) X(1, low, 1) X(2, low, 2) X(3, low, 3) X(4, up, 0) X(5, up, 1) X(6, up, 2) X(7, up, 3)
-#define TKVI_BEGIN8_(r, quad, lane)                                                                          \
-    tkvi_i4 a##r = tkvi_splat_ints_128(0), b##r = a##r;                                                      \
-    if (r < nw && d->add) {                                                                                  \
-        a##r = tkvi_load_ints_128(sum + r * TKVI_BLOCK);                                                     \
-        b##r = tkvi_load_ints_128(sum + r * TKVI_BLOCK + apart);                                             \
-    }
-#define TKVI_DOT8_(r, quad, lane)                                                                            \
-    if (r < nw) {                                                                                            \
-        a##r = TKVI_DOT_128(no_sign, a##r, c, quad, lane);                                                   \
-        b##r = TKVI_DOT_128(no_sign, b##r, e, quad, lane);                                                   \
-    }
-#define TKVI_END8_(r, quad, lane)                                                                            \
-    if (r < nw) {                                                                                            \
-        tkvi_store_ints_128(sum + r * TKVI_BLOCK, a##r);                                                     \
-        tkvi_store_ints_128(sum + r * TKVI_BLOCK + apart, b##r);                                             \
-    }
-
-TKVI_FLAT_128 void tkvi_dot_rows_128(const tkvi_dots_128 *d, const tkvi_weight *w, int32_t *sum, const int nw,
-                                     const int no_sign) {
-    const uint8_t *codes = d->codes;
-    const int step = d->step, second = d->apart, apart = d->sum_apart;
-    int i;
-    TKVI_ROWS8_(TKVI_BEGIN8_)
-    for (i = 0; i < d->steps; i++, codes += step, w += TKVI_QUAD_128) {
-        const tkvi_codes_128 c = tkvi_load_codes_128(codes), e = tkvi_load_codes_128(codes + second);
-        const tkvi_quad_128 low = tkvi_load_quad_128(w), up = nw > 4 ? tkvi_load_quad_128(w + 16) : low;
-        TKVI_ROWS8_(TKVI_DOT8_)
-    }
-    TKVI_ROWS8_(TKVI_END8_)
+TKVI_OP void tkvi_store_isum4_128(int32_t *to, const tkvi_i4 *v) {
+    int r;
+    for (r = 0; r < 4; r++) to[r] = tkvi_sum_ints_across_128(v[r]);
 }
-#undef TKVI_ROWS8_
-#undef TKVI_BEGIN8_
-#undef TKVI_DOT8_
-#undef TKVI_END8_
-
-TKVI_FLAT_128 void tkvi_dot_pass_128(const tkvi_dots_128 *d, const tkvi_weight *w, int32_t *sum, int pass,
-                                     const int no_sign) {
-    if (pass == 4) tkvi_dot_rows_128(d, w, sum, 4, no_sign);
-    else if (pass == 2) tkvi_dot_rows_128(d, w, sum, 2, no_sign);
-    else if (pass == 1) tkvi_dot_rows_128(d, w, sum, 1, no_sign);
-#if TKVI_MAX_PASS_128 == 8
-    else tkvi_dot_rows_128(d, w, sum, 8, no_sign);
-#endif
-}
-
-static void tkvi_dot_all_128(const tkvi_dots_128 *d, int weight_rows) {
-    int r, pass;
-    for (r = 0; r < weight_rows; r += pass) {
-        const tkvi_weight *w = d->w + 4 * r;
-        int32_t *sum = d->sum + r * TKVI_BLOCK;
-        pass = tkvi_rows_in_pass_128(weight_rows - r, TKVI_MAX_PASS_128);
-        if (d->no_sign) tkvi_dot_pass_128(d, w, sum, pass, 1);
-        else tkvi_dot_pass_128(d, w, sum, pass, 0);
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/codes.inc ======== */
+/*
+ * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
+ */
+/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
+ * extracts a plane. Only for 3 bits `first` must be a constant. */
+TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
+                               int column, tkvi_vb *x) {
+    int p;
+    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
+    } else if (width >= 4) {
+        x[0] = tkvi_vb_load(at + 32 * first);
+        if (count > 2) x[1] = tkvi_vb_load(at + 64);
+    } else if (width >= 2) {
+        x[0] = tkvi_vb_load(at);
+        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
+    }
+    if (width == 6) x[2] = tkvi_vb_load(at + 128);
+    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 3 && first + count > 2) {
+        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
+        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
+        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
     }
 }
 
-/* Converts n sums of row r to answers. n is a multiple of 4. add: out += answers. */
-static void tkvi_store_answers_128(const int32_t *sum, int r, int n_limbs, const tkvi_fold_128 *f, int n,
-                                   int add, float *out) {
-    const tkvi_f4 half_step = tkvi_splat_128(f[r].half_step), rest = tkvi_splat_128(f[r].rest);
-    const tkvi_i4 middle = tkvi_splat_ints_128(f[r].middle);
-    const int split = tkvi_weight_rows_128(n_limbs) == 2;
-    int i;
-    sum += r * tkvi_weight_rows_128(n_limbs) * TKVI_BLOCK;
-    for (i = 0; i < n; i += 4) {
-        tkvi_i4 x = tkvi_load_ints_128(sum + i);
-        tkvi_f4 y;
-        if (split) x = tkvi_add_ints_128(TKVI_LEFT_INTS_128(x, 7), tkvi_load_ints_128(sum + TKVI_BLOCK + i));
-        y = tkvi_to_float_128(tkvi_sub_ints_128(TKVI_LEFT_INTS_128(x, 1), middle));
-        y = tkvi_madd_128(rest, y, half_step);
-        tkvi_store_128(out + i, add ? tkvi_add_128(y, tkvi_load_128(out + i)) : y);
+/* Moves the bits at `from` of each byte to `to`, and clears the others. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
+    if (from > to) x = tkvi_vb_right(x, from - to);
+    if (to > from) x = tkvi_vb_left(x, to - from);
+    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+}
+
+/* Codes of plane first + p of a tile that load_tile loaded. */
+TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
+    tkvi_vb c;
+    if (width == 8) return x[p];
+    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 3) {
+        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
+        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+    }
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    return c;
+}
+
+TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
+    tkvi_vb x[4];
+    int column, p;
+    for (column = 0; column < 64; column += TKVI_VB) {
+        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
     }
 }
 
-#define TKVI_BATCH_128 32 /* tiles that are unpacked at a time: 8 KB */
+/* As tkvi_unpack_tile. */
+TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
+    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
+    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
+    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
+    else TKVI_N(unpack_codes)(width, tile, code);
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/tiles.inc ======== */
+/*
+ * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
+ *
+ * K. A pass takes some planes of all tiles, so that the sums of its tokens stay in registers:
+ *     sum[token] += codes of four channels . their four weights        for each tile, for up to four rows
+ * V. A pass takes a slab, or a few. It goes through the tokens:
+ *     sum[channel] += codes of four tokens . their four weights
+ *
+ * Weights of one limb have 8 bits, of two limbs 16 (kernels/scalar.h says which need two). Tiles by wide weights come
+ * first. In K their sums are in units of 1/128 of those of narrow weights.
+ */
 
-/* Products of K for tiles first .. first + n - 1, unpacked at `code`. */
-static void tkvi_batch_k_128(const uint8_t *code, int first, int n, const tkvi_weight *w, int w_group,
-                             int weight_rows, int32_t *sum) {
-    tkvi_dots_128 d;
-    int b, h;
-    d.step = TKVI_TILE_CODES;
-    d.apart = 64;
-    d.steps = n;
-    d.sum_apart = 16;
-    d.add = first > 0;
-    d.no_sign = 0;
-    for (h = 0; h < 2; h++)
-        for (b = 0; b < 4; b++) {
-            d.codes = code + 128 * h + 16 * b;
-            d.w = w + h * w_group + first * TKVI_QUAD_128;
-            d.sum = sum + 32 * h + 4 * b;
-            tkvi_dot_all_128(&d, weight_rows);
+/* >>folding: weights of up to four rows from the scales of a group. Missing rows repeat the last. */
+/* Returns the number of leading positions that have two limbs. */
+TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
+    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    tkvi_vf most[4], rest[4], squares[4];
+    tkvi_vi middle[4];
+    float top[4], sum[4], square[4];
+    int32_t middles[4];
+    int i, j, r, wide = a->least, limit[4];
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
+    for (i = 0; i < a->n; i += TKVI_VF) {
+        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
+        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
+        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
+                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
+            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
+            squares[r] = tkvi_vf_madd(y, y, squares[r]);
+            tkvi_vf_store(folded[r] + i, y);
         }
-}
-
-static void tkvi_tiles_k_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                             const float *ref, int rows, int n, int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED uint8_t code[TKVI_BATCH_128 * TKVI_TILE_CODES];
-    TKVI_ALIGNED tkvi_weight w[2][TKV_MAX_HEAD_DIM / 4 * TKVI_QUAD_128];
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
-    const int tokens = TKVI_BLOCK / s->groups;
-    const int w_group = s->groups == 2 ? (int)(sizeof w[0] / sizeof w[0][0]) : 0;
-    tkvi_fold_128 fold[2][TKVI_ROWS];
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
-    int width, i, g, r, c = 0, first = 0, here = 0, weight_rows;
-    tkvi_fold_args_128 a;
-    (void)next;
-    (void)n;
-    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_128, scale, zero);
-    for (width = TKVI_MAX_WIDTH; width >= 0; width--) { /* 0: channels without codes */
-        const int centre2_here = width ? tkvi_centre2_128(s, width) : 0;
-        const float centre = width ? tkvi_centre(s, width) : 0.0f;
-        for (i = width ? s->tiles.n[width] : (s->pad - c) / 4; i > 0; i--, c += 4) {
-            tkvi_store_ints_128(centre2 + c, tkvi_splat_ints_128(centre2_here));
-            for (g = 0; g < s->groups; g++) {
-                float *z = zero + g * s->pad + c;
-                const tkvi_f4 x = tkvi_sub_128(tkvi_load_128(z), tkvi_load_128(ref + c));
-                tkvi_store_128(z, tkvi_centred_128(x, scale + g * s->pad + c, centre));
+    }
+    tkvi_vf_max4(top, most);
+    tkvi_vf_sum4(sum, rest);
+    tkvi_vf_sum4(square, squares);
+    for (r = 0; r < nr; r++) {
+        const int two = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], TKVI_LIMB_MAX_K);
+        limit[r] = two ? a->n : a->wide;
+        wide = tkvi_max(wide, limit[r]);
+        f->step[r] = top[r];
+        f->rest[r] = sum[r];
+        top[r] = top[r] > 1e-34f ? (float)TKVI_LIMB_MAX_K / top[r] : 0.0f;
+    }
+    if (!TKVI_HAS_NARROW) wide = a->n;
+    for (r = 0; r < nr; r++) {
+        const tkvi_vf by = tkvi_vf_splat(top[r]);
+        tkvi_vi narrow = tkvi_vi_splat(0), fine = narrow; /* sum w centre2 */
+        int8_t *w = a->w;
+        int16_t *wide_w = a->wide_w;
+        for (i = 0; i < wide; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
+            tkvi_vi k[16 / TKVI_VF], x[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                const int at = i + j * TKVI_VF;
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by);
+                const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
+                k[j] = tkvi_vi_nearest(y);
+                x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
             }
+            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+            tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
+        }
+        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+            tkvi_vi k[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                const int at = i + j * TKVI_VF;
+                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+            }
+            tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+        }
+        middle[r] = wide ? tkvi_vi_add(tkvi_vi_left(narrow, 7), fine) : narrow;
+    }
+    for (; r < 4; r++) middle[r] = tkvi_vi_splat(0);
+    tkvi_vi_sum4(middles, middle);
+    for (r = 0; r < nr; r++) {
+        f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
+        f->base[r] = middles[r] >> 1;
+        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+    }
+    return wide;
+}
+
+/* Returns 1 if the weights have two limbs. */
+TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
+    TKVI_ALIGNED float folded[4][TKVI_BLOCK];
+    tkvi_vf most[4], rest[4], squares[4];
+    tkvi_vi total[4];
+    float top[4], sum[4], square[4], by[4];
+    int32_t totals[4];
+    int i, j, r, two = 0;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VF) {
+        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
+        const tkvi_vf zero = tkvi_vf_madd(scale, tkvi_vf_splat(a->centre), tkvi_vf_load(a->zero + i));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const tkvi_vf x = tkvi_vf_load(a->x + r * TKVI_BLOCK + i), y = tkvi_vf_mul(x, scale);
+            most[r] = tkvi_vf_max(most[r], y);
+            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
+            squares[r] = tkvi_vf_madd(y, y, squares[r]);
+            tkvi_vf_store(folded[r] + i, y);
         }
     }
+    tkvi_vf_max4(top, most);
+    tkvi_vf_sum4(sum, rest);
+    tkvi_vf_sum4(square, squares);
+    for (r = 0; r < nr; r++) {
+        const int fine = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], a->top);
+        const float steps = (float)(fine ? TKVI_TWO_LIMBS_MAX : a->top);
+        two |= fine;
+        f->step[r] = top[r] / steps;
+        f->rest[r] = sum[r];
+        by[r] = top[r] > 1e-34f ? steps / top[r] : 0.0f;
+    }
+    for (r = 0; r < nr; r++) {
+        const tkvi_vf factor = tkvi_vf_splat(by[r]);
+        tkvi_vi all = tkvi_vi_splat(0);
+        int8_t *w = a->w;
+        int16_t *wide_w = a->wide_w;
+        for (i = 0; i < TKVI_BLOCK; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
+            tkvi_vi k[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + i + j * TKVI_VF), factor));
+                all = tkvi_vi_add(all, k[j]);
+            }
+            if (two || !TKVI_HAS_NARROW)
+                tkvi_store_wide(a->wide_w + i / 4 * TKVI_WIDE_TILE, TKVI_BLOCK, r, k);
+            else tkvi_store_weights_v(a->w + i / 4 * TKVI_W_TILE, TKVI_BLOCK, r, k);
+        }
+        total[r] = all;
+    }
+    for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
+    tkvi_vi_sum4(totals, total);
+    for (r = 0; r < nr; r++) {
+        const int32_t all = totals[r] * a->middle;
+        f->base[r] = all >> 1;
+        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+    }
+    return two || !TKVI_HAS_NARROW;
+}
+
+/* >>products. Sums of row r are a##r, b##r, ...: named variables stay in registers with every compiler. */
+#define TKVI_EACH_SUM_(X, EACH)                                                                              \
+    TKVI_SUMS_OF_(X, EACH, 0) TKVI_SUMS_OF_(X, EACH, 1) TKVI_SUMS_OF_(X, EACH, 2) TKVI_SUMS_OF_(X, EACH, 3)
+#define TKVI_SUMS_OF_(X, EACH, r)                                                                            \
+    if (r < nr) { EACH(X, r) }
+#define TKVI_DECLARE_TWO_(type, zero, r) type a##r = zero, b##r = zero;
+#define TKVI_DECLARE_FOUR_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
+#define TKVI_DECLARE_(HOW, type, zero)                                                                       \
+    HOW(type, zero, 0) HOW(type, zero, 1) HOW(type, zero, 2) HOW(type, zero, 3)
+#define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
+#define TKVI_FOUR_(X, r) X(a##r, 0, r) X(b##r, 1, r) X(c##r, 2, r) X(d##r, 3, r)
+#if TKVI_K_PLANES == 2
+#define TKVI_K_SUMS_ TKVI_DECLARE_TWO_
+#define TKVI_K_EACH_ TKVI_TWO_
+#else
+#define TKVI_K_SUMS_ TKVI_DECLARE_FOUR_
+#define TKVI_K_EACH_ TKVI_FOUR_
+#endif
+
+TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
+    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
+    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
+    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
+    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+}
+
+/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
+#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+#define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
+#define TKVI_K_DOT_(sum, p, r)                                                                               \
+    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
+    sum = tkvi_dot_k(sum, x[p], u, r);
+#define TKVI_K_DOT_WIDE_(sum, p, r)                                                                          \
+    if (p == 0 || p == 2) {                                                                                  \
+        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                     \
+        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
+    }                                                                                                        \
+    sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
+#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
+#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+    more = tkvi_widen_k(sum);                                                                                \
+    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
+    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
+#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
+    more = tkvi_widen_k(sum);                                                                                \
+    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
+    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
+    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
+#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
+    TKVI_N(store_answer)                                                                                     \
+    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+#define TKVI_K_LOAD_(width, first)                                                                           \
+    TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
+    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
+    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    at += TKVI_TILE_BYTES(width);                                                                            \
+    tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
+        TKVI_N(plane)(width, first, p, packed);
+#define TKVI_K_RUN_(width, first)                                                                            \
+    for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
+        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
+    }
+#define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
+        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_UNROLL                                                                                          \
+        for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
+            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            even[p] = tkvi_even(x[p]);                                                                       \
+            odd[p] = tkvi_odd(x[p]);                                                                         \
+        }                                                                                                    \
+        TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
+    }
+
+/* Multiplies the tiles of a side of K by the weights of nr rows. */
+TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
+    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    tkvi_vb packed[4], x[TKVI_K_PLANES];
+    int pass, width, p, m;
+    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    for (pass = 0; pass < TKVI_K_PASSES; pass++) {
+        const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
+        const tkvi_fold *f = d->fold + (first >= 2);
+        const int group = first >= 2 ? d->second_group : 0;
+        float *scores = d->scores + 16 * first + column / 4;
+        const uintptr_t ahead =
+            d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
+        const uint8_t *at = d->codes + column;
+        const int8_t *w = d->w + group;
+        int used = d->is_wide; /* 1: total has sums */
+        width = d->most_width;
+        if (d->is_wide) {
+            const int16_t *ww = d->wide_w + group / 2;
+            tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
+            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+            for (; width >= d->least_wide; width--) {
+                m = d->s->tiles.n[width];
+                w += m * TKVI_W_TILE;
+                if (width == 4) {
+                    TKVI_K_WIDE_RUN_(4, first)
+                } else if (width == 8) {
+                    TKVI_K_WIDE_RUN_(8, first)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_WIDE_RUN_(3, 0)
+                } else if (width == 3) {
+                    TKVI_K_WIDE_RUN_(3, 2)
+                } else {
+                    TKVI_K_WIDE_RUN_(width, first)
+                }
+            }
+            if (!TKVI_HAS_NARROW || width == 0) {
+                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
+                continue;
+            }
+            TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+        }
+        if (TKVI_HAS_NARROW) {
+            tkvi_vb u = tkvi_vb_splat(0);
+            tkvi_vi more;
+            int room = TKVI_SUM_MAX, left;
+            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
+            for (; width > 0; width--)
+                for (left = d->s->tiles.n[width]; left > 0;) {
+                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
+                    m = left * each <= room ? left : room / each;
+                    if (m == 0) {
+                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                        room = TKVI_SUM_MAX;
+                        used = 1;
+                        continue;
+                    }
+                    left -= m;
+                    room -= m * each;
+                    if (width == 4) {
+                        TKVI_K_RUN_(4, first)
+                    } else if (width == 3 && first == 0) {
+                        TKVI_K_RUN_(3, 0)
+                    } else if (width == 3) {
+                        TKVI_K_RUN_(3, 2)
+                    } else if (width == 2) {
+                        TKVI_K_RUN_(2, first)
+                    } else {
+                        TKVI_K_RUN_(1, first)
+                    }
+                }
+            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
+        }
+    }
+}
+
+/* >>V. With TKVI_V_SPLIT, odd planes have sums c##r and d##r. */
+#if TKVI_V_VECTORS == 2
+#define TKVI_V_EACH_ TKVI_TWO_
+#else
+#define TKVI_V_EACH_ TKVI_FOUR_
+#endif
+#if TKVI_V_SPLIT
+#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
+#define TKVI_V_ODD_(X, r) X(c##r, 0, r) X(d##r, 1, r)
+#define TKVI_V_STEP_(X, r)                                                                                   \
+    if (p % 2) {                                                                                             \
+        TKVI_V_ODD_(X, r)                                                                                    \
+    } else {                                                                                                 \
+        TKVI_V_EACH_(X, r)                                                                                   \
+    }
+#define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
+#define TKVI_V_JOIN_ALL_ TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
+#else
+#define TKVI_V_STEP_ TKVI_V_EACH_
+#define TKVI_V_JOIN_ALL_
+#if TKVI_V_VECTORS == 2
+#define TKVI_V_SUMS_ TKVI_DECLARE_TWO_
+#else
+#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
+#endif
+#endif
+#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
+#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_DOT_(sum, v, r)                                                                               \
+    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
+    sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
+    tkvi_keep(sum)
+#define TKVI_V_DOT_LEVELS_(sum, v, r)                                                                        \
+    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
+    sum = tkvi_dot_levels(sum, x[v], u, r);                                                                  \
+    tkvi_keep(sum)
+#define TKVI_V_DOT_WIDE_(sum, v, r)                                                                          \
+    if (v == 0) {                                                                                            \
+        even_w = tkvi_wide_even(w, TKVI_BLOCK, r);                                                           \
+        odd_w = tkvi_wide_odd(w, TKVI_BLOCK, r);                                                             \
+    }                                                                                                        \
+    sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
+    tkvi_keep_wide(sum)
+#define TKVI_V_SPILL_(sum, v, r)                                                                             \
+    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    sum = tkvi_sums_zero();
+#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
+    if (v < n_vectors) {                                                                                     \
+        tkvi_vi more = tkvi_widen_v(sum);                                                                    \
+        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
+        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+    }
+#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
+    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
+    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+#define TKVI_V_LOAD_(width)                                                                                  \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
+    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
+     packed[v]);                                                                                             \
+    if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
+    if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
+
+/* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
+TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                                 int n_vectors, const int width, const int nr, float *out) {
+    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+    const int8_t *w = d->w;
+    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
+    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
+        if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
+        TKVI_V_LOAD_(width)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
+}
+
+/* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
+TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                                 int n_vectors, const int nr, float *out) {
+    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
+    const int8_t *w = d->w;
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
+        TKVI_V_LOAD_(8)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+}
+
+/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                               int n_vectors, const int width, const int is_signed, const int nr,
+                               float *out) {
+    const int16_t *w = d->wide_w;
+    tkvi_vb packed[TKVI_V_VECTORS][4];
+    tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
+        TKVI_V_LOAD_(width)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) {
+                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                if (is_signed) {
+                    even[v] = tkvi_even_levels(c);
+                    odd[v] = tkvi_odd_levels(c);
+                } else {
+                    if (width == 8) c = tkvi_vb_biased(c);
+                    even[v] = tkvi_even(c);
+                    odd[v] = tkvi_odd(c);
+                }
+            }
+            TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+}
+
+/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
+                                     uint8_t *code) {
+    int i, j;
+    for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
+        TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
+        if (d->s->levels) {
+            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
+        }
+    }
+}
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
+    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
+    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
+    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    int i, k, part;
+    for (i = 0; i < n; i += TKVI_V_SLABS) {
+        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
+        const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
+        for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
+            TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
+        for (part = 0; part < TKVI_V_PARTS; part++) {
+            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (is_wide) {
+                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
+                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
+                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
+            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
+            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
+            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+        }
+    }
+}
+
+#define TKVI_EACH_ROWS_(nr)                                                                                  \
+    TKVI_KERNEL void TKVI_N(dot_k##nr)(const tkvi_products_k *d) { TKVI_N(dot_k)(d, nr); }                   \
+    TKVI_KERNEL void TKVI_N(dot_v##nr)(const tkvi_products_v *d) { TKVI_N(dot_v)(d, nr); }                   \
+    TKVI_KERNEL int TKVI_N(fold_k##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
+        return TKVI_N(fold_rows_k)(a, nr, f);                                                                \
+    }                                                                                                        \
+    TKVI_KERNEL int TKVI_N(fold_v##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
+        return TKVI_N(fold_rows_v)(a, nr, f);                                                                \
+    }
+TKVI_EACH_ROWS_(1)
+TKVI_EACH_ROWS_(2)
+TKVI_EACH_ROWS_(3)
+TKVI_EACH_ROWS_(4)
+
+/* >>sides */
+TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_k1), TKVI_N(fold_k2),
+                                                                        TKVI_N(fold_k3), TKVI_N(fold_k4)};
+    static void (*const dot[4])(const tkvi_products_k *) = {TKVI_N(dot_k1), TKVI_N(dot_k2), TKVI_N(dot_k3),
+                                                            TKVI_N(dot_k4)};
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
+    tkvi_weights_k weights[2];
+    tkvi_fold_args a;
+    tkvi_products_k d;
+    int width, g, c = 0, i, most_width = 0;
+    (void)n;
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        if (end > c && !most_width) most_width = width;
+        const tkvi_vi x = tkvi_vi_splat((1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0));
+        for (; c < end; c += 4) tkvi_vi_store(centre2 + c, x); /* the next tiles overwrite what is too much */
+    }
+    for (g = 0; TKVI_BIAS && g < s->groups; g++) /* what products do without */
+        for (c = 0; c < 4 * s->tiles.n[8]; c++) zero[g * s->pad + c] += TKVI_BIAS * scale[g * s->pad + c];
+    a.ref = ref;
     a.centre2 = centre2;
     a.n = s->pad;
     a.n_limbs = n_limbs;
-    a.top = TKVI_LIMB_MAX_K;
-    a.unit = 128;
     a.wide = tkvi_n_wide_positions(s);
     a.coarse = tkvi_coarse_k(s);
-    n_limbs = 1;
-    for (g = 0; g < s->groups; g++) {
-        int had = n_limbs;
-        a.scale = scale + g * s->pad;
-        a.zero = zero + g * s->pad;
-        n_limbs = tkvi_fold_rows_128(&a, q, rows, had == 2, w[g], fold[g]);
-        if (g && n_limbs > had) { /* all groups must have equally many limbs */
-            a.scale = scale;
-            a.zero = zero;
-            tkvi_fold_rows_128(&a, q, rows, 1, w[0], fold[0]);
+    d.s = s;
+    d.codes = src;
+    d.ahead = tkvi_distance(src, next);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
+    d.most_width = most_width;
+    d.w = weights[0].w;
+    d.wide_w = weights[0].wide_w;
+    d.second_group = 0;
+    d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
+    for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
+        const int nr = tkvi_min(rows - i, 4);
+        int had = 0;
+        a.x = q;
+        a.least = a.wide;
+        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
+            a.scale = scale + g * s->pad;
+            a.zero = zero + g * s->pad;
+            a.w = weights[g].w;
+            a.wide_w = weights[g].wide_w;
+            had = a.least;
+            a.least = fold[nr - 1](&a, &d.fold[g]);
+            if (g && a.least > had) g = -1;
         }
+        if (s->groups == 1) d.fold[1] = d.fold[0];
+        d.is_wide = a.least > 0;
+        d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
+        d.scores = scores;
+        dot[nr - 1](&d);
+        d.ahead = 0; /* the first rows have prefetched everything */
     }
-    weight_rows = rows * tkvi_weight_rows_128(n_limbs);
-    memset(sum, 0,
-           (size_t)(weight_rows * TKVI_BLOCK) * sizeof sum[0]); /* a side without codes has no products */
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->tiles.n[width]; i++) {
-            uint8_t *to = code + here * TKVI_TILE_CODES;
-            tkvi_unpack_tile_128(src, &at, width, to);
-            tkvi_next_tile(&at, width);
-            if (++here < TKVI_BATCH_128) continue;
-            tkvi_batch_k_128(code, first, here, w[0], w_group, weight_rows, sum);
-            first += here;
-            here = 0;
-        }
-    if (here) tkvi_batch_k_128(code, first, here, w[0], w_group, weight_rows, sum);
-    for (r = 0; r < rows; r++)
-        for (g = 0; g < s->groups; g++)
-            tkvi_store_answers_128(sum + g * tokens, r, n_limbs, fold[g], tokens, 0,
-                                   scores + r * TKVI_BLOCK + g * tokens);
 }
 
-/* Products and answers of V for 16 channels. */
-static void tkvi_slab_v_128(const uint8_t *code, int n, const tkvi_weight *w, const tkvi_fold_128 *fold,
-                            int rows, int n_limbs, int no_sign, int pad, float *out) {
-    TKVI_ALIGNED int32_t sum[2 * TKVI_ROWS * TKVI_BLOCK];
-    tkvi_dots_128 d;
-    int h, r;
-    d.step = 64;
-    d.apart = 16;
-    d.steps = (n + 3) / 4; /* tokens beyond n have no weight */
-    d.w = w;
-    d.sum_apart = 4;
-    d.add = 0;
-    d.no_sign = no_sign;
-    for (h = 0; h < 2; h++) {
-        d.codes = code + 32 * h;
-        d.sum = sum + 8 * h;
-        tkvi_dot_all_128(&d, rows * tkvi_weight_rows_128(n_limbs));
-    }
-    for (r = 0; r < rows; r++) tkvi_store_answers_128(sum, r, n_limbs, fold, 16, 1, out + r * pad);
-}
-
-static void tkvi_tiles_v_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                             int rows, int n, int n_limbs, float *out) {
+TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_v1), TKVI_N(fold_v2),
+                                                                        TKVI_N(fold_v3), TKVI_N(fold_v4)};
+    static void (*const dot[4])(const tkvi_products_v *) = {TKVI_N(dot_v1), TKVI_N(dot_v2), TKVI_N(dot_v3),
+                                                            TKVI_N(dot_v4)};
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED float z[TKVI_BLOCK];
-    TKVI_ALIGNED int32_t centre2[TKVI_BLOCK];
-    TKVI_ALIGNED uint8_t code[4 * TKVI_TILE_CODES], level[4 * TKVI_TILE_CODES];
-    TKVI_ALIGNED tkvi_weight w[TKVI_BLOCK / 4 * TKVI_QUAD_128];
-    tkvi_fold_128 fold[TKVI_ROWS];
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
-    int width, i, k, t, g, two = 1, slab = 0; /* first channel */
-    tkvi_fold_args_128 a;
-    (void)next;
-    a.zero = z;
-    a.centre2 = centre2;
+    TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    tkvi_fold_args a;
+    tkvi_products_v d;
+    int width, i, r, g, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    a.w = w;
+    a.wide_w = wide_w;
     a.n = TKVI_BLOCK;
     a.n_limbs = n_limbs;
     a.top = tkvi_top_v(s);
-    a.unit = 1;
-    a.wide = 0;
-    s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_128, scale, zero);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0, g = -1; i < s->tiles.n[width]; i += 4) {
-            const int channels = tkvi_slab_channels(s, width);
-            if (g != slab / s->group) {
-                const float *sc = scale + slab / s->group * TKVI_BLOCK, *ze = zero + (sc - scale);
-                g = slab / s->group;
-                for (t = 0; t < TKVI_BLOCK; t += 4) {
-                    const tkvi_f4 x = tkvi_load_128(ze + t);
-                    tkvi_store_128(z + t, tkvi_centred_128(x, sc + t, tkvi_centre(s, width)));
-                    tkvi_store_ints_128(centre2 + t, tkvi_splat_ints_128(tkvi_centre2_128(s, width)));
-                }
-                a.scale = sc;
-                a.coarse = tkvi_coarse_v(s, width);
-                two = tkvi_fold_rows_128(&a, p, rows, 0, w, fold);
+    d.s = s;
+    d.codes = src;
+    d.n = n;
+    d.w = w;
+    d.wide_w = wide_w;
+    d.out_stride = s->pad;
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        a.centre = tkvi_centre(s, width);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.coarse = tkvi_coarse_v(s, width);
+        d.width = width;
+        d.pairs = s->pairs && width == 3;
+        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
+            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+            g = slab / in_group;
+            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
+            d.ahead = tkvi_distance(src, next);
+            a.scale = scale + g * TKVI_BLOCK;
+            a.zero = zero + g * TKVI_BLOCK;
+            for (r = 0; r < rows; r += 4) {
+                const int nr = tkvi_min(rows - r, 4);
+                a.x = p + r * TKVI_BLOCK;
+                d.is_wide = fold[nr - 1](&a, &d.fold);
+                d.out = out + r * s->pad + 16 * slab;
+                dot[nr - 1](&d);
+                d.ahead = 0;
             }
-            for (k = 0; k < 4; k++) {
-                if (16 * k < n) tkvi_unpack_tile_128(src, &at, width, code + k * TKVI_TILE_CODES);
-                tkvi_next_tile(&at, width);
-            }
-            for (k = 0; k < channels; k += 16) { /* pairs: 32 channels, with a table for each 16 */
-                const uint8_t *from = code;
-                if (s->levels) {
-                    tkvi_codes_to_levels_128(s->levels + tkvi_level_table(s, width, k / 16), code,
-                                             tkvi_round_up(n, 4) * 16, level);
-                    from = level;
-                }
-                tkvi_slab_v_128(from, n, w, fold, rows, two, !s->levels && width < 8, s->pad, out + slab + k);
-            }
-            slab += channels;
+            d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
+            slab += d.slabs << d.pairs;
         }
+    }
 }
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/simd_end.inc ======== */
+/* kernels/simd_end.inc - ends a vocabulary and its templates. */
+#undef TKVI_N
+#undef TKVI_OP
+#undef TKVI_KERNEL
+#undef tkvi_vf
+#undef tkvi_vi
+#undef tkvi_vb
+#undef TKVI_VF
+#undef TKVI_VB
+#undef tkvi_vf_load
+#undef tkvi_vf_store
+#undef tkvi_vf_splat
+#undef tkvi_vf_add
+#undef tkvi_vf_sub
+#undef tkvi_vf_mul
+#undef tkvi_vf_madd
+#undef tkvi_vf_max
+#undef tkvi_vf_abs
+#undef tkvi_vf_sum4
+#undef tkvi_vf_max4
+#undef tkvi_vi_load
+#undef tkvi_vi_store
+#undef tkvi_vi_splat
+#undef tkvi_vi_add
+#undef tkvi_vi_sub
+#undef tkvi_vi_max
+#undef tkvi_vi_left
+#undef tkvi_vi_mul16
+#undef tkvi_vi_nearest
+#undef tkvi_vi_to_float
+#undef tkvi_vi_sum4
+#undef tkvi_vi_first
+#undef tkvi_vb_load
+#undef tkvi_vb_store
+#undef tkvi_vb_splat
+#undef tkvi_vb_and
+#undef tkvi_vb_or
+#undef tkvi_vb_left
+#undef tkvi_vb_right
+#undef tkvi_vb_tail
+#undef tkvi_vb_right_half
+#undef tkvi_vb_biased
+#undef tkvi_vb_table
+#undef tkvi_vb_look_up
+#undef tkvi_ahead
+#undef tkvi_distance
+#undef TKVI_HAS_NARROW
+#undef TKVI_BIAS
+#undef TKVI_V_PARTS
+#undef TKVI_K_PLANES
+#undef TKVI_K_PASSES
+#undef TKVI_K_FIRST
+#undef TKVI_K_COLUMN
+#undef TKVI_V_VECTORS
+#undef TKVI_V_SLABS
+#undef TKVI_V_TILE
+#undef TKVI_V_COLUMN
+#undef TKVI_V_SPLIT
+#undef TKVI_W_TILE
+#undef tkvi_weights
+#undef tkvi_store_weights_k
+#undef tkvi_store_weights_v
+#undef tkvi_keep
+#undef tkvi_keep_pointer
+#undef tkvi_sums
+#undef tkvi_sums_zero
+#undef tkvi_sums_add
+#undef TKVI_SUM_MAX
+#undef tkvi_dot_k
+#undef tkvi_dot_v
+#undef tkvi_widen_k
+#undef tkvi_widen_v
+#undef tkvi_dot_levels
+#undef TKVI_WIDE_TILE
+#undef tkvi_wide_vb
+#undef tkvi_wide_none
+#undef tkvi_keep_wide
+#undef tkvi_wide_sums
+#undef tkvi_wide_zero
+#undef tkvi_even
+#undef tkvi_odd
+#undef tkvi_even_levels
+#undef tkvi_odd_levels
+#undef tkvi_wide_even
+#undef tkvi_wide_odd
+#undef tkvi_dot_wide
+#undef tkvi_widen_wide
+#undef tkvi_store_wide
+#undef TKVI_EACH_SUM_
+#undef TKVI_SUMS_OF_
+#undef TKVI_DECLARE_TWO_
+#undef TKVI_DECLARE_FOUR_
+#undef TKVI_DECLARE_
+#undef TKVI_TWO_
+#undef TKVI_FOUR_
+#undef TKVI_K_SUMS_
+#undef TKVI_K_EACH_
+#undef TKVI_K_TOTAL_
+#undef TKVI_K_CLEAR_
+#undef TKVI_K_DOT_
+#undef TKVI_K_DOT_WIDE_
+#undef TKVI_K_SAVE_WIDE_
+#undef TKVI_K_SPILL_
+#undef TKVI_K_ANSWER_
+#undef TKVI_K_WIDE_ANSWER_
+#undef TKVI_K_LOAD_
+#undef TKVI_K_RUN_
+#undef TKVI_K_WIDE_RUN_
+#undef TKVI_V_EACH_
+#undef TKVI_V_SUMS_
+#undef TKVI_V_ODD_
+#undef TKVI_V_STEP_
+#undef TKVI_V_JOIN_
+#undef TKVI_V_JOIN_ALL_
+#undef TKVI_V_TOTAL_
+#undef TKVI_V_OUT_
+#undef TKVI_V_DOT_
+#undef TKVI_V_DOT_LEVELS_
+#undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SPILL_
+#undef TKVI_V_ANSWER_
+#undef TKVI_V_LEVELS_ANSWER_
+#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_LOAD_
+#undef TKVI_EACH_ROWS_
+/* ======== kernels/vectors_128.h ======== */
 
 static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
@@ -14109,21 +16072,29 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_a
     f->n_second = two / 4;
 }
 
+/* Codes of the four planes of a tile. */
+TKVI_FLAT_AVX512 void tkvi_load_planes_avx512(const int width, const uint8_t *tile, __m512i *y) {
+    __m512i x[4];
+    int p;
+    tkvi_load_tile_avx512(width, 0, 4, tile, 0, x);
+    TKVI_UNROLL
+    for (p = 0; p < 4; p++) y[p] = tkvi_plane_avx512(width, 0, p, x);
+}
+
 #define TKVI_RUN_(width)                                                                                     \
     for (i = 0; i < s->tiles.n[width]; i++, x += TKVI_TILE_CODES) {                                          \
-        tkvi_unpack_tile_avx512(width, wide, tops, half, y);                                                 \
-        tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], ahead);                                            \
-        wide += tkvi_wide_bytes[width];                                                                      \
-        half += tkvi_has_half[width];                                                                        \
+        tkvi_load_planes_avx512(width, tile, y);                                                             \
+        tkvi_prefetch_bytes(tile, TKVI_TILE_BYTES(width), ahead);                                            \
+        tile += TKVI_TILE_BYTES(width);                                                                      \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
 /* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                             uintptr_t ahead, uint8_t *x) {
-    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
+    const uint8_t *tile = src;
     __m512i y[4];
-    int half = 0, i, p;
+    int i, p;
     TKVI_RUN_(8)
     TKVI_RUN_(6)
     TKVI_RUN_(5)
@@ -14131,7 +16102,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, 
     TKVI_RUN_(3)
     TKVI_RUN_(2)
     TKVI_RUN_(1)
-    tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
+    tkvi_prefetch_bytes(src + s->code_bytes, (int)s->meta_bytes, ahead);
 }
 #undef TKVI_RUN_
 
@@ -14286,17 +16257,15 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, c
 /* Unpacks a slab of 16 channels, or of 32 if lanes are pairs, to signed bytes:
  * [16 channels][quad of tokens][channel][4 tokens]. */
 TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const int width,
-                                                      const uint8_t *wide, const uint8_t *tops, int half,
-                                                      int8_t *x) {
+                                                      const uint8_t *tile, int8_t *x) {
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
     if (levels) table = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 0));
     if (pairs) upper = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 1));
     for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
-        tkvi_unpack_tile_avx512(width, wide, tops, half, y);
-        wide += tkvi_wide_bytes[width];
-        half += tkvi_has_half[width];
+        tkvi_load_planes_avx512(width, tile, y);
+        tile += TKVI_TILE_BYTES(width);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
             int8_t *to = x + 64 * p;
@@ -14310,10 +16279,9 @@ TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const 
 }
 
 #define TKVI_RUN_(bits)                                                                                      \
-    case bits: tkvi_prefill_unpack_slab_avx512(s, bits, wide, tops, half, x); break;
+    case bits: tkvi_prefill_unpack_slab_avx512(s, bits, tile, x); break;
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, int width,
-                                                            const uint8_t *wide, const uint8_t *tops,
-                                                            int half, int8_t *x) {
+                                                            const uint8_t *tile, int8_t *x) {
     switch (width) {
         TKVI_RUN_(1)
         TKVI_RUN_(2)
@@ -14332,14 +16300,14 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
                                                            int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
-    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
+    const uint8_t *tile = src;
     tkvi_prefill_fold fold;
     tkvi_prefill_v_args a;
-    int width, i, c, half = 0, slab = 0;
+    int width, i, c, slab = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_avx512, scale, zero);
     a.p = p;
     a.n_limbs = n_limbs;
-    tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
+    tkvi_prefetch_bytes(src + s->code_bytes, (int)s->meta_bytes, ahead);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
         for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs) {
@@ -14352,10 +16320,9 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
                 if (lanes > 16) tkvi_prefill_fold_v_avx512(&a, 2, &fold);
                 else tkvi_prefill_fold_v_avx512(&a, 1, &fold);
             }
-            tkvi_prefill_unpack_v_avx512(s, width, wide, tops, half, (int8_t *)x);
-            tkvi_prefetch_bytes(wide, 4 * tkvi_wide_bytes[width], ahead);
-            wide += 4 * tkvi_wide_bytes[width];
-            half += 4 * tkvi_has_half[width];
+            tkvi_prefill_unpack_v_avx512(s, width, tile, (int8_t *)x);
+            tkvi_prefetch_bytes(tile, 4 * TKVI_TILE_BYTES(width), ahead);
+            tile += 4 * TKVI_TILE_BYTES(width);
             for (c = 0; c < slabs; c++, out += 16 * lanes)
                 tkvi_prefill_dot_v_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
         }
@@ -25563,8 +27530,11 @@ static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, 
         } else if (first) {
             memcpy(o, o2, (size_t)u->v_pad * sizeof *o);
         } else {
-            for (i = 0; i < u->v_pad; i += 16)
-                for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+            for (i = 0; i < u->v_pad; i += 16) { /* vectors also at -O2 */
+                float x[16];
+                for (k = 0; k < 16; k++) x[k] = o[i + k] * a + o2[i + k] * b;
+                for (k = 0; k < 16; k++) o[i + k] = x[k];
+            }
         }
     }
 }

@@ -387,9 +387,6 @@ TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return x;
 }
 
-/* Rotates x right by `by` bits, modulo 32. */
-TKVCU_DEVICE uint32_t tkvcu_rotate_bits(uint32_t x, int by) { return __funnelshift_r(x, x, (uint32_t)by); }
-
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -562,14 +559,13 @@ TKVCU_DEVICE void tkvcu_open_side(const tkvcu_view *v, const tkvcu_side *d, int 
     }
 }
 
-/* Returns the width of tile i and its place; width 0 if i is not a tile of the side. */
-TKVCU_DEVICE int tkvcu_find_tile(const tkvi_side *s, int i, tkvi_tile_at *at) {
+/* Returns the width of tile i, and its offset in the codes; width 0 if i is not a tile of the side. */
+TKVCU_DEVICE int tkvcu_find_tile(const tkvi_side *s, int i, int *at) {
     int width;
-    *at = tkvi_first_tile(&s->tiles);
+    *at = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int n = s->tiles.n[width], skip = i < n ? i : n;
-        at->wide += (size_t)skip * tkvi_wide_bytes[width];
-        at->half += skip * tkvi_has_half[width];
+        const int n = s->tiles.n[width];
+        *at += tkvi_min(i, n) * TKVI_TILE_BYTES(width);
         if (i < n) break;
         i -= n;
     }
@@ -680,11 +676,10 @@ template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_transcoder<Dim> *d) {
     enum { LINE = Dim / TKVCU_THREAD_VALUES };
     const tkvi_side *s = &d->side[0];
     const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE;
-    tkvi_tile_at at;
+    int at, i;
     const int width = tkvcu_find_tile(s, 0, &at),
               slab = s->pairs ? 5 : 4; /* all tiles of a side are alike; a slab has 2^slab channels */
     float y[TKVCU_THREAD_VALUES];
-    int i;
     TKVCU_UNROLL
     for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         const int c = LINE * i + part;
@@ -703,20 +698,18 @@ template <int Dim>
 TKVCU_DEVICE void tkvcu_decode(tkvcu_transcoder<Dim> *d, const tkvcu_side *from, const uint8_t *src) {
     const tkvi_side *s = &d->side[0];
     const int me = tkvcu_thread_index(), all = tkvcu_transcoder<Dim>::THREADS;
-    int i, p;
+    int i, p, at;
     if (from->kind == TKVCU_EXACT) {
         tkvcu_decode_exact<Dim>(d, from->bf16, src);
     } else {
         const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : Dim);
-        tkvi_tile_at at;
         for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
             *(tkvcu_bytes16 *)(void *)(d->bytes + i) = *(const tkvcu_bytes16 *)(const void *)(src + i);
         __syncthreads();
-        if (me < Dim / 4 * 8) { /* an eighth of a tile */
-            const int tile = me / 8, first = me % 8 * 8;
-            const int width = tkvcu_find_tile(s, tile, &at);
-            for (p = 0; p < 4; p++) tkvi_store8(d->code[tile] + 64 * p + first, 0);
-            if (width) tkvi_unpack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
+        if (me < Dim) { /* a quarter of a tile each */
+            const int tile = me / 4, first = me % 4 * 8, width = tkvcu_find_tile(s, tile, &at);
+            for (p = 0; p < 8; p++) tkvi_store8(d->code[tile] + 32 * p + first, 0);
+            if (width) tkvi_unpack_part(d->bytes + at, width, d->code[tile], first, first + 8);
         }
         for (i = me; i < n; i += all)
             tkvcu_decode_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
@@ -976,25 +969,17 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_transcoder<Dim> *
 template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_transcoder<Dim> *d, int kind, uint8_t *dst) {
     const tkvi_side *s = &d->side[1];
     const int me = tkvcu_thread_index(), all = tkvcu_transcoder<Dim>::THREADS, codes = (int)s->code_bytes;
-    const tkvcu_bytes16 none = {{0, 0}};
-    int i, upper;
+    int i;
     if (kind == TKVCU_A) tkvcu_encode_a<Dim>(d);
     else if (kind == TKVCU_R) tkvcu_encode_r<Dim>(d);
     else if (s->which == TKV_K) tkvcu_encode_kivi_k<Dim>(d);
     else tkvcu_encode_kivi_v<Dim>(d);
     __syncthreads();
-    for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_bytes16 *)(void *)(d->bytes + i) = none;
-    /* Two tiles may share a vector of 1-bit halves: the two passes write them one after the other. */
-    TKVCU_ROLL
-    for (upper = 0; upper < 2; upper++) {
-        __syncthreads();
-        if (me < Dim / 4 * 8) { /* an eighth of a tile */
-            const int tile = me / 8, first = me % 8 * 8;
-            tkvi_tile_at at;
-            const int width = tkvcu_find_tile(s, tile, &at);
-            if (width && (tkvi_has_half[width] && at.half % 2) == upper)
-                tkvi_pack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
-        }
+    if (me < Dim) { /* a quarter of a tile each; the tiles cover all bytes of the codes */
+        const int tile = me / 4, first = me % 4 * 8;
+        int at;
+        const int width = tkvcu_find_tile(s, tile, &at);
+        if (width) tkvi_pack_part(d->bytes + at, width, d->code[tile], first, first + 8);
     }
     __syncthreads();
     for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
@@ -1300,9 +1285,9 @@ __global__ void __launch_bounds__(TKVCU_TRUNCATE_THREADS)
 /*
  * unpack.h - from the codes of a tile (core/tile.h) to the first operand of a warp's byte product: 16 rows, 32 k.
  *
- * Each byte of a 64-byte vector holds one field per plane. A 32-bit word is four bytes, the reduced indices r of
- * core/tile.h. Lane 4 g + t loads words 2 g and 2 g + 1 of tile t. One mask extracts the four codes of a plane,
- * multiplied by 2^(bit of the field).
+ * A tile is vectors of 64 bytes. Each byte of a vector holds fields of one or more planes. A 32-bit word is four bytes,
+ * the reduced indices r of core/tile.h. Lane 4 g + t loads words 2 g and 2 g + 1 of tile t. Masks and shifts extract
+ * the four codes of a plane.
  *
  *     K: tile = 4 channels, word = token of a slab, plane = slab of 16 tokens.  Rows are tokens, k are channels.
  *     V: tile = 16 tokens, word = channel, plane and byte = token.              Rows are channels, k are tokens.
@@ -1310,11 +1295,12 @@ __global__ void __launch_bounds__(TKVCU_TRUNCATE_THREADS)
  *     row g = word 2 g, row g + 8 = word 2 g + 1;   k = 4 t .. 4 t + 3: bytes of tile t;   k + 16: next slab (K),
  *     next plane (V)
  *
- * K: each plane has its own sum, so the factor of the field's bit is divided out at the end. Codes of 3, 5 and 6 bits
- * are two fields with separate sums: 2 + 1, 4 + 1, 4 + 2 bits.
+ * The last vector of an odd width has only 32 bytes. Its fields are those of bytes j and j + 32. So lanes g and g + 4
+ * load the same words, and shift the fields of half g / 4 to fixed bits.
  *
- * V: all planes add to one sum, so the two fields are merged first. Each plane keeps the bit position that needs the
- * fewest shifts, and the weights of its tokens are divided by that factor.
+ * Codes stay multiplied by 2^(bit of their field), the bit that needs the fewest instructions. K has a sum per
+ * plane, which is divided by this factor at the end. V has one sum for all planes, so the weights of a plane's tokens
+ * are divided by the factor. This costs bits of the weights. V uses only bits 0 .. 3.
  *
  *     byte, 2 bits:  3 3 2 2 1 1 0 0      & 0x03 = code of plane 0, & 0x0c = 4 times the code of plane 1
  */
@@ -1327,8 +1313,16 @@ struct alignas(16) tkvcu_u32x4 {
 };
 
 /* Swizzle: returns the place of byte `at` of a side in its slot of shared memory. The 32-byte quarters of a
- * 128-byte line are permuted by the line's number. Four lanes that read different tiles then use different
- * banks. */
+ * 128-byte line are permuted by the line's number. The 16 lanes that are served together read one quarter of each of
+ * four tiles. Lanes that read different words of a bank wait for each other. Words of a bank, at most, by width:
+ *
+ *                      1   2   3   4   5   6   8
+ *     swizzled         1   1   3   1   4   2   2       (on average over slabs: 2.5 with 3 bits, 3 with 5 bits)
+ *     not swizzled     1   2   1   4   1   2   4
+ *
+ * No permutation that repeats every four lines is best for all widths. A V side has one width, and is not swizzled if
+ * that is odd. A K side may have all widths, and is always swizzled. So conflicts remain in K with 3 and 5 bits, and
+ * with 6 and 8 bits. */
 TKVCU_DEVICE uint32_t tkvcu_swizzle(uint32_t at) { return at ^ (at >> 2 & 0x60u); }
 
 TKVCU_DEVICE tkvcu_u32x2 tkvcu_load_u32x2(const uint8_t *slot, uint32_t place) {
@@ -1339,143 +1333,164 @@ TKVCU_DEVICE uint32_t tkvcu_load_u32(const uint8_t *slot, uint32_t place) {
     return *(const uint32_t *)(const void *)(slot + place);
 }
 
-/* A lane's words of a W-bit field of a tile: W is 1 (half a vector), 2, 4 or 8. */
+/* A lane's words of a tile. */
 template <int W> struct tkvcu_tile {
-    enum { n = W < 4 ? 1 : W / 2 };
-    uint32_t word[n][2];
+    enum { vectors = (W + 1) / 2 };
+    uint32_t word[vectors][2];
+    int half; /* whose fields the lane takes from the last vector of an odd width */
 };
 
-/* A lane's cursor over slabs, two at a time. `codes` is the shared address of the codes, a multiple of 128.
- * Tiles are STRIDE bytes apart, and their W-bit field begins `from` bytes later. W = 1: two tiles share a
- * vector, so STRIDE is 32. */
-template <int W, int STRIDE> struct tkvcu_cursor { tkvcu_address vector[2][tkvcu_tile<W>::n]; };
+/* Tells whether vector v has only 32 bytes. */
+TKVCU_DEVICE constexpr bool tkvcu_is_half(int width, int v) { return width % 2 && v == width / 2; }
 
-template <int W, int STRIDE>
-TKVCU_DEVICE void tkvcu_start_cursor(tkvcu_cursor<W, STRIDE> &x, tkvcu_address codes, uint32_t from, int g,
-                                     int t) {
-    int v;
-    if (STRIDE > 128) t = tkvcu_keep_in_register(t); /* rarely used: saves a register */
-    from += (uint32_t)((W == 1 ? t / 2 * 64 : t * STRIDE) + 8 * g);
+/* Returns the offset of the lane's words in tile 0. */
+TKVCU_DEVICE uint32_t tkvcu_find_words(int width, int v, int g) {
+    return (uint32_t)(64 * v + 8 * (tkvcu_is_half(width, v) ? g % 4 : g));
+}
+
+/* Sets the words of vector v. The lane's fields of 1 bit move to bits 0 .. 3, of the top bits of 5 to bits 4 .. 7. */
+template <int W>
+TKVCU_DEVICE void tkvcu_set_words(tkvcu_tile<W> &x, int v, const tkvcu_u32x2 &words, int half) {
+    const int moved = W != 3 && tkvcu_is_half(W, v);
+    int i;
     TKVCU_UNROLL
-    for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        x.vector[0][v] = codes + tkvcu_swizzle(from + (uint32_t)(64 * v));
-        if (STRIDE % 128 == 0)
-            x.vector[1][v] = x.vector[0][v] + 4 * STRIDE; /* the swizzle repeats every 512 bytes */
-        else if (STRIDE == 64) x.vector[1][v] = (x.vector[0][v] ^ 64u) + 4 * STRIDE;
-        else x.vector[1][v] = codes + tkvcu_swizzle(from + (uint32_t)(4 * STRIDE + 64 * v));
+    for (i = 0; i < 2; i++) {
+        const uint32_t y = i ? words.y : words.x;
+        x.word[v][i] = !moved ? y : W == 1 ? y >> 4 * half : y << (4 - 4 * half);
+    }
+    x.half = half;
+}
+
+/* Moves a field of each byte from bit From + Step * half to bit To, and clears the other bits. */
+template <int From, int Bits, int To, int Step = 0>
+TKVCU_DEVICE uint32_t tkvcu_move_field(uint32_t x, int half = 0) {
+    constexpr uint32_t mask = ((1u << Bits) - 1u) * 0x01010101u << To;
+    static_assert(From >= To || To - From >= Step, "one direction");
+    if constexpr (From >= To) return x >> (From - To + Step * half) & mask;
+    else return x << (To - From - Step * half) & mask;
+}
+
+/* Returns the codes of plane P in word i, multiplied by 2^B. */
+template <int W, int P, int B> TKVCU_DEVICE uint32_t tkvcu_take_plane(const tkvcu_tile<W> &x, int i) {
+    if constexpr (W == 8) {
+        return x.word[P][i];
+    } else if constexpr (W >= 4) {
+        const uint32_t low = tkvcu_move_field<P % 2 * 4, 4, B>(x.word[P / 2][i]);
+        if constexpr (W == 5) return low | tkvcu_move_field<4 + P, 1, B + 4>(x.word[2][i]);
+        else if constexpr (W == 6) return low | tkvcu_move_field<2 * P, 2, B + 4>(x.word[2][i]);
+        else return low;
+    } else if constexpr (W == 3) {
+        if constexpr (P < 2) return tkvcu_move_field<3 * P, 3, B>(x.word[0][i]);
+        else if constexpr (P == 2) return tkvcu_move_field<0, 3, B, 3>(x.word[1][i], x.half);
+        else
+            return tkvcu_move_field<6, 2, B>(x.word[0][i]) |
+                   tkvcu_move_field<6, 1, B + 2, 1>(x.word[1][i], x.half);
+    } else {
+        return tkvcu_move_field<W * P, W, B>(x.word[0][i]);
     }
 }
 
-/* Loads the field of slab s (0 or 1) of the two. */
-template <int W, int STRIDE>
-TKVCU_DEVICE void tkvcu_load_tile(tkvcu_tile<W> &x, const tkvcu_cursor<W, STRIDE> &from, int s, int upper) {
+/* >>K. Returns the bit of plane p's codes. */
+TKVCU_DEVICE constexpr int tkvcu_k_bit(int width, int p) {
+    return width == 8   ? 0
+           : width == 6 ? p % 2 * 2
+           : width == 5 ? p % 2 * 3
+           : width == 4 ? p % 2 * 4
+           : width == 3 ? (p == 3 ? 5 : 2 * p)
+                        : 2 * p;
+}
+
+/* A lane's cursor over slabs, two at a time. `codes` is the shared address of the codes, a multiple of 128. Slabs
+ * begin at a multiple of 128, too: `from` is the first one's. */
+template <int W> struct tkvcu_cursor { tkvcu_address vector[2][tkvcu_tile<W>::vectors]; };
+
+template <int W>
+TKVCU_DEVICE void tkvcu_start_cursor(tkvcu_cursor<W> &x, tkvcu_address codes, uint32_t from, int g, int t) {
     int v;
+    if (W > 4) t = tkvcu_keep_in_register(t); /* rarely used: saves a register */
+    from += (uint32_t)(TKVI_TILE_BYTES(W) * t);
     TKVCU_UNROLL
-    for (v = 0; v < (int)tkvcu_tile<W>::n; v++) {
-        const tkvcu_u32x2 w = tkvcu_load_shared_u32x2(from.vector[s][v]);
-        x.word[v][0] = W == 1 ? w.x >> upper : w.x;
-        x.word[v][1] = W == 1 ? w.y >> upper : w.y;
+    for (v = 0; v < (int)tkvcu_tile<W>::vectors; v++) {
+        const uint32_t at = from + tkvcu_find_words(W, v, g);
+        x.vector[0][v] = codes + tkvcu_swizzle(at);
+        /* the swizzle repeats every 512 bytes, and changes by 64 after 256 */
+        if (W % 2) x.vector[1][v] = codes + tkvcu_swizzle(at + 128 * W);
+        else x.vector[1][v] = (x.vector[0][v] ^ (W % 4 * 32u)) + 128 * W;
     }
 }
 
-template <int W, int STRIDE> TKVCU_DEVICE void tkvcu_advance_cursor(tkvcu_cursor<W, STRIDE> &x) {
+/* Loads the lane's words of slab s (0 or 1) of the two. */
+template <int W>
+TKVCU_DEVICE void tkvcu_load_tile(tkvcu_tile<W> &x, const tkvcu_cursor<W> &from, int s, int half) {
+    int v;
+    TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::vectors; v++)
+        tkvcu_set_words(x, v, tkvcu_load_shared_u32x2(from.vector[s][v]), half);
+}
+
+template <int W> TKVCU_DEVICE void tkvcu_advance_cursor(tkvcu_cursor<W> &x) {
     int s, v;
-    /* STRIDE 32: two slabs are 256 bytes, which changes the swizzle by 64 */
     TKVCU_UNROLL
     for (s = 0; s < 2; s++) TKVCU_UNROLL
-    for (v = 0; v < (int)tkvcu_tile<W>::n; v++)
-        x.vector[s][v] = (x.vector[s][v] ^ (STRIDE == 32 ? 64u : 0)) + 8 * STRIDE;
+    for (v = 0; v < (int)tkvcu_tile<W>::vectors; v++)
+        x.vector[s][v] = (x.vector[s][v] ^ (W % 2 * 64u)) + 256 * W;
 }
 
-/* >>K. Returns the lowest bit of plane p's field. Codes stay multiplied by 2^bit. */
-template <int W> TKVCU_DEVICE constexpr int tkvcu_k_field_bit(int p) { return W == 8 ? 0 : W * p % 8; }
-
-template <int W, int P> TKVCU_DEVICE uint32_t tkvcu_mask_field(const tkvcu_tile<W> &x, int i) {
-    const int v = (int)tkvcu_tile<W>::n * P / 4;
-    return W == 8 ? x.word[v][i]
-                  : x.word[v][i] & (((1u << W % 8) - 1u) * 0x01010101u << tkvcu_k_field_bit<W>(P));
+/* >>V. Returns the bit of plane p's codes. */
+TKVCU_DEVICE constexpr int tkvcu_v_bit(int width, int p) {
+    return width == 1 ? p : width == 2 ? p % 2 * 2 : width == 3 && p == 1 ? 3 : 0;
 }
 
-/* >>V. Words i of planes 0 to 3; codes stay multiplied by 2^tkvcu_v_field_bit. */
-TKVCU_DEVICE constexpr int tkvcu_v_field_bit(int width, int plane) {
-    return width == 1 || width == 3 ? plane : width == 2 ? plane % 2 * 2 : 0;
+template <int W> TKVCU_DEVICE void tkvcu_take_planes(const tkvcu_tile<W> &x, int i, uint32_t plane[4]) {
+    plane[0] = tkvcu_take_plane<W, 0, tkvcu_v_bit(W, 0)>(x, i);
+    plane[1] = tkvcu_take_plane<W, 1, tkvcu_v_bit(W, 1)>(x, i);
+    plane[2] = tkvcu_take_plane<W, 2, tkvcu_v_bit(W, 2)>(x, i);
+    plane[3] = tkvcu_take_plane<W, 3, tkvcu_v_bit(W, 3)>(x, i);
 }
 
-template <int W> struct tkvcu_v_tile {
-    enum { wide = W == 1 || W == 3 ? 2 : W };
-    tkvcu_tile<wide> codes; /* width 3: the lower two bits */
-    tkvcu_tile<1> tops;     /* widths 1 and 3; width 3: rotated so that bits 0 .. 3 are at 2 .. 5 */
-};
-
-template <int W> TKVCU_DEVICE void tkvcu_split_planes(const tkvcu_v_tile<W> &x, int i, uint32_t plane[4]) {
-    const uint32_t low = W == 1 ? x.tops.word[0][i] : x.codes.word[0][i];
-    if constexpr (W == 1) {
-        plane[0] = low & 0x01010101u;
-        plane[1] = low & 0x02020202u;
-        plane[2] = low & 0x04040404u;
-        plane[3] = low & 0x08080808u;
-    } else if constexpr (W == 2) {
-        plane[0] = low & 0x03030303u;
-        plane[1] = low & 0x0c0c0c0cu;
-        plane[2] = low >> 4 & 0x03030303u;
-        plane[3] = low >> 4 & 0x0c0c0c0cu;
-        /* top bits are 2 bits higher: those of plane p are above bits p and p + 1 */
-    } else if constexpr (W == 3) {
-        const uint32_t top = x.tops.word[0][i];
-        plane[0] = (low & 0x03030303u) | (top & 0x04040404u);
-        plane[1] = (low >> 1 & 0x06060606u) | (top & 0x08080808u);
-        plane[2] = (low >> 2 & 0x0c0c0c0cu) | (top & 0x10101010u);
-        plane[3] = (low >> 3 & 0x18181818u) | (top & 0x20202020u);
-    } else if constexpr (W == 4) {
-        plane[0] = low & 0x0f0f0f0fu;
-        plane[1] = low >> 4 & 0x0f0f0f0fu;
-        plane[2] = x.codes.word[1][i] & 0x0f0f0f0fu;
-        plane[3] = x.codes.word[1][i] >> 4 & 0x0f0f0f0fu;
-    } else {
-        int p;
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) plane[p] = x.codes.word[p][i];
-    }
-}
-
-/* A lane's shared addresses in slab 0 of V: of tiles 64 and 128 bytes apart, and of the 1-bit field. `line` does
- * not include the start of the 1-bit field, a multiple of 512. */
+/* Shared addresses: the codes of V, and a lane's words in slab 0 with 2 and 4 bits. */
 struct tkvcu_v_addresses {
-    tkvcu_address codes, narrow, wide, line;
+    tkvcu_address codes, narrow, wide;
 };
-
-/* Loads words of slab k of V. `tops` is the offset of the 1-bit vectors. */
-template <int W>
-TKVCU_DEVICE void tkvcu_load_v_words(tkvcu_v_tile<W> &x, const tkvcu_v_addresses &from, int tops, int k,
-                                     int g, int t) {
-    enum { wide = tkvcu_v_tile<W>::wide, stride = 32 * wide, n = tkvcu_tile<wide>::n };
-    int v;
-    TKVCU_UNROLL
-    for (v = 0; v < n && W != 1; v++) {
-        const tkvcu_address place =
-            wide == 2 ? from.narrow ^ (k % 2 * 64u)
-            : wide == 4
-                ? from.wide ^ (v * 64u)
-                : from.codes + tkvcu_swizzle((uint32_t)(tkvcu_keep_in_register(t) * stride + 8 * g + 64 * v));
-        const tkvcu_u32x2 w = tkvcu_load_shared_u32x2(place + (tkvcu_address)(k * 4 * stride));
-        x.codes.word[v][0] = w.x;
-        x.codes.word[v][1] = w.y;
-    }
-    if (W == 1 || W == 3) {
-        const tkvcu_u32x2 w =
-            tkvcu_load_shared_u32x2((from.line ^ (k % 4 * 32u)) + (tkvcu_address)(tops + 128 * k));
-        x.tops.word[0][0] = tkvcu_rotate_bits(w.x, t % 2 * 4 - (W == 3 ? 2 : 0));
-        x.tops.word[0][1] = tkvcu_rotate_bits(w.y, t % 2 * 4 - (W == 3 ? 2 : 0));
-    }
-}
 
 TKVCU_DEVICE tkvcu_v_addresses tkvcu_find_v_addresses(tkvcu_address codes, int g, int t) {
     tkvcu_v_addresses x;
     x.codes = codes;
     x.narrow = codes + tkvcu_swizzle((uint32_t)(64 * t + 8 * g));
     x.wide = codes + tkvcu_swizzle((uint32_t)(128 * t + 8 * g));
-    x.line = codes + (tkvcu_address)(t / 2 * 64 + 8 * g);
     return x;
+}
+
+/* Shared addresses of a lane's words in slab 0: of the first vector, and of the 32-byte one of an odd width. */
+struct tkvcu_v_path {
+    tkvcu_address first, half;
+};
+
+template <int W> TKVCU_DEVICE tkvcu_v_path tkvcu_find_v_path(const tkvcu_v_addresses &from, int g, int t) {
+    tkvcu_v_path x = {0, 0};
+    if (W == 2) {
+        x.first = from.narrow;
+    } else if (W == 4) {
+        x.first = from.wide;
+    } else {
+        const uint32_t at = (uint32_t)(tkvcu_keep_in_register(t) * TKVI_TILE_BYTES(W));
+        x.first = from.codes + (W % 2 ? at + 8 * (uint32_t)g : tkvcu_swizzle(at + 8 * (uint32_t)g));
+        x.half = from.codes + at + tkvcu_find_words(W, W / 2, g);
+    }
+    return x;
+}
+
+/* Loads the lane's words of slab k of V. A tile of 8 bits has two lines, the first with an even number. */
+template <int W>
+TKVCU_DEVICE void tkvcu_load_v_tile(tkvcu_tile<W> &x, const tkvcu_v_path &from, int k, int half) {
+    int v;
+    TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::vectors; v++) {
+        const tkvcu_address place = tkvcu_is_half(W, v) ? from.half
+                                    : W == 2            ? from.first ^ (k % 2 * 64u)
+                                             : (from.first ^ (v % 2 * 64u + v / 2 * 32u)) + v / 2 * 128u;
+        tkvcu_set_words(x, v, tkvcu_load_shared_u32x2(place + (tkvcu_address)(k * 128 * W)), half);
+    }
 }
 
 /* >>pairs. R formats with a 3-bit code for two channels (formats/r.h). A table of bytes maps the code to the
@@ -1491,10 +1506,8 @@ TKVCU_DEVICE tkvcu_u32x2 tkvcu_get_pair_table(int second) {
 }
 
 /* Returns the codes of planes P and P + 1 (P is 0 or 2) of word i, as nibbles of the bytes. */
-template <int P> TKVCU_DEVICE uint32_t tkvcu_merge_pair_codes(const tkvcu_v_tile<3> &x, int i) {
-    const uint32_t low = x.codes.word[0][i], top = x.tops.word[0][i];
-    return (low >> 2 * P & 0x03030303u) | ((P ? low >> 2 : low << 2) & 0x30303030u) |
-           ((P ? top >> 2 : top) & 0x04040404u) | ((P ? top << 1 : top << 3) & 0x40404040u);
+template <int P> TKVCU_DEVICE uint32_t tkvcu_merge_pair_codes(const tkvcu_tile<3> &x, int i) {
+    return tkvcu_take_plane<3, P, 0>(x, i) | tkvcu_take_plane<3, P + 1, 4>(x, i);
 }
 
 /* Looks up the first or second channels of the pairs, as a first operand. Its k are byte 0 of both planes, byte
@@ -1658,6 +1671,7 @@ struct tkvcu_task {
     /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
     const uint8_t *from[2];
     int codes[2], meta[2];      /* bytes of a coded side */
+    int swizzled;               /* V: the codes are copied to swizzled places (unpack.h) */
     uint32_t block;             /* bytes from place to place */
     int group, columns, column; /* query heads per KV head; all columns; first column here */
     int next_tile, end_tile;    /* in the list of all key tiles */
@@ -1693,12 +1707,13 @@ template <int D, int NT, int VG> struct tkvcu_partials {
     float zero[VG][NT];
 };
 
-/* A slot of a coded side: the metadata, then from TKVCU_META the codes, swizzled by tkvcu_swizzle. */
+/* A slot of a coded side: the metadata, then from TKVCU_META the codes. tkvcu_swizzle gives their places. V sides of
+ * odd width are not swizzled. */
 #define TKVCU_META(D) (4 * (D)) /* KIVI, the largest */
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    int meta_at, codes_at;      /* targets of the lane's first copies in a slot: metadata, codes */
+    int meta_at, codes_at;      /* targets of the lane's first copies in a slot: metadata, swizzled codes */
     uint8_t *slot[TKVCU_SLOTS]; /* K side, V side */
     tkvcu_address k_codes;
     tkvcu_v_addresses v_at;
@@ -1751,13 +1766,13 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_clear_partials(tkvcu_pa
 /* >>loading */
 /* Starts the copy of a coded side. `middle` is 2048 bytes after the side's start. */
 template <int D>
-TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int codes, int meta,
+TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int codes, int meta, int swizzled,
                                   const tkvcu_lane &me) {
     const int left = codes - me.meta_at;
     int k;
     middle = tkvcu_advance(middle, me.meta_at, 1);
     tkvcu_cp_async16_if<0>(slot + me.meta_at, tkvcu_advance(middle, codes, 1), meta - me.meta_at);
-    slot += me.codes_at;
+    slot += swizzled ? me.codes_at : TKVCU_META(D) + me.meta_at;
     tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits per value */
     tkvcu_cp_async16_if<512>(slot, middle, left);
     tkvcu_cp_async16_if<1024>(slot, middle, left);
@@ -1880,71 +1895,6 @@ template <int D> TKVCU_DEVICE uint32_t tkvcu_load_q_limbs(const uint32_t *q, int
     return q[16 * (nt * (D / 8) + 2 * k)];
 }
 
-/* Multiplies n slabs: the W-bit fields of tiles that are STRIDE bytes apart. Adds codes * q to `sum`, by plane.
- * TOPS: also adds the products of the 1-bit fields to `tops`. q: the lane's words of the first slab. */
-template <int D, int W, int STRIDE, int TOPS, int NT>
-TKVCU_DEVICE void tkvcu_multiply_k_fields(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_address codes,
-                                          uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g,
-                                          int t) {
-    const int upper = t % 2 * 4;
-    const uint32_t *end;
-    tkvcu_cursor<W, STRIDE> path;
-    tkvcu_cursor<1, 32> top_path;
-    int i, nt;
-    tkvcu_start_cursor(path, codes, at, g, t);
-    if (TOPS) tkvcu_start_cursor(top_path, codes, tops_at, g, t);
-#define TKVCU_PLANE_(TO, W_, X, Y, P)                                                                        \
-    {                                                                                                        \
-        uint32_t a[4];                                                                                       \
-        TKVCU_UNROLL                                                                                         \
-        for (i = 0; i < 2; i++) {                                                                            \
-            a[i] = tkvcu_mask_field<W_, P>(X, i);                                                            \
-            a[2 + i] = two ? tkvcu_mask_field<W_, P>(Y, i) : 0;                                              \
-        }                                                                                                    \
-        TKVCU_UNROLL                                                                                         \
-        for (nt = 0; nt < NT; nt++) tkvcu_mma_us(TO[P][nt], a, b[nt]);                                       \
-    }
-#define TKVCU_SLABS_                                                                                         \
-    {                                                                                                        \
-        tkvcu_tile<W> x, y;                                                                                  \
-        tkvcu_tile<1> v, w;                                                                                  \
-        uint32_t b[NT][2];                                                                                   \
-        tkvcu_load_tile(x, path, 0, upper);                                                                  \
-        if (two) tkvcu_load_tile(y, path, 1, upper);                                                         \
-        if (TOPS) tkvcu_load_tile(v, top_path, 0, upper);                                                    \
-        if (TOPS && two) tkvcu_load_tile(w, top_path, 1, upper);                                             \
-        TKVCU_UNROLL                                                                                         \
-        for (nt = 0; nt < NT; nt++) {                                                                        \
-            b[nt][0] = tkvcu_load_q_limbs<D>(q, nt, 0);                                                      \
-            b[nt][1] = two ? tkvcu_load_q_limbs<D>(q, nt, 1) : 0;                                            \
-        }                                                                                                    \
-        TKVCU_PLANE_(sum, W, x, y, 0)                                                                        \
-        TKVCU_PLANE_(sum, W, x, y, 1)                                                                        \
-        TKVCU_PLANE_(sum, W, x, y, 2)                                                                        \
-        TKVCU_PLANE_(sum, W, x, y, 3)                                                                        \
-        if (TOPS) {                                                                                          \
-            TKVCU_PLANE_(tops, 1, v, w, 0)                                                                   \
-            TKVCU_PLANE_(tops, 1, v, w, 1)                                                                   \
-            TKVCU_PLANE_(tops, 1, v, w, 2)                                                                   \
-            TKVCU_PLANE_(tops, 1, v, w, 3)                                                                   \
-        }                                                                                                    \
-    }
-    end = q + n / 2 * 64;
-    TKVCU_ROLL
-    for (; q != end; q += 64) {
-        enum { two = 1 };
-        TKVCU_SLABS_
-        tkvcu_advance_cursor(path);
-        if (TOPS) tkvcu_advance_cursor(top_path);
-    }
-    if (n % 2) {
-        enum { two = 0 };
-        TKVCU_SLABS_
-    }
-#undef TKVCU_SLABS_
-#undef TKVCU_PLANE_
-}
-
 template <int NT> TKVCU_DEVICE void tkvcu_clear_sums(int32_t sum[4][NT][4]) {
     int p, nt, i;
     TKVCU_UNROLL
@@ -1953,77 +1903,113 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear_sums(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
-/* Multiplies n slabs whose codes have a W-bit field and a top bit. The positions of both fields give the factor
- * of `tops` in `sum`. */
-template <int D, int W, int STRIDE, int NT>
-TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_address codes, uint32_t at,
-                                             uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
-    int32_t tops[4][NT][4];
+/* Multiplies n slabs of width W, and adds codes * q to `sum`, by plane. The codes begin at `at`, the lane's words of
+ * the queries at q. Moves both on. */
+template <int D, int W, int NT>
+TKVCU_DEVICE void tkvcu_multiply_k_slabs(int32_t sum[4][NT][4], tkvcu_address codes, uint32_t &at,
+                                         const uint32_t *&q, int n, int g, int t) {
+    const int half = g / 4;
+    const uint32_t *word = q, *end = q + n / 2 * 64;
+    tkvcu_cursor<W> path;
+    int i, nt;
+    if (n == 0) return;
+    tkvcu_start_cursor(path, codes, at, g, t);
+#define TKVCU_PLANE_(P)                                                                                      \
+    {                                                                                                        \
+        uint32_t a[4];                                                                                       \
+        TKVCU_UNROLL                                                                                         \
+        for (i = 0; i < 2; i++) {                                                                            \
+            a[i] = tkvcu_take_plane<W, P, tkvcu_k_bit(W, P)>(x, i);                                          \
+            a[2 + i] = two ? tkvcu_take_plane<W, P, tkvcu_k_bit(W, P)>(y, i) : 0;                            \
+        }                                                                                                    \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_us(sum[P][nt], a, b[nt]);                                      \
+    }
+#define TKVCU_SLABS_                                                                                         \
+    {                                                                                                        \
+        tkvcu_tile<W> x, y;                                                                                  \
+        uint32_t b[NT][2];                                                                                   \
+        tkvcu_load_tile(x, path, 0, half);                                                                   \
+        if (two) tkvcu_load_tile(y, path, 1, half);                                                          \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) {                                                                        \
+            b[nt][0] = tkvcu_load_q_limbs<D>(word, nt, 0);                                                   \
+            b[nt][1] = two ? tkvcu_load_q_limbs<D>(word, nt, 1) : 0;                                         \
+        }                                                                                                    \
+        TKVCU_PLANE_(0)                                                                                      \
+        TKVCU_PLANE_(1)                                                                                      \
+        TKVCU_PLANE_(2)                                                                                      \
+        TKVCU_PLANE_(3)                                                                                      \
+    }
+    TKVCU_ROLL
+    for (; word != end; word += 64) {
+        enum { two = 1 };
+        TKVCU_SLABS_
+        tkvcu_advance_cursor(path);
+    }
+    if (n % 2) {
+        enum { two = 0 };
+        TKVCU_SLABS_
+    }
+#undef TKVCU_SLABS_
+#undef TKVCU_PLANE_
+    at += (uint32_t)(128 * W * n);
+    q += 32 * n;
+}
+
+/* Moves the sums of codes at the bits of width From to those of width To, which are not lower. */
+template <int From, int To, int NT> TKVCU_DEVICE void tkvcu_move_k_sums(int32_t sum[4][NT][4]) {
     int p, nt, i;
-    tkvcu_clear_sums<NT>(tops);
-    if (NT == 1) tkvcu_multiply_k_fields<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
-    /* one after the other: saves registers */
-    else tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g, t);
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++)
-        sum[p][nt][i] += tops[p][nt][i] * ((1 << (W + tkvcu_k_field_bit<W>(p))) >> tkvcu_k_field_bit<1>(p));
-    if (NT > 1) tkvcu_multiply_k_fields<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
+    for (i = 0; i < 4; i++) sum[p][nt][i] *= 1 << (tkvcu_k_bit(To, p) - tkvcu_k_bit(From, p));
 }
 
-/* Adds weight * sums of a field to s, and joins the limbs. */
-template <int W, int NT>
-TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
+/* Adds the sums of codes at the bits of width W to s, and joins the limbs. */
+template <int W, int NT> TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4]) {
     int p, nt, i;
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++)
         s[p][nt][i] = fmaf((float)(256 * sum[p][nt][2 * i] + sum[p][nt][2 * i + 1]),
-                           weight / (float)(1 << tkvcu_k_field_bit<W>(p)), s[p][nt][i]);
+                           1.0f / (float)(1 << tkvcu_k_bit(W, p)), s[p][nt][i]);
 }
 
-/* Adds codes * q of all slabs to s. Widths follow one another, widest first, then the 1-bit fields
- * (core/tile.h). A sum stays below 2^31: |q| <= TKVCU_Q_MAX, a code at its bit <= 496, 128 channels. */
+/* Adds codes * q of all slabs to s. Widths follow one another, widest first. Those with almost the same bits share
+ * sums. A sum stays below 2^31: |q| <= TKVCU_Q_MAX, a code at its bit <= 496, 128 channels. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_address codes,
                                          const uint32_t *q, int g, int t) {
     const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
               n5 = side.slabs[5], n6 = side.slabs[6];
-    const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
-                   at3 = at4 + (uint32_t)(512 * n4), at2 = at3 + (uint32_t)(256 * n3);
-    const uint32_t tops5 = side.code_bytes - (uint32_t)(128 * (n1 + n3 + n5));
-    const uint32_t tops3 = tops5 + (uint32_t)(128 * n5), tops1 = tops3 + (uint32_t)(128 * n3);
-    const uint32_t *q3 = q + 32 * (n6 + n5 + n4);
+    uint32_t at = 0;
     int32_t sum[4][NT][4];
-    if (n6) {
-        tkvcu_clear_sums<NT>(sum);
-        tkvcu_multiply_k_fields<D, 2, 192, 0, NT>(sum, sum, codes, 128, 0, q, n6, g, t);
-        tkvcu_add_k_sums<2, NT>(s, sum, 16.0f);
-    }
-    if (n6 + n5 + n4) {
-        tkvcu_clear_sums<NT>(sum);
-        if (n5) tkvcu_multiply_k_with_tops<D, 4, 128, NT>(sum, codes, at5, tops5, q + 32 * n6, n5, g, t);
-        if (n6) tkvcu_multiply_k_fields<D, 4, 192, 0, NT>(sum, sum, codes, 0, 0, q, n6, g, t);
-        if (n4) tkvcu_multiply_k_fields<D, 4, 128, 0, NT>(sum, sum, codes, at4, 0, q3 - 32 * n4, n4, g, t);
-        tkvcu_add_k_sums<4, NT>(s, sum, 1.0f);
-    }
-    if (n3 + n2) {
-        tkvcu_clear_sums<NT>(sum);
-        if (n3) tkvcu_multiply_k_with_tops<D, 2, 64, NT>(sum, codes, at3, tops3, q3, n3, g, t);
-        if (n2) tkvcu_multiply_k_fields<D, 2, 64, 0, NT>(sum, sum, codes, at2, 0, q3 + 32 * n3, n2, g, t);
-        tkvcu_add_k_sums<2, NT>(s, sum, 1.0f);
-    }
-    if (n1) {
-        tkvcu_clear_sums<NT>(sum);
-        tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(sum, sum, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
-        tkvcu_add_k_sums<1, NT>(s, sum, 1.0f);
-    }
     if (side.half_bits == 16) { /* Q8 */
         tkvcu_clear_sums<NT>(sum);
-        tkvcu_multiply_k_fields<D, 8, 256, 0, NT>(sum, sum, codes, 0, 0, q, D / 16, g, t);
-        tkvcu_add_k_sums<8, NT>(s, sum, 1.0f);
+        tkvcu_multiply_k_slabs<D, 8, NT>(sum, codes, at, q, D / 16, g, t);
+        tkvcu_add_k_sums<8, NT>(s, sum);
+    }
+    if (n6) {
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_slabs<D, 6, NT>(sum, codes, at, q, n6, g, t);
+        tkvcu_add_k_sums<6, NT>(s, sum);
+    }
+    if (n5 + n4) {
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_slabs<D, 5, NT>(sum, codes, at, q, n5, g, t);
+        if (n5) tkvcu_move_k_sums<5, 4, NT>(sum);
+        tkvcu_multiply_k_slabs<D, 4, NT>(sum, codes, at, q, n4, g, t);
+        tkvcu_add_k_sums<4, NT>(s, sum);
+    }
+    if (n3 + n2 + n1) {
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_slabs<D, 3, NT>(sum, codes, at, q, n3, g, t);
+        if (n3) tkvcu_move_k_sums<3, 2, NT>(sum);
+        tkvcu_multiply_k_slabs<D, 2, NT>(sum, codes, at, q, n2, g, t);
+        tkvcu_multiply_k_slabs<D, 1, NT>(sum, codes, at, q, n1, g, t);
+        tkvcu_add_k_sums<2, NT>(s, sum);
     }
 }
 
@@ -2234,15 +2220,16 @@ TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkv
                                          const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g,
                                          int t) {
     int k, i, m, nt;
+    const tkvcu_v_path path = tkvcu_find_v_path<W>(at, g, t);
     TKVCU_UNROLL
     for (k = 0; k < D / 16; k++) {
-        tkvcu_v_tile<W> x;
+        tkvcu_tile<W> x;
         uint32_t plane[2][4];
         int32_t sum[NT][4];
         const int group = k * VG / (D / 16);
-        tkvcu_load_v_words<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
+        tkvcu_load_v_tile<W>(x, path, k, g / 4);
         TKVCU_UNROLL
-        for (i = 0; i < 2; i++) tkvcu_split_planes<W>(x, i, plane[i]);
+        for (i = 0; i < 2; i++) tkvcu_take_planes<W>(x, i, plane[i]);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0;
         TKVCU_UNROLL
@@ -2260,6 +2247,7 @@ TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkv
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
                                          const uint32_t b[2][NT][2], const float unit[NT], int g, int t) {
+    const tkvcu_v_path path = tkvcu_find_v_path<3>(at, g, t);
     uint32_t reordered[2][NT][2];
     float pair_unit[NT];
     int i, k, nt, h, m;
@@ -2271,9 +2259,9 @@ TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkv
     }
     TKVCU_UNROLL
     for (k = 0; k < D / 32; k++) {
-        tkvcu_v_tile<3> x;
+        tkvcu_tile<3> x;
         uint32_t code[2][2];
-        tkvcu_load_v_words<3>(x, at, D / 8 * 64, k, g, t);
+        tkvcu_load_v_tile<3>(x, path, k, g / 4);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             code[0][i] = tkvcu_merge_pair_codes<0>(x, i);
@@ -2408,7 +2396,7 @@ TKVCU_DEVICE void tkvcu_add_coded_v(const tkvcu_attend_shared<D, NT> &b, const t
     const tkvcu_side &side = TKVCU_SIDE(b, 1);
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
     const int pairs = side.half_bits == 3;
-    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_field_bit(width, me.g / 2) << 23;
+    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_bit(width, me.g / 2) << 23;
     tkvcu_f32x2 *scale = (tkvcu_f32x2 *)(void *)me.work;
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
@@ -2671,7 +2659,7 @@ TKVCU_DEVICE void tkvcu_prefetch_side(const tkvcu_job &j, const tkvcu_task &k, c
                                tkvcu_n_rows_left(j, k, k.first + nth), me.lane);
         } else {
             tkvcu_load_side<D>(slot, tkvcu_advance(k.from[which], nth, k.block), k.codes[which],
-                               k.meta[which], me);
+                               k.meta[which], which == 0 || k.swizzled, me);
         }
     }
     tkvcu_cp_async_commit();
@@ -2824,6 +2812,7 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
         if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)ring_tile * j.view.block[region] + 2048;
         b.task.codes[tid] = (int)b.side[tid].code_bytes;
         b.task.meta[tid] = (int)(b.side[tid].bytes - b.side[tid].code_bytes);
+        if (tid == 1) b.task.swizzled = (b.side[1].half_bits & 2) == 0; /* the width is even */
     }
     if (tid == 0) {
         b.task.block = j.view.block[region];
@@ -2860,13 +2849,13 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
 /* Thread blocks per multiprocessor that the register limit must allow. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
 /* With head_dim 128, shared memory has no space for more. */
-#define TKVCU_RESIDENT(NT) ((NT) == 2 ? 2 : 3)
+#define TKVCU_RESIDENT(D, NT) ((D) == 128 && (NT) == 2 ? 2 : 3)
 #else
-#define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
+#define TKVCU_RESIDENT(D, NT) ((NT) == 2 ? 3 : 4)
 #endif
 
 template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_attend_shared<D, NT> &b = *(tkvcu_attend_shared<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */
@@ -3213,7 +3202,7 @@ struct alignas(16) tkvcu_f16x8 { /* fp16 */
 
 struct tkvcu_slab { /* 16 channels of a coded side (pairs: 32), four tiles */
     int width;
-    uint32_t wide, halves; /* byte offsets in the side */
+    uint32_t at; /* offset in the side */
 };
 
 struct tkvcu_prefill_task {
@@ -3276,50 +3265,6 @@ TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
 TKVCU_DEVICE int tkvcu_swizzle_row(int row, int chunk) { return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7)); }
 
 /* >>codes to fp16 */
-/* Unpacks two words of a tile, the first at `wide`. The codes of plane p are the bytes of code[..][p]. `half`
- * points to the same words in the vector of top bits, which are `upper` bits higher. */
-TKVCU_DEVICE void tkvcu_unpack_planes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half,
-                                      int upper, int width) {
-    const int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    int p;
-    if (low == 8) {
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 64 * p, 0);
-            code[0][p] = x.x;
-            code[1][p] = x.y;
-        }
-        return;
-    }
-    TKVCU_UNROLL
-    for (p = 0; p < 4; p++) code[0][p] = code[1][p] = 0;
-    if (low == 4) {
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 64 * (p / 2), 0);
-            code[0][p] = x.x >> 4 * (p % 2) & 0x0f0f0f0fu;
-            code[1][p] = x.y >> 4 * (p % 2) & 0x0f0f0f0fu;
-        }
-    }
-    if (low == 2 || width == 6) {
-        const int at = width == 6 ? 4 : 0;
-        const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 32 * at, 0);
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            code[0][p] |= (x.x >> 2 * p & 0x03030303u) << at;
-            code[1][p] |= (x.y >> 2 * p & 0x03030303u) << at;
-        }
-    }
-    if (width % 2) {
-        const tkvcu_u32x2 x = tkvcu_load_u32x2(half, 0);
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            code[0][p] |= (x.x >> upper >> p & 0x01010101u) << low;
-            code[1][p] |= (x.y >> upper >> p & 0x01010101u) << low;
-        }
-    }
-}
-
 /* Returns 1024 + code as fp16: bytes 0 and 1, or 2 and 3. */
 TKVCU_DEVICE uint32_t tkvcu_bytes_to_f16x2(uint32_t bytes, int second) {
     return tkvcu_prmt(bytes, 0x64646464u, second ? 0x4342 : 0x4140);
@@ -3327,11 +3272,36 @@ TKVCU_DEVICE uint32_t tkvcu_bytes_to_f16x2(uint32_t bytes, int second) {
 
 TKVCU_DEVICE uint32_t tkvcu_add_f16x2(uint32_t x, uint32_t y) { return tkvcu_hfma2(x, 0x3c003c00u, y); }
 
-/* Unpacks words 2 g and 2 g + 1 of tile t of a slab. */
+/* Unpacks words 2 g and 2 g + 1 of a tile. 16 lanes that are served together read 64 bytes of two neighbour tiles, or
+ * 32. The bytes are not swizzled: two words of a bank with 3, 4, 5 and 8 bits, else one. */
+template <int W> TKVCU_DEVICE void tkvcu_unpack_words(uint32_t code[2][4], const uint8_t *tile, int g) {
+    tkvcu_tile<W> x;
+    int v, i;
+    TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::vectors; v++)
+        tkvcu_set_words(x, v, tkvcu_load_u32x2(tile, tkvcu_find_words(W, v, g)), g / 4);
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        code[i][0] = tkvcu_take_plane<W, 0, 0>(x, i);
+        code[i][1] = tkvcu_take_plane<W, 1, 0>(x, i);
+        code[i][2] = tkvcu_take_plane<W, 2, 0>(x, i);
+        code[i][3] = tkvcu_take_plane<W, 3, 0>(x, i);
+    }
+}
+
+/* Unpacks words 2 g and 2 g + 1 of tile t of a slab. The codes of plane p are the bytes of code[..][p]. */
 TKVCU_DEVICE void tkvcu_unpack_slab(uint32_t code[2][4], const tkvcu_slab &slab, const uint8_t *raw, int g,
                                     int t) {
-    tkvcu_unpack_planes(code, raw + slab.wide + t * (int)tkvi_wide_bytes[slab.width] + 8 * g,
-                        raw + slab.halves + t / 2 * 64 + 8 * g, t % 2 * 4, slab.width);
+    const uint8_t *tile = raw + slab.at + t * TKVI_TILE_BYTES(slab.width);
+    switch (slab.width) {
+    case 1: tkvcu_unpack_words<1>(code, tile, g); break;
+    case 2: tkvcu_unpack_words<2>(code, tile, g); break;
+    case 3: tkvcu_unpack_words<3>(code, tile, g); break;
+    case 4: tkvcu_unpack_words<4>(code, tile, g); break;
+    case 5: tkvcu_unpack_words<5>(code, tile, g); break;
+    case 6: tkvcu_unpack_words<6>(code, tile, g); break;
+    default: tkvcu_unpack_words<8>(code, tile, g); break;
+    }
 }
 
 /* Converts K. Warps take slabs in turn. A lane converts two tokens of each plane, and the four channels of a
@@ -3803,19 +3773,15 @@ TKVCU_DEVICE void tkvcu_store_slab(tkvcu_prefill_shared<D, MT> &s, int which, in
     const tkvcu_side &side = s.side[which];
     const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* KIVI and R: one width */
     const int all = side.half_bits == 3 ? D / 32 : D / 16;
-    tkvcu_slab slab = {0, 0, 0};
-    uint32_t wide = 0;
-    int width, before = 0, half = 0;
+    tkvcu_slab slab = {0, 0};
+    int width, before = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int here = side.kind == TKVCU_A ? (width <= 6 ? side.slabs[width] : 0) : width == own ? all : 0;
         const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* slabs of this width before slab n */
         if (n >= before && n < before + here) slab.width = width;
-        slab.wide += 4u * (uint32_t)mine * tkvi_wide_bytes[width];
-        half += 4 * mine * tkvi_has_half[width];
-        wide += 4u * (uint32_t)here * tkvi_wide_bytes[width];
+        slab.at += (uint32_t)(4 * mine * TKVI_TILE_BYTES(width));
         before += here;
     }
-    slab.halves = wide + (uint32_t)(half / 2 * 64);
     s.slab[which][n] = slab;
     if (n == 0 && which == 0) s.coded = side.kind == TKVCU_EXACT ? D / 16 : before;
 }

@@ -47,25 +47,11 @@ typedef struct bit_position {
     int byte, bit;
 } bit_position;
 
-/* Bytes of a tile, 32 for each bit of its codes. The last bit of an odd width is not counted. */
-static inline int base_bytes(int width) {
-    return width == 8 ? 256 : width == 6 ? 192 : width >= 4 ? 128 : width >= 2 ? 64 : 0;
-}
-
-/* The last bit of an odd width is half a plane: two tiles share the bytes of one plane. */
-static inline int has_half_plane(int width) { return width < 6 && width % 2 == 1; }
-
 /* The position of bit `bit` of code q of one tile, in a run of tiles of these widths. */
-static inline bit_position find_bit(const int *widths, int n_tiles, int tile, int q, int bit) {
-    int plane = q / 64, j = q % 64, width = widths[tile], offset = 0, half_planes_at = 0, n_halves = 0, i;
+static inline bit_position find_bit(const int *widths, int tile, int q, int bit) {
+    int plane = q / 64, j = q % 64, width = widths[tile], offset = 0, i;
     bit_position at;
-    for (i = 0; i < n_tiles; i++) {
-        if (i < tile) {
-            offset += base_bytes(widths[i]);
-            n_halves += has_half_plane(widths[i]);
-        }
-        half_planes_at += base_bytes(widths[i]);
-    }
+    for (i = 0; i < tile; i++) offset += 32 * widths[i];
     if (width == 8) {
         at.byte = offset + 64 * plane + j;
         at.bit = bit;
@@ -75,38 +61,44 @@ static inline bit_position find_bit(const int *widths, int n_tiles, int tile, in
     } else if (width == 6) {
         at.byte = offset + 128 + j;
         at.bit = 2 * plane + bit - 4;
-    } else if ((width == 2 || width == 3) && bit < 2) {
+    } else if (width == 2) {
         at.byte = offset + j;
         at.bit = 2 * plane + bit;
-    } else { /* the last bit of widths 5, 3 and 1 */
-        at.byte = half_planes_at + n_halves / 2 * 64 + j;
-        at.bit = n_halves % 2 * 4 + plane;
+    } else if (width == 3 && plane < 2) {
+        at.byte = offset + j;
+        at.bit = 3 * plane + bit;
+    } else if (width == 3 && plane == 3 && bit < 2) {
+        at.byte = offset + j;
+        at.bit = 6 + bit;
+    } else if (width == 3) { /* plane 2, and the last bit of plane 3 */
+        at.byte = offset + 64 + j % 32;
+        at.bit = plane == 2 ? 3 * (j / 32) + bit : 6 + j / 32;
+    } else { /* width 1, and the last bit of width 5 */
+        at.byte = offset + (width == 5 ? 128 : 0) + j % 32;
+        at.bit = 4 * (j / 32) + plane;
     }
     return at;
 }
 
 static inline int run_bytes(const int *widths, int n_tiles) {
-    int i, n_bytes = 0, n_halves = 0;
-    for (i = 0; i < n_tiles; i++) {
-        n_bytes += base_bytes(widths[i]);
-        n_halves += has_half_plane(widths[i]);
-    }
-    return n_bytes + (n_halves + 1) / 2 * 64;
+    int i, n_bytes = 0;
+    for (i = 0; i < n_tiles; i++) n_bytes += 32 * widths[i];
+    return (n_bytes + 63) / 64 * 64;
 }
 
-static inline int get_code(const uint8_t *p, const int *widths, int n_tiles, int tile, int q) {
+static inline int get_code(const uint8_t *p, const int *widths, int tile, int q) {
     int code = 0, b;
     for (b = 0; b < widths[tile]; b++) {
-        bit_position at = find_bit(widths, n_tiles, tile, q, b);
+        bit_position at = find_bit(widths, tile, q, b);
         code |= (p[at.byte] >> at.bit & 1) << b;
     }
     return code;
 }
 
-static inline void put_code(uint8_t *p, const int *widths, int n_tiles, int tile, int q, int code) {
+static inline void put_code(uint8_t *p, const int *widths, int tile, int q, int code) {
     int b;
     for (b = 0; b < widths[tile]; b++) {
-        bit_position at = find_bit(widths, n_tiles, tile, q, b);
+        bit_position at = find_bit(widths, tile, q, b);
         p[at.byte] = (uint8_t)(p[at.byte] | (code >> b & 1) << at.bit);
     }
 }
@@ -153,7 +145,7 @@ static inline int code_of(const block_layout *d, const uint8_t *p, int token, in
     int tile = d->is_k ? channel / 4 : channel / 16 * 4 + token / 16;
     int q = d->is_k ? 64 * (token / 16) + 4 * (token % 16) + channel % 4
                     : 64 * (token % 16 / 4) + 4 * (channel % 16) + token % 4;
-    return get_code(p, d->widths, d->n_tiles, tile, q);
+    return get_code(p, d->widths, tile, q);
 }
 
 static inline int read_f16_bits(const uint8_t *p) { return p[0] | p[1] << 8; }

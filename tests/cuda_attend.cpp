@@ -6,76 +6,78 @@
  */
 #include "cuda_rig.h"
 
+#include <algorithm>
+#include <vector>
+
 enum { MAX_QUERIES = 8 }; /* of a call */
 
 /* >>unpacking: every width and plane, as K and as V, against core/tile.h */
 #define N_TILES 16 /* tiles */
 
-typedef struct packed { /* tiles of one width, as in a slot */
+typedef struct packed { /* tiles of one width, as in a slot: swizzled and as they are */
     uint8_t code[N_TILES][TKVI_TILE_CODES];
     alignas(512) uint8_t unaligned[128]; /* a slot begins at a multiple of 128 */
-    uint8_t slot[N_TILES * 256 + N_TILES * 64];
-    uint32_t halves; /* offset of the 1-bit vectors */
+    uint8_t swizzled[N_TILES * 256 + 512];
+    uint8_t plain[N_TILES * 256 + 512];
 } packed;
 
-static void pack_tiles(packed *x, int width, tkv_rng *rng) {
-    uint8_t mem[sizeof x->slot];
-    tkvi_tile_counts runs;
-    tkvi_tile_at at;
-    size_t i;
-    memset(&runs, 0, sizeof runs);
-    memset(mem, 0, sizeof mem);
-    runs.n[width] = N_TILES;
-    at = tkvi_first_tile(&runs);
-    x->halves = (uint32_t)at.halves;
-    for (i = 0; i < N_TILES; i++) {
-        int j;
-        for (j = 0; j < TKVI_TILE_CODES; j++) x->code[i][j] = (uint8_t)tkv_rng_below(rng, 1 << width);
-        tkvi_pack_tile(mem, &at, width, x->code[i]);
-        tkvi_next_tile(&at, width);
+/* Packs tiles from a line of 128 bytes on. */
+static void pack_tiles(packed *x, int width, int line, tkv_rng *rng) {
+    memset(x->plain, 0, sizeof x->plain);
+    for (int i = 0; i < N_TILES; i++) {
+        for (int j = 0; j < TKVI_TILE_CODES; j++) x->code[i][j] = (uint8_t)tkv_rng_below(rng, 1 << width);
+        tkvi_pack_tile(x->plain + 128 * line + i * TKVI_TILE_BYTES(width), width, x->code[i]);
     }
-    for (i = 0; i < sizeof mem; i++) x->slot[tkvcu_swizzle((uint32_t)i)] = mem[i];
+    for (size_t i = 0; i < sizeof x->plain; i++) x->swizzled[tkvcu_swizzle((uint32_t)i)] = x->plain[i];
 }
 
-/* Checks a W-bit field of K in slabs 0 .. 3. Its lowest bit is bit `from` of the code. */
-template <int W, int STRIDE> static void check_k_field(const packed *x, uint32_t start, int from) {
+/* Checks four planes of word i of a lane. They are codes at a bit. */
+static void check_planes(const packed *x, const uint32_t plane[4], const int bit[4], int tile, int g, int i) {
+    for (int p = 0; p < 4; p++)
+        for (int byte = 0; byte < 4; byte++) {
+            const int code = x->code[tile][64 * p + 4 * (2 * g + i) + byte];
+            CHECK_EQ(plane[p] >> 8 * byte & 255u, (uint32_t)(code << bit[p]));
+        }
+}
+
+/* Checks slabs 0 .. 3 as K. */
+template <int W> static void check_k_width(const packed *x, int line) {
+    constexpr int bit[4] = {tkvcu_k_bit(W, 0), tkvcu_k_bit(W, 1), tkvcu_k_bit(W, 2), tkvcu_k_bit(W, 3)};
     for (int lane = 0; lane < 32; lane++) {
         const int g = lane / 4, t = lane % 4;
-        tkvcu_cursor<W, STRIDE> path;
-        tkvcu_start_cursor(path, tkvcu_shared_address(x->slot), start, g, t);
+        tkvcu_cursor<W> path;
+        tkvcu_start_cursor(path, tkvcu_shared_address(x->swizzled), 128 * (uint32_t)line, g, t);
         for (int slab = 0; slab < N_TILES / 4; slab++) {
             tkvcu_tile<W> y;
-            tkvcu_load_tile(y, path, slab % 2, t % 2 * 4);
+            tkvcu_load_tile(y, path, slab % 2, g / 4);
             if (slab % 2) tkvcu_advance_cursor(path);
             for (int i = 0; i < 2; i++) {
-                const uint32_t field[4] = {tkvcu_mask_field<W, 0>(y, i), tkvcu_mask_field<W, 1>(y, i),
-                                           tkvcu_mask_field<W, 2>(y, i), tkvcu_mask_field<W, 3>(y, i)};
-                for (int p = 0; p < 4; p++)
-                    for (int byte = 0; byte < 4; byte++) {
-                        const int code = x->code[4 * slab + t][64 * p + 4 * (2 * g + i) + byte];
-                        CHECK_EQ(field[p] >> 8 * byte & 255u, (uint32_t)(code >> from & ((1 << W) - 1))
-                                                                  << tkvcu_k_field_bit<W>(p));
-                    }
+                const uint32_t plane[4] = {
+                    tkvcu_take_plane<W, 0, bit[0]>(y, i), tkvcu_take_plane<W, 1, bit[1]>(y, i),
+                    tkvcu_take_plane<W, 2, bit[2]>(y, i), tkvcu_take_plane<W, 3, bit[3]>(y, i)};
+                check_planes(x, plane, bit, 4 * slab + t, g, i);
             }
         }
     }
 }
 
+template <int W> static tkvcu_v_path find_v_path(const packed *x, int g, int t) {
+    const uint8_t *codes = W % 2 ? x->plain : x->swizzled;
+    return tkvcu_find_v_path<W>(tkvcu_find_v_addresses(tkvcu_shared_address(codes), g, t), g, t);
+}
+
+/* Checks slabs 0 .. 3 as V. */
 template <int W> static void check_v_width(const packed *x) {
+    constexpr int bit[4] = {tkvcu_v_bit(W, 0), tkvcu_v_bit(W, 1), tkvcu_v_bit(W, 2), tkvcu_v_bit(W, 3)};
     for (int slab = 0; slab < N_TILES / 4; slab++)
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, t = lane % 4;
-            tkvcu_v_tile<W> y;
-            tkvcu_load_v_words<W>(y, tkvcu_find_v_addresses(tkvcu_shared_address(x->slot), g, t),
-                                  (int)x->halves, slab, g, t);
+            tkvcu_tile<W> y;
+            tkvcu_load_v_tile<W>(y, find_v_path<W>(x, g, t), slab, g / 4);
             for (int i = 0; i < 2; i++) {
                 uint32_t plane[4];
-                tkvcu_split_planes<W>(y, i, plane);
-                for (int p = 0; p < 4; p++)
-                    for (int byte = 0; byte < 4; byte++) {
-                        const int code = x->code[4 * slab + t][64 * p + 4 * (2 * g + i) + byte];
-                        CHECK_EQ(plane[p] >> 8 * byte & 255u, (uint32_t)(code << tkvcu_v_field_bit(W, p)));
-                    }
+                tkvcu_take_planes<W>(y, i, plane);
+                check_planes(x, plane, bit, 4 * slab + t, g, i);
             }
         }
 }
@@ -86,10 +88,9 @@ static void check_pairs(const packed *x) {
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, t = lane % 4;
             const uint32_t id[2] = {0x03020100u, 0x07060504u}; /* plane, byte */
-            tkvcu_v_tile<3> y;
+            tkvcu_tile<3> y;
             uint32_t order[2];
-            tkvcu_load_v_words<3>(y, tkvcu_find_v_addresses(tkvcu_shared_address(x->slot), g, t),
-                                  (int)x->halves, slab, g, t);
+            tkvcu_load_v_tile<3>(y, find_v_path<3>(x, g, t), slab, g / 4);
             tkvcu_reorder_pair_weights(id, order);
             for (int two = 0; two < 2; two++)
                 for (int h = 0; h < 2; h++) {
@@ -108,50 +109,64 @@ static void check_pairs(const packed *x) {
         }
 }
 
-/* Checks that 16 lanes, which are served together, use different banks for the first words of their tiles. */
-template <int W, int STRIDE> static void check_banks(void) {
-    for (int slab = 0; slab < 8; slab++)
-        for (int half = 0; half < 2; half++) {
-            int times[32] = {0};
-            for (int lane = 16 * half; lane < 16 * half + 16; lane++) {
-                const uint32_t place =
-                    tkvcu_swizzle((uint32_t)(slab * 4 * STRIDE + lane % 4 * STRIDE + 8 * (lane / 4)));
-                times[place / 4 % 32]++;
-                times[place / 4 % 32 + 1]++;
+/* Returns how many different words of a bank 16 lanes read, at most. They are served together. */
+static int count_bank_words(const uint32_t place[16]) {
+    int most = 0;
+    for (uint32_t bank = 0; bank < 32; bank++) {
+        std::vector<uint32_t> words;
+        for (int lane = 0; lane < 16; lane++)
+            for (uint32_t at = place[lane] / 4; at < place[lane] / 4 + 2; at++)
+                if (at % 32 == bank && std::find(words.begin(), words.end(), at) == words.end())
+                    words.push_back(at);
+        most = tkvi_max(most, (int)words.size());
+    }
+    return most;
+}
+
+/* Checks the table of unpack.h, for slabs that begin at any line. */
+template <int W> static void check_banks(int swizzled, int plain) {
+    int most[2] = {0, 0};
+    for (int m = 0; m < 2; m++)
+        for (uint32_t line = 0; line < 4; line++)
+            for (int v = 0; v < 2 * (int)tkvcu_tile<W>::vectors; v++) {
+                uint32_t place[16];
+                for (int i = 0; i < 16; i++) {
+                    const uint32_t at = 128 * line + (uint32_t)(TKVI_TILE_BYTES(W) * (i % 4)) +
+                                        tkvcu_find_words(W, v / 2, 4 * (v % 2) + i / 4);
+                    place[i] = m ? at : tkvcu_swizzle(at);
+                }
+                most[m] = tkvi_max(most[m], count_bank_words(place));
             }
-            for (int i = 0; i < 32; i++)
-                CHECK_MSG(times[i] == 1, "%d bits: bank %d is read %d times", W, i, times[i]);
-        }
+    CHECK_MSG(most[0] == swizzled && most[1] == plain, "%d bits: %d and %d words of a bank", W, most[0],
+              most[1]);
+}
+
+template <int W> static void check_width(tkv_rng *rng) {
+    packed x;
+    for (int line = 3; line >= 0; line--) {
+        pack_tiles(&x, W, line, rng);
+        check_k_width<W>(&x, line);
+    }
+    if constexpr (W != 5 && W != 6) check_v_width<W>(&x);
+    if constexpr (W == 3) check_pairs(&x);
 }
 
 TEST(unpacking) {
     tkv_rng rng = tkv_rng_seed(3);
-    packed x;
-    pack_tiles(&x, 1, &rng);
-    check_k_field<1, 32>(&x, x.halves, 0);
-    check_v_width<1>(&x);
-    pack_tiles(&x, 2, &rng);
-    check_k_field<2, 64>(&x, 0, 0);
-    check_v_width<2>(&x);
-    pack_tiles(&x, 3, &rng);
-    check_k_field<2, 64>(&x, 0, 0);
-    check_k_field<1, 32>(&x, x.halves, 2);
-    check_v_width<3>(&x);
-    check_pairs(&x);
-    pack_tiles(&x, 4, &rng);
-    check_k_field<4, 128>(&x, 0, 0);
-    check_v_width<4>(&x);
-    pack_tiles(&x, 5, &rng);
-    check_k_field<4, 128>(&x, 0, 0);
-    check_k_field<1, 32>(&x, x.halves, 4);
-    pack_tiles(&x, 6, &rng);
-    check_k_field<4, 192>(&x, 0, 0);
-    check_k_field<2, 192>(&x, 128, 4);
-    pack_tiles(&x, 8, &rng);
-    check_k_field<8, 256>(&x, 0, 0);
-    check_v_width<8>(&x);
-    check_banks<2, 64>();
-    check_banks<4, 128>();
+    check_width<1>(&rng);
+    check_width<2>(&rng);
+    check_width<3>(&rng);
+    check_width<4>(&rng);
+    check_width<5>(&rng);
+    check_width<6>(&rng);
+    check_width<8>(&rng);
+    check_banks<1>(1, 1);
+    check_banks<2>(1, 2);
+    check_banks<3>(3, 1);
+    check_banks<4>(1, 4);
+    check_banks<5>(4, 1);
+    check_banks<6>(2, 2);
+    check_banks<8>(2, 4);
 }
 
 /* >>attention */

@@ -438,9 +438,6 @@ static inline uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return out;
 }
 
-static inline uint32_t tkvcu_rotate_bits(uint32_t x, int by) {
-    return by & 31 ? x >> (by & 31) | x << (32 - (by & 31)) : x;
-}
 static inline float tkvcu_ex2(float x) { return exp2f(x); }
 static inline float tkvcu_rcp(float x) { return 1.0f / x; }
 typedef uintptr_t tkvcu_address; /* warp.h defines tkvcu_load_shared_u32x2 */

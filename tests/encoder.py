@@ -69,9 +69,7 @@ def to_bf16(x):
     return (np.copysign(near, x).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-WIDE_BYTES = {1: 0, 2: 64, 3: 64, 4: 128, 5: 128, 6: 192, 8: 256}
-# of the first part; 6 has two more, the odd ones a half
-LOW_BITS = {1: 0, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
+LOW_BITS = {1: 0, 2: 2, 3: 3, 4: 4, 5: 4, 6: 4, 8: 8}  # of the first part; 6 has two more, 1 and 5 one
 
 
 class Tiles:
@@ -82,12 +80,8 @@ class Tiles:
         self.which = which
         self.widths = np.array(sorted(widths, reverse=True), np.int64)
         self.lanes = 4 * len(widths)
-        wide = np.array([WIDE_BYTES[w] for w in self.widths], np.int64)
-        odd = np.isin(self.widths, (1, 3, 5)).astype(np.int64)
-        self.wide = np.cumsum(wide) - wide
-        self.half = np.cumsum(odd) - odd
-        self.halves = int(wide.sum())
-        self.bytes = self.halves + round_up(int(odd.sum()), 2) // 2 * 64
+        self.at = 32 * (np.cumsum(self.widths) - self.widths)
+        self.bytes = round_up(32 * int(self.widths.sum()), 64)
 
     @functools.lru_cache(maxsize=None)
     def place(self, bit):
@@ -101,11 +95,13 @@ class Tiles:
         width = self.widths[tile]
         low = np.array([LOW_BITS.get(w, 0) for w in range(9)])[width]
         per = 8 // np.maximum(low, 1)  # planes in a byte
-        half = self.half[tile]
-        cases = [bit < low, width == 6]  # else the half: the top bits stand together behind all tiles
-        byte = np.select(cases, [self.wide[tile] + plane // per * 64 + j, self.wide[tile] + 128 + j],
-                         self.halves + half // 2 * 64 + j)
-        at = np.select(cases, [plane % per * low + bit, 2 * plane + bit - 4], half % 2 * 4 + plane)
+        second, k = j // 32, j % 32  # half of the plane, byte in it
+        start = self.at[tile]
+        cases = [(width == 3) & ((plane == 2) | ((plane == 3) & (bit == 2))), (width == 3) & (plane == 3),
+                 bit < low, width == 6]  # else the part of one bit: widths 1 and 5
+        byte = start + np.select(cases, [64 + k, j, plane // per * 64 + j, 128 + j], np.where(width == 5, 128, 0) + k)
+        at = np.select(cases, [np.where(plane == 2, 3 * second + bit, 6 + second), 6 + bit,
+                               plane % per * low + bit, 2 * plane + bit - 4], 4 * second + plane)
         return byte, at, bit < width
 
     def pack(self, codes, out):

@@ -6,6 +6,7 @@
  */
 #include "cuda_rig.h"
 
+#include <algorithm>
 #include <string>
 #include <vector>
 

@@ -121,6 +121,34 @@ class Amalgamate(unittest.TestCase):
         self.write("src/x/p.h", b"int i;\n")
         self.refuses("src/x/p.h: not listed")
 
+    def test_copies_template_where_it_is_included(self):
+        self.write("src/t.inc", b"int t(N);\n")
+        self.write("src/a.h", b'#define N 1\n#include "t.inc"\n#undef N\n#define N 2\n#include "t.inc"\n')
+        self.assertEqual(self.tool(), (0, "", ""))
+        self.assertIn(b"""#define N 1
+/* ======== t.inc ======== */
+int t(N);
+/* ======== a.h ======== */
+#undef N
+#define N 2
+/* ======== t.inc ======== */
+int t(N);
+/* ======== a.h ======== */
+""", self.output())
+
+    def test_refuses_template_in_template(self):
+        self.write("src/u.inc", b"int u;\n")
+        self.write("src/t.inc", b'#include "u.inc"\n')
+        self.refuses("src/t.inc:1: a template includes nothing", a=b'#include "t.inc"\n')
+
+    def test_refuses_template_in_list(self):
+        self.write("src/t.inc", b"int t;\n")
+        self.refuses("t.inc is a template", tieredkv=(PARTS["tieredkv.h"] + '#include "t.inc"\n').encode())
+
+    def test_refuses_unused_template(self):
+        self.write("src/t.inc", b"int t;\n")
+        self.refuses("src/t.inc: not listed")
+
     def test_refuses_unknown_include(self):
         self.refuses('"c.h" is not a part', a=b'#include "c.h"\n')
 
@@ -249,7 +277,7 @@ class Names(unittest.TestCase):
         for folder in ("src", "examples", "tests", "bench"):
             for place, _, names in os.walk(os.path.join(ROOT, folder)):
                 for name in names:
-                    if not name.endswith((".c", ".h", ".cpp", ".cu")) or name == "macros.h":
+                    if not name.endswith((".c", ".h", ".inc", ".cpp", ".cu")) or name == "macros.h":
                         continue
                     files += 1
                     identifiers = set(self.CODE.findall(read(place, name)))

@@ -205,7 +205,7 @@ static void fill_shared_meta(tkv_rng *rng, const tkvi_side *s, uint8_t *meta, do
  * encoders write them. */
 static void fill_side(tkv_rng *rng, const tkvi_side *s, uint8_t *src, int n, double scale, double zero) {
     int count = s->groups * (s->which == TKV_K ? s->pad : TKVI_BLOCK), i, width, t, number = 0;
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    uint8_t *at = src;
     memset(src, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, number++) {
@@ -214,8 +214,8 @@ static void fill_side(tkv_rng *rng, const tkvi_side *s, uint8_t *src, int n, dou
                 int token = s->which == TKV_K ? t / 4 : 16 * (number % 4) + t / 64 * 4 + t % 4;
                 code[t] = (uint8_t)(token < n ? tkv_rng_below(rng, 1 << width) : 0);
             }
-            tkvi_pack_tile(src, &at, width, code);
-            tkvi_next_tile(&at, width);
+            tkvi_pack_tile(at, width, code);
+            at += TKVI_TILE_BYTES(width);
         }
     if (s->format->shared) {
         fill_shared_meta(rng, s, src + s->code_bytes, scale, zero);
@@ -237,7 +237,7 @@ typedef struct decoded {
 
 static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
     static float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, j, t, number = 0, slab = 0, k = s->which == TKV_K;
     s->format->side[s->which].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     memset(d, 0, sizeof *d);
@@ -251,8 +251,8 @@ static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
         for (i = 0; i < s->tiles.n[width]; i++, number++) {
             uint8_t code[TKVI_TILE_CODES];
             int channels = k ? 0 : tkvi_slab_channels(s, width);
-            tkvi_unpack_tile(src, &at, width, code);
-            tkvi_next_tile(&at, width);
+            tkvi_unpack_tile(at, width, code);
+            at += TKVI_TILE_BYTES(width);
             for (j = 0; j < TKVI_TILE_CODES; j++) {
                 int r = j % 4, upper = 0;
                 int token = k ? j / 4 : 16 * (number % 4) + j / 64 * 4 + r;
@@ -986,7 +986,7 @@ TEST(packing) {
             uint8_t channel[4], tile[TKVI_TILE_CODES], interleaved[TKVI_TILE_CODES], *got;
             tkv_rng rng = tkv_rng_seed((uint64_t)(19000 + k));
             tkvi_tile_counts runs;
-            tkvi_tile_at at;
+            uint8_t *want_at, *got_at;
             size_t bytes;
             guarded_memory fd;
             memset(&runs, 0, sizeof runs);
@@ -997,7 +997,8 @@ TEST(packing) {
             if (bytes) memset(got, 0, bytes);
             for (j = 0; j < TKV_MAX_HEAD_DIM * TKVI_BLOCK; j++)
                 column[j / TKVI_BLOCK][j % TKVI_BLOCK] = (uint8_t)tkv_rng_below(&rng, 256);
-            at = tkvi_first_tile(&runs);
+            want_at = want;
+            got_at = got;
             for (w = 0; w < 7; w++)
                 for (j = 0; j < 4 * runs.n[widths_down[w]]; j++) {
                     channel[j % 4] = (uint8_t)tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
@@ -1005,9 +1006,10 @@ TEST(packing) {
                     tkvi_interleave_scalar(column, channel, tile);
                     ops->interleave(column, channel, interleaved);
                     CHECK_MEM(interleaved, tile, sizeof tile);
-                    tkvi_pack_tile(want, &at, widths_down[w], tile);
-                    ops->pack_tile(got, &at, widths_down[w], tile);
-                    tkvi_next_tile(&at, widths_down[w]);
+                    tkvi_pack_tile(want_at, widths_down[w], tile);
+                    ops->pack_tile(got_at, widths_down[w], tile);
+                    want_at += TKVI_TILE_BYTES(widths_down[w]);
+                    got_at += TKVI_TILE_BYTES(widths_down[w]);
                 }
             CHECK_MEM(got, want, bytes);
             CHECK(guard_free(&fd));
@@ -1127,17 +1129,17 @@ TEST(tiles_with_largest_codes) {
                 float sign = (k & 12) == 8 ? -1.0f : 1.0f;
                 double code, want;
                 uint8_t code_bytes[TKVI_TILE_CODES];
-                tkvi_tile_at at;
+                uint8_t *at;
                 if (levels && (width > 4 || !(k & 4))) continue;
                 init_random_side(&rng, &m, k & 4 ? TKV_V : TKV_K, 256, 64, width, 0, levels);
                 for (c = 0; c < 16; c++) m.levels[c] = (int8_t)(k & 16 ? -127 : 127);
                 m.s.format = &test_formats[0];
                 memset(src, 0, sizeof src);
-                at = tkvi_first_tile(&m.s.tiles);
+                at = src;
                 for (c = 0; c < TKVI_TILE_CODES; c++) code_bytes[c] = (uint8_t)((1 << width) - 1);
                 for (c = 0; c < m.s.pad / 4; c++) {
-                    tkvi_pack_tile(src, &at, width, code_bytes);
-                    tkvi_next_tile(&at, width);
+                    tkvi_pack_tile(at, width, code_bytes);
+                    at += TKVI_TILE_BYTES(width);
                 }
                 n = m.s.groups * (k & 4 ? TKVI_BLOCK : m.s.pad);
                 for (c = 0; c < n; c++)

@@ -8,7 +8,8 @@ library. It writes the same bytes on any machine.
 
 src/tieredkv.h and src/cuda/tieredkv_cuda.h list the parts. The tool replaces each line `#include "folder/part.h"` of a
 list with a marker line and the part. A part includes the parts that it needs, so that it compiles alone. The tool
-removes these lines and checks that the list has these parts earlier. All parts of a folder are neighbours in the list.
+removes these lines and checks that the list has these parts earlier. All parts of a folder are neighbours in the list. A template has a
+name that ends in .inc. Each include of a template is replaced by its text, as often as it occurs.
 Parts in src/cuda/ may include "tieredkv.h"; this line stays. The comment at the top of a list is not copied. All other
 text is copied unchanged. An include inside a comment must be indented or follow a star.
 """
@@ -40,7 +41,7 @@ def parts_in(product):
     for place, folders, files in os.walk(root):
         folders[:] = [f for f in folders if os.path.join(place, f) not in others]
         names += [os.path.relpath(os.path.join(place, n), root).replace(os.sep, "/")
-                  for n in files if n.endswith(".h")]
+                  for n in files if n.endswith((".h", ".inc"))]
     return sorted(n for n in names if n != product.list)
 
 
@@ -77,6 +78,10 @@ def read(product, name):
     return lines
 
 
+def is_template(part):
+    return part.endswith(".inc")
+
+
 def folder_of(part):
     return part.rpartition("/")[0]
 
@@ -100,7 +105,7 @@ def included(product, name, number, line, known):
 def build(product):
     """Returns the text of a product, and its parts in order."""
     known = parts_in(product)
-    out, parts, folders = [FIRST % (product.out, product.src)], [], []
+    out, parts, folders, used = [FIRST % (product.out, product.src)], [], [], set()
     top = True  # True in the comment above the first include of the list
     for i, line in enumerate(read(product, product.list)):
         part = included(product, product.list, i + 1, line, known)
@@ -114,6 +119,8 @@ def build(product):
             out.append(line + "\n")
         elif part in parts:
             refuse(product, product.list, i + 1, "%s is listed twice" % part)
+        elif is_template(part):
+            refuse(product, product.list, i + 1, "%s is a template; a part includes it" % part)
         elif folder_of(part) in folders[:-1]:
             refuse(product, product.list, i + 1, "%s: the other parts of its folder stand further up" % part)
         else:
@@ -122,6 +129,14 @@ def build(product):
                 need = included(product, part, k + 1, text, known)
                 if need is None:
                     out.append(text + "\n")
+                elif is_template(need):
+                    used.add(need)
+                    out.append(MARKER % need)
+                    for m, inner in enumerate(read(product, need)):
+                        if included(product, need, m + 1, inner, known):
+                            refuse(product, need, m + 1, "a template includes nothing")
+                        out.append(inner + "\n")
+                    out.append(MARKER % part)
                 elif need not in parts:
                     refuse(product, part, k + 1,
                            "needs %s, which %s/%s lists later or not at all" % (need, product.src, product.list))
@@ -129,7 +144,7 @@ def build(product):
             if folder_of(part) not in folders:
                 folders.append(folder_of(part))
     for name in known:
-        if name not in parts:
+        if name not in parts and name not in used:
             errors.append("%s/%s: not listed in %s/%s" % (product.src, name, product.src, product.list))
     return "".join(out).encode("ascii", "replace"), parts
 

@@ -93,7 +93,7 @@ static __device__ __forceinline__ tkvcu_side side_of(int i) {
     return i ? v : k;
 }
 #include "attend.h"
-__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d)) unit(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(%d, %d)) unit(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_attend_shared<%d, %d> &b = *(tkvcu_attend_shared<%d, %d> *)(void *)shared;
     tkvcu_partials<%d, %d, %d> u;
@@ -243,12 +243,11 @@ class Lab:
                 kind, half_bits, group, ", ".join(map(str, slabs)), top, size, code_bytes, table))
         n = (128, tiles, groups)
         source = self.write("unit-%s-%d-%d-%d.cu" % (preset, tier, arch, tiles),
-                            PROBE % (text[0], text[1], n[1], *n[:2], *n[:2], *n, n[0], *n, *n))
+                            PROBE % (text[0], text[1], *n[:2], *n[:2], *n[:2], *n, n[0], *n, *n))
         nvcc(arch, source, source + "bin")
         code, = (c for name, c in functions(source + "bin").items() if "unit" in name)
         kind, half_bits, n = sides[0][0], sides[0][1], sides[0][3:10]
-        wide, narrow = ([n[5]], [n[3]]) if tiles > 1 else ([], [])  # one-bit parts apart: tkvcu_multiply_k_with_tops
-        parts = [n[6]] + wide + [n[5], n[6], n[4]] + narrow + [n[3], n[2], n[1], 8 if half_bits == 16 else 0]
+        parts = [8 if half_bits == 16 else 0] + [n[width] for width in range(6, 0, -1)]
         return count(code, arch, parts, 0 if kind == 1 else n[0]), sides[0][12] + sides[1][12]
 
 

@@ -837,8 +837,11 @@ static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, 
         } else if (first) {
             memcpy(o, o2, (size_t)u->v_pad * sizeof *o);
         } else {
-            for (i = 0; i < u->v_pad; i += 16)
-                for (k = 0; k < 16; k++) o[i + k] = o[i + k] * a + o2[i + k] * b;
+            for (i = 0; i < u->v_pad; i += 16) { /* vectors also at -O2 */
+                float x[16];
+                for (k = 0; k < 16; k++) x[k] = o[i + k] * a + o2[i + k] * b;
+                for (k = 0; k < 16; k++) o[i + k] = x[k];
+            }
         }
     }
 }

@@ -51,7 +51,7 @@ typedef struct tkvi_simd_ops {
                                int middle, int n, float *dst);
     void (*encode_log_scales)(const float *x, int n, int top, uint8_t *dst);
     /* Packs the codes of a tile into cleared bytes (core/tile.h). */
-    void (*pack_tile)(uint8_t *codes, const tkvi_tile_at *at, int width, const uint8_t *code);
+    void (*pack_tile)(uint8_t *tile, int width, const uint8_t *code);
     /* Interleaves four columns of K into the codes of a tile. */
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
     /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */

@@ -141,6 +141,7 @@ struct tkvcu_task {
     /* the head's sides. Coded: 2048 bytes after the first one's start. Exact: in place 0 of the region */
     const uint8_t *from[2];
     int codes[2], meta[2];      /* bytes of a coded side */
+    int swizzled;               /* V: the codes are copied to swizzled places (unpack.h) */
     uint32_t block;             /* bytes from place to place */
     int group, columns, column; /* query heads per KV head; all columns; first column here */
     int next_tile, end_tile;    /* in the list of all key tiles */
@@ -176,12 +177,13 @@ template <int D, int NT, int VG> struct tkvcu_partials {
     float zero[VG][NT];
 };
 
-/* A slot of a coded side: the metadata, then from TKVCU_META the codes, swizzled by tkvcu_swizzle. */
+/* A slot of a coded side: the metadata, then from TKVCU_META the codes. tkvcu_swizzle gives their places. V sides of
+ * odd width are not swizzled. */
 #define TKVCU_META(D) (4 * (D)) /* KIVI, the largest */
 
 struct tkvcu_lane {
     int warp, lane, g, t;
-    int meta_at, codes_at;      /* targets of the lane's first copies in a slot: metadata, codes */
+    int meta_at, codes_at;      /* targets of the lane's first copies in a slot: metadata, swizzled codes */
     uint8_t *slot[TKVCU_SLOTS]; /* K side, V side */
     tkvcu_address k_codes;
     tkvcu_v_addresses v_at;
@@ -234,13 +236,13 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_clear_partials(tkvcu_pa
 /* >>loading */
 /* Starts the copy of a coded side. `middle` is 2048 bytes after the side's start. */
 template <int D>
-TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int codes, int meta,
+TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int codes, int meta, int swizzled,
                                   const tkvcu_lane &me) {
     const int left = codes - me.meta_at;
     int k;
     middle = tkvcu_advance(middle, me.meta_at, 1);
     tkvcu_cp_async16_if<0>(slot + me.meta_at, tkvcu_advance(middle, codes, 1), meta - me.meta_at);
-    slot += me.codes_at;
+    slot += swizzled ? me.codes_at : TKVCU_META(D) + me.meta_at;
     tkvcu_cp_async16_if<0>(slot, middle, left); /* up to 4 bits per value */
     tkvcu_cp_async16_if<512>(slot, middle, left);
     tkvcu_cp_async16_if<1024>(slot, middle, left);
@@ -363,71 +365,6 @@ template <int D> TKVCU_DEVICE uint32_t tkvcu_load_q_limbs(const uint32_t *q, int
     return q[16 * (nt * (D / 8) + 2 * k)];
 }
 
-/* Multiplies n slabs: the W-bit fields of tiles that are STRIDE bytes apart. Adds codes * q to `sum`, by plane.
- * TOPS: also adds the products of the 1-bit fields to `tops`. q: the lane's words of the first slab. */
-template <int D, int W, int STRIDE, int TOPS, int NT>
-TKVCU_DEVICE void tkvcu_multiply_k_fields(int32_t sum[4][NT][4], int32_t tops[4][NT][4], tkvcu_address codes,
-                                          uint32_t at, uint32_t tops_at, const uint32_t *q, int n, int g,
-                                          int t) {
-    const int upper = t % 2 * 4;
-    const uint32_t *end;
-    tkvcu_cursor<W, STRIDE> path;
-    tkvcu_cursor<1, 32> top_path;
-    int i, nt;
-    tkvcu_start_cursor(path, codes, at, g, t);
-    if (TOPS) tkvcu_start_cursor(top_path, codes, tops_at, g, t);
-#define TKVCU_PLANE_(TO, W_, X, Y, P)                                                                        \
-    {                                                                                                        \
-        uint32_t a[4];                                                                                       \
-        TKVCU_UNROLL                                                                                         \
-        for (i = 0; i < 2; i++) {                                                                            \
-            a[i] = tkvcu_mask_field<W_, P>(X, i);                                                            \
-            a[2 + i] = two ? tkvcu_mask_field<W_, P>(Y, i) : 0;                                              \
-        }                                                                                                    \
-        TKVCU_UNROLL                                                                                         \
-        for (nt = 0; nt < NT; nt++) tkvcu_mma_us(TO[P][nt], a, b[nt]);                                       \
-    }
-#define TKVCU_SLABS_                                                                                         \
-    {                                                                                                        \
-        tkvcu_tile<W> x, y;                                                                                  \
-        tkvcu_tile<1> v, w;                                                                                  \
-        uint32_t b[NT][2];                                                                                   \
-        tkvcu_load_tile(x, path, 0, upper);                                                                  \
-        if (two) tkvcu_load_tile(y, path, 1, upper);                                                         \
-        if (TOPS) tkvcu_load_tile(v, top_path, 0, upper);                                                    \
-        if (TOPS && two) tkvcu_load_tile(w, top_path, 1, upper);                                             \
-        TKVCU_UNROLL                                                                                         \
-        for (nt = 0; nt < NT; nt++) {                                                                        \
-            b[nt][0] = tkvcu_load_q_limbs<D>(q, nt, 0);                                                      \
-            b[nt][1] = two ? tkvcu_load_q_limbs<D>(q, nt, 1) : 0;                                            \
-        }                                                                                                    \
-        TKVCU_PLANE_(sum, W, x, y, 0)                                                                        \
-        TKVCU_PLANE_(sum, W, x, y, 1)                                                                        \
-        TKVCU_PLANE_(sum, W, x, y, 2)                                                                        \
-        TKVCU_PLANE_(sum, W, x, y, 3)                                                                        \
-        if (TOPS) {                                                                                          \
-            TKVCU_PLANE_(tops, 1, v, w, 0)                                                                   \
-            TKVCU_PLANE_(tops, 1, v, w, 1)                                                                   \
-            TKVCU_PLANE_(tops, 1, v, w, 2)                                                                   \
-            TKVCU_PLANE_(tops, 1, v, w, 3)                                                                   \
-        }                                                                                                    \
-    }
-    end = q + n / 2 * 64;
-    TKVCU_ROLL
-    for (; q != end; q += 64) {
-        enum { two = 1 };
-        TKVCU_SLABS_
-        tkvcu_advance_cursor(path);
-        if (TOPS) tkvcu_advance_cursor(top_path);
-    }
-    if (n % 2) {
-        enum { two = 0 };
-        TKVCU_SLABS_
-    }
-#undef TKVCU_SLABS_
-#undef TKVCU_PLANE_
-}
-
 template <int NT> TKVCU_DEVICE void tkvcu_clear_sums(int32_t sum[4][NT][4]) {
     int p, nt, i;
     TKVCU_UNROLL
@@ -436,77 +373,113 @@ template <int NT> TKVCU_DEVICE void tkvcu_clear_sums(int32_t sum[4][NT][4]) {
     for (i = 0; i < 4; i++) sum[p][nt][i] = 0;
 }
 
-/* Multiplies n slabs whose codes have a W-bit field and a top bit. The positions of both fields give the factor
- * of `tops` in `sum`. */
-template <int D, int W, int STRIDE, int NT>
-TKVCU_DEVICE void tkvcu_multiply_k_with_tops(int32_t sum[4][NT][4], tkvcu_address codes, uint32_t at,
-                                             uint32_t tops_at, const uint32_t *q, int n, int g, int t) {
-    int32_t tops[4][NT][4];
+/* Multiplies n slabs of width W, and adds codes * q to `sum`, by plane. The codes begin at `at`, the lane's words of
+ * the queries at q. Moves both on. */
+template <int D, int W, int NT>
+TKVCU_DEVICE void tkvcu_multiply_k_slabs(int32_t sum[4][NT][4], tkvcu_address codes, uint32_t &at,
+                                         const uint32_t *&q, int n, int g, int t) {
+    const int half = g / 4;
+    const uint32_t *word = q, *end = q + n / 2 * 64;
+    tkvcu_cursor<W> path;
+    int i, nt;
+    if (n == 0) return;
+    tkvcu_start_cursor(path, codes, at, g, t);
+#define TKVCU_PLANE_(P)                                                                                      \
+    {                                                                                                        \
+        uint32_t a[4];                                                                                       \
+        TKVCU_UNROLL                                                                                         \
+        for (i = 0; i < 2; i++) {                                                                            \
+            a[i] = tkvcu_take_plane<W, P, tkvcu_k_bit(W, P)>(x, i);                                          \
+            a[2 + i] = two ? tkvcu_take_plane<W, P, tkvcu_k_bit(W, P)>(y, i) : 0;                            \
+        }                                                                                                    \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) tkvcu_mma_us(sum[P][nt], a, b[nt]);                                      \
+    }
+#define TKVCU_SLABS_                                                                                         \
+    {                                                                                                        \
+        tkvcu_tile<W> x, y;                                                                                  \
+        uint32_t b[NT][2];                                                                                   \
+        tkvcu_load_tile(x, path, 0, half);                                                                   \
+        if (two) tkvcu_load_tile(y, path, 1, half);                                                          \
+        TKVCU_UNROLL                                                                                         \
+        for (nt = 0; nt < NT; nt++) {                                                                        \
+            b[nt][0] = tkvcu_load_q_limbs<D>(word, nt, 0);                                                   \
+            b[nt][1] = two ? tkvcu_load_q_limbs<D>(word, nt, 1) : 0;                                         \
+        }                                                                                                    \
+        TKVCU_PLANE_(0)                                                                                      \
+        TKVCU_PLANE_(1)                                                                                      \
+        TKVCU_PLANE_(2)                                                                                      \
+        TKVCU_PLANE_(3)                                                                                      \
+    }
+    TKVCU_ROLL
+    for (; word != end; word += 64) {
+        enum { two = 1 };
+        TKVCU_SLABS_
+        tkvcu_advance_cursor(path);
+    }
+    if (n % 2) {
+        enum { two = 0 };
+        TKVCU_SLABS_
+    }
+#undef TKVCU_SLABS_
+#undef TKVCU_PLANE_
+    at += (uint32_t)(128 * W * n);
+    q += 32 * n;
+}
+
+/* Moves the sums of codes at the bits of width From to those of width To, which are not lower. */
+template <int From, int To, int NT> TKVCU_DEVICE void tkvcu_move_k_sums(int32_t sum[4][NT][4]) {
     int p, nt, i;
-    tkvcu_clear_sums<NT>(tops);
-    if (NT == 1) tkvcu_multiply_k_fields<D, W, STRIDE, 1, NT>(sum, tops, codes, at, tops_at, q, n, g, t);
-    /* one after the other: saves registers */
-    else tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(tops, tops, codes, tops_at, 0, q, n, g, t);
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
-    for (i = 0; i < 4; i++)
-        sum[p][nt][i] += tops[p][nt][i] * ((1 << (W + tkvcu_k_field_bit<W>(p))) >> tkvcu_k_field_bit<1>(p));
-    if (NT > 1) tkvcu_multiply_k_fields<D, W, STRIDE, 0, NT>(sum, tops, codes, at, 0, q, n, g, t);
+    for (i = 0; i < 4; i++) sum[p][nt][i] *= 1 << (tkvcu_k_bit(To, p) - tkvcu_k_bit(From, p));
 }
 
-/* Adds weight * sums of a field to s, and joins the limbs. */
-template <int W, int NT>
-TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4], float weight) {
+/* Adds the sums of codes at the bits of width W to s, and joins the limbs. */
+template <int W, int NT> TKVCU_DEVICE void tkvcu_add_k_sums(float s[4][NT][2], const int32_t sum[4][NT][4]) {
     int p, nt, i;
     TKVCU_UNROLL
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
     for (i = 0; i < 2; i++)
         s[p][nt][i] = fmaf((float)(256 * sum[p][nt][2 * i] + sum[p][nt][2 * i + 1]),
-                           weight / (float)(1 << tkvcu_k_field_bit<W>(p)), s[p][nt][i]);
+                           1.0f / (float)(1 << tkvcu_k_bit(W, p)), s[p][nt][i]);
 }
 
-/* Adds codes * q of all slabs to s. Widths follow one another, widest first, then the 1-bit fields
- * (core/tile.h). A sum stays below 2^31: |q| <= TKVCU_Q_MAX, a code at its bit <= 496, 128 channels. */
+/* Adds codes * q of all slabs to s. Widths follow one another, widest first. Those with almost the same bits share
+ * sums. A sum stays below 2^31: |q| <= TKVCU_Q_MAX, a code at its bit <= 496, 128 channels. */
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_multiply_k_codes(const tkvcu_side &side, float s[4][NT][2], tkvcu_address codes,
                                          const uint32_t *q, int g, int t) {
     const int n1 = side.slabs[1], n2 = side.slabs[2], n3 = side.slabs[3], n4 = side.slabs[4],
               n5 = side.slabs[5], n6 = side.slabs[6];
-    const uint32_t at5 = (uint32_t)(768 * n6), at4 = at5 + (uint32_t)(512 * n5),
-                   at3 = at4 + (uint32_t)(512 * n4), at2 = at3 + (uint32_t)(256 * n3);
-    const uint32_t tops5 = side.code_bytes - (uint32_t)(128 * (n1 + n3 + n5));
-    const uint32_t tops3 = tops5 + (uint32_t)(128 * n5), tops1 = tops3 + (uint32_t)(128 * n3);
-    const uint32_t *q3 = q + 32 * (n6 + n5 + n4);
+    uint32_t at = 0;
     int32_t sum[4][NT][4];
-    if (n6) {
-        tkvcu_clear_sums<NT>(sum);
-        tkvcu_multiply_k_fields<D, 2, 192, 0, NT>(sum, sum, codes, 128, 0, q, n6, g, t);
-        tkvcu_add_k_sums<2, NT>(s, sum, 16.0f);
-    }
-    if (n6 + n5 + n4) {
-        tkvcu_clear_sums<NT>(sum);
-        if (n5) tkvcu_multiply_k_with_tops<D, 4, 128, NT>(sum, codes, at5, tops5, q + 32 * n6, n5, g, t);
-        if (n6) tkvcu_multiply_k_fields<D, 4, 192, 0, NT>(sum, sum, codes, 0, 0, q, n6, g, t);
-        if (n4) tkvcu_multiply_k_fields<D, 4, 128, 0, NT>(sum, sum, codes, at4, 0, q3 - 32 * n4, n4, g, t);
-        tkvcu_add_k_sums<4, NT>(s, sum, 1.0f);
-    }
-    if (n3 + n2) {
-        tkvcu_clear_sums<NT>(sum);
-        if (n3) tkvcu_multiply_k_with_tops<D, 2, 64, NT>(sum, codes, at3, tops3, q3, n3, g, t);
-        if (n2) tkvcu_multiply_k_fields<D, 2, 64, 0, NT>(sum, sum, codes, at2, 0, q3 + 32 * n3, n2, g, t);
-        tkvcu_add_k_sums<2, NT>(s, sum, 1.0f);
-    }
-    if (n1) {
-        tkvcu_clear_sums<NT>(sum);
-        tkvcu_multiply_k_fields<D, 1, 32, 0, NT>(sum, sum, codes, tops1, 0, q3 + 32 * (n3 + n2), n1, g, t);
-        tkvcu_add_k_sums<1, NT>(s, sum, 1.0f);
-    }
     if (side.half_bits == 16) { /* Q8 */
         tkvcu_clear_sums<NT>(sum);
-        tkvcu_multiply_k_fields<D, 8, 256, 0, NT>(sum, sum, codes, 0, 0, q, D / 16, g, t);
-        tkvcu_add_k_sums<8, NT>(s, sum, 1.0f);
+        tkvcu_multiply_k_slabs<D, 8, NT>(sum, codes, at, q, D / 16, g, t);
+        tkvcu_add_k_sums<8, NT>(s, sum);
+    }
+    if (n6) {
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_slabs<D, 6, NT>(sum, codes, at, q, n6, g, t);
+        tkvcu_add_k_sums<6, NT>(s, sum);
+    }
+    if (n5 + n4) {
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_slabs<D, 5, NT>(sum, codes, at, q, n5, g, t);
+        if (n5) tkvcu_move_k_sums<5, 4, NT>(sum);
+        tkvcu_multiply_k_slabs<D, 4, NT>(sum, codes, at, q, n4, g, t);
+        tkvcu_add_k_sums<4, NT>(s, sum);
+    }
+    if (n3 + n2 + n1) {
+        tkvcu_clear_sums<NT>(sum);
+        tkvcu_multiply_k_slabs<D, 3, NT>(sum, codes, at, q, n3, g, t);
+        if (n3) tkvcu_move_k_sums<3, 2, NT>(sum);
+        tkvcu_multiply_k_slabs<D, 2, NT>(sum, codes, at, q, n2, g, t);
+        tkvcu_multiply_k_slabs<D, 1, NT>(sum, codes, at, q, n1, g, t);
+        tkvcu_add_k_sums<2, NT>(s, sum);
     }
 }
 
@@ -717,15 +690,16 @@ TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkv
                                          const uint32_t b[VG][2][NT][2], const float unit[VG][NT], int g,
                                          int t) {
     int k, i, m, nt;
+    const tkvcu_v_path path = tkvcu_find_v_path<W>(at, g, t);
     TKVCU_UNROLL
     for (k = 0; k < D / 16; k++) {
-        tkvcu_v_tile<W> x;
+        tkvcu_tile<W> x;
         uint32_t plane[2][4];
         int32_t sum[NT][4];
         const int group = k * VG / (D / 16);
-        tkvcu_load_v_words<W>(x, at, W == 3 ? D / 4 * 64 : 0, k, g, t);
+        tkvcu_load_v_tile<W>(x, path, k, g / 4);
         TKVCU_UNROLL
-        for (i = 0; i < 2; i++) tkvcu_split_planes<W>(x, i, plane[i]);
+        for (i = 0; i < 2; i++) tkvcu_take_planes<W>(x, i, plane[i]);
         TKVCU_UNROLL
         for (nt = 0; nt < NT; nt++) sum[nt][0] = sum[nt][1] = sum[nt][2] = sum[nt][3] = 0;
         TKVCU_UNROLL
@@ -743,6 +717,7 @@ TKVCU_DEVICE void tkvcu_multiply_v_codes(tkvcu_partials<D, NT, VG> &u, const tkv
 template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkvcu_v_addresses &at,
                                          const uint32_t b[2][NT][2], const float unit[NT], int g, int t) {
+    const tkvcu_v_path path = tkvcu_find_v_path<3>(at, g, t);
     uint32_t reordered[2][NT][2];
     float pair_unit[NT];
     int i, k, nt, h, m;
@@ -754,9 +729,9 @@ TKVCU_DEVICE void tkvcu_multiply_v_pairs(tkvcu_partials<D, NT, VG> &u, const tkv
     }
     TKVCU_UNROLL
     for (k = 0; k < D / 32; k++) {
-        tkvcu_v_tile<3> x;
+        tkvcu_tile<3> x;
         uint32_t code[2][2];
-        tkvcu_load_v_words<3>(x, at, D / 8 * 64, k, g, t);
+        tkvcu_load_v_tile<3>(x, path, k, g / 4);
         TKVCU_UNROLL
         for (i = 0; i < 2; i++) {
             code[0][i] = tkvcu_merge_pair_codes<0>(x, i);
@@ -891,7 +866,7 @@ TKVCU_DEVICE void tkvcu_add_coded_v(const tkvcu_attend_shared<D, NT> &b, const t
     const tkvcu_side &side = TKVCU_SIDE(b, 1);
     const int kivi = side.kind == TKVCU_KIVI, width = side.half_bits / 2;
     const int pairs = side.half_bits == 3;
-    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_field_bit(width, me.g / 2) << 23;
+    const uint32_t smaller = pairs ? 0 : (uint32_t)tkvcu_v_bit(width, me.g / 2) << 23;
     tkvcu_f32x2 *scale = (tkvcu_f32x2 *)(void *)me.work;
     uint8_t *memory = me.work + 512 * VG;
     uint32_t w[VG][2][NT][2];
@@ -1154,7 +1129,7 @@ TKVCU_DEVICE void tkvcu_prefetch_side(const tkvcu_job &j, const tkvcu_task &k, c
                                tkvcu_n_rows_left(j, k, k.first + nth), me.lane);
         } else {
             tkvcu_load_side<D>(slot, tkvcu_advance(k.from[which], nth, k.block), k.codes[which],
-                               k.meta[which], me);
+                               k.meta[which], which == 0 || k.swizzled, me);
         }
     }
     tkvcu_cp_async_commit();
@@ -1307,6 +1282,7 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
         if (region < TKVCU_SINKS) b.task.from[tid] += (size_t)ring_tile * j.view.block[region] + 2048;
         b.task.codes[tid] = (int)b.side[tid].code_bytes;
         b.task.meta[tid] = (int)(b.side[tid].bytes - b.side[tid].code_bytes);
+        if (tid == 1) b.task.swizzled = (b.side[1].half_bits & 2) == 0; /* the width is even */
     }
     if (tid == 0) {
         b.task.block = j.view.block[region];
@@ -1343,13 +1319,13 @@ TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
 /* Thread blocks per multiprocessor that the register limit must allow. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ < 900
 /* With head_dim 128, shared memory has no space for more. */
-#define TKVCU_RESIDENT(NT) ((NT) == 2 ? 2 : 3)
+#define TKVCU_RESIDENT(D, NT) ((D) == 128 && (NT) == 2 ? 2 : 3)
 #else
-#define TKVCU_RESIDENT(NT) ((NT) == 2 ? 3 : 4)
+#define TKVCU_RESIDENT(D, NT) ((NT) == 2 ? 3 : 4)
 #endif
 
 template <int D, int NT, int VG>
-__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(NT)) tkvcu_attend_kernel(tkvcu_job j) {
+__global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT)) tkvcu_attend_kernel(tkvcu_job j) {
     TKVCU_SHARED(uint8_t, shared);
     tkvcu_attend_shared<D, NT> &b = *(tkvcu_attend_shared<D, NT> *)(void *)shared;
     int *ends = (int *)(void *)(shared + sizeof b); /* [n_entries] */

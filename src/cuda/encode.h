@@ -108,14 +108,13 @@ TKVCU_DEVICE void tkvcu_open_side(const tkvcu_view *v, const tkvcu_side *d, int 
     }
 }
 
-/* Returns the width of tile i and its place; width 0 if i is not a tile of the side. */
-TKVCU_DEVICE int tkvcu_find_tile(const tkvi_side *s, int i, tkvi_tile_at *at) {
+/* Returns the width of tile i, and its offset in the codes; width 0 if i is not a tile of the side. */
+TKVCU_DEVICE int tkvcu_find_tile(const tkvi_side *s, int i, int *at) {
     int width;
-    *at = tkvi_first_tile(&s->tiles);
+    *at = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int n = s->tiles.n[width], skip = i < n ? i : n;
-        at->wide += (size_t)skip * tkvi_wide_bytes[width];
-        at->half += skip * tkvi_has_half[width];
+        const int n = s->tiles.n[width];
+        *at += tkvi_min(i, n) * TKVI_TILE_BYTES(width);
         if (i < n) break;
         i -= n;
     }
@@ -226,11 +225,10 @@ template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_transcoder<Dim> *d) {
     enum { LINE = Dim / TKVCU_THREAD_VALUES };
     const tkvi_side *s = &d->side[0];
     const int t = tkvcu_thread_index() / LINE, part = tkvcu_thread_index() % LINE;
-    tkvi_tile_at at;
+    int at, i;
     const int width = tkvcu_find_tile(s, 0, &at),
               slab = s->pairs ? 5 : 4; /* all tiles of a side are alike; a slab has 2^slab channels */
     float y[TKVCU_THREAD_VALUES];
-    int i;
     TKVCU_UNROLL
     for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
         const int c = LINE * i + part;
@@ -249,20 +247,18 @@ template <int Dim>
 TKVCU_DEVICE void tkvcu_decode(tkvcu_transcoder<Dim> *d, const tkvcu_side *from, const uint8_t *src) {
     const tkvi_side *s = &d->side[0];
     const int me = tkvcu_thread_index(), all = tkvcu_transcoder<Dim>::THREADS;
-    int i, p;
+    int i, p, at;
     if (from->kind == TKVCU_EXACT) {
         tkvcu_decode_exact<Dim>(d, from->bf16, src);
     } else {
         const int n = s->groups * (s->which == TKV_V ? TKVI_BLOCK : Dim);
-        tkvi_tile_at at;
         for (i = 16 * me; i < (int)s->bytes; i += 16 * all)
             *(tkvcu_bytes16 *)(void *)(d->bytes + i) = *(const tkvcu_bytes16 *)(const void *)(src + i);
         __syncthreads();
-        if (me < Dim / 4 * 8) { /* an eighth of a tile */
-            const int tile = me / 8, first = me % 8 * 8;
-            const int width = tkvcu_find_tile(s, tile, &at);
-            for (p = 0; p < 4; p++) tkvi_store8(d->code[tile] + 64 * p + first, 0);
-            if (width) tkvi_unpack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
+        if (me < Dim) { /* a quarter of a tile each */
+            const int tile = me / 4, first = me % 4 * 8, width = tkvcu_find_tile(s, tile, &at);
+            for (p = 0; p < 8; p++) tkvi_store8(d->code[tile] + 32 * p + first, 0);
+            if (width) tkvi_unpack_part(d->bytes + at, width, d->code[tile], first, first + 8);
         }
         for (i = me; i < n; i += all)
             tkvcu_decode_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
@@ -522,25 +518,17 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_kivi_v(tkvcu_transcoder<Dim> *
 template <int Dim> TKVCU_DEVICE void tkvcu_encode(tkvcu_transcoder<Dim> *d, int kind, uint8_t *dst) {
     const tkvi_side *s = &d->side[1];
     const int me = tkvcu_thread_index(), all = tkvcu_transcoder<Dim>::THREADS, codes = (int)s->code_bytes;
-    const tkvcu_bytes16 none = {{0, 0}};
-    int i, upper;
+    int i;
     if (kind == TKVCU_A) tkvcu_encode_a<Dim>(d);
     else if (kind == TKVCU_R) tkvcu_encode_r<Dim>(d);
     else if (s->which == TKV_K) tkvcu_encode_kivi_k<Dim>(d);
     else tkvcu_encode_kivi_v<Dim>(d);
     __syncthreads();
-    for (i = 16 * me; i < codes; i += 16 * all) *(tkvcu_bytes16 *)(void *)(d->bytes + i) = none;
-    /* Two tiles may share a vector of 1-bit halves: the two passes write them one after the other. */
-    TKVCU_ROLL
-    for (upper = 0; upper < 2; upper++) {
-        __syncthreads();
-        if (me < Dim / 4 * 8) { /* an eighth of a tile */
-            const int tile = me / 8, first = me % 8 * 8;
-            tkvi_tile_at at;
-            const int width = tkvcu_find_tile(s, tile, &at);
-            if (width && (tkvi_has_half[width] && at.half % 2) == upper)
-                tkvi_pack_part(d->bytes, &at, width, d->code[tile], first, first + 8);
-        }
+    if (me < Dim) { /* a quarter of a tile each; the tiles cover all bytes of the codes */
+        const int tile = me / 4, first = me % 4 * 8;
+        int at;
+        const int width = tkvcu_find_tile(s, tile, &at);
+        if (width) tkvi_pack_part(d->bytes + at, width, d->code[tile], first, first + 8);
     }
     __syncthreads();
     for (i = 16 * me; i < (int)s->bytes; i += 16 * all)

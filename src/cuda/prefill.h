@@ -44,7 +44,7 @@ struct alignas(16) tkvcu_f16x8 { /* fp16 */
 
 struct tkvcu_slab { /* 16 channels of a coded side (pairs: 32), four tiles */
     int width;
-    uint32_t wide, halves; /* byte offsets in the side */
+    uint32_t at; /* offset in the side */
 };
 
 struct tkvcu_prefill_task {
@@ -107,50 +107,6 @@ TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
 TKVCU_DEVICE int tkvcu_swizzle_row(int row, int chunk) { return 16 * (chunk ^ ((row ^ (row >> 3 & 1)) & 7)); }
 
 /* >>codes to fp16 */
-/* Unpacks two words of a tile, the first at `wide`. The codes of plane p are the bytes of code[..][p]. `half`
- * points to the same words in the vector of top bits, which are `upper` bits higher. */
-TKVCU_DEVICE void tkvcu_unpack_planes(uint32_t code[2][4], const uint8_t *wide, const uint8_t *half,
-                                      int upper, int width) {
-    const int low = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    int p;
-    if (low == 8) {
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 64 * p, 0);
-            code[0][p] = x.x;
-            code[1][p] = x.y;
-        }
-        return;
-    }
-    TKVCU_UNROLL
-    for (p = 0; p < 4; p++) code[0][p] = code[1][p] = 0;
-    if (low == 4) {
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 64 * (p / 2), 0);
-            code[0][p] = x.x >> 4 * (p % 2) & 0x0f0f0f0fu;
-            code[1][p] = x.y >> 4 * (p % 2) & 0x0f0f0f0fu;
-        }
-    }
-    if (low == 2 || width == 6) {
-        const int at = width == 6 ? 4 : 0;
-        const tkvcu_u32x2 x = tkvcu_load_u32x2(wide + 32 * at, 0);
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            code[0][p] |= (x.x >> 2 * p & 0x03030303u) << at;
-            code[1][p] |= (x.y >> 2 * p & 0x03030303u) << at;
-        }
-    }
-    if (width % 2) {
-        const tkvcu_u32x2 x = tkvcu_load_u32x2(half, 0);
-        TKVCU_UNROLL
-        for (p = 0; p < 4; p++) {
-            code[0][p] |= (x.x >> upper >> p & 0x01010101u) << low;
-            code[1][p] |= (x.y >> upper >> p & 0x01010101u) << low;
-        }
-    }
-}
-
 /* Returns 1024 + code as fp16: bytes 0 and 1, or 2 and 3. */
 TKVCU_DEVICE uint32_t tkvcu_bytes_to_f16x2(uint32_t bytes, int second) {
     return tkvcu_prmt(bytes, 0x64646464u, second ? 0x4342 : 0x4140);
@@ -158,11 +114,36 @@ TKVCU_DEVICE uint32_t tkvcu_bytes_to_f16x2(uint32_t bytes, int second) {
 
 TKVCU_DEVICE uint32_t tkvcu_add_f16x2(uint32_t x, uint32_t y) { return tkvcu_hfma2(x, 0x3c003c00u, y); }
 
-/* Unpacks words 2 g and 2 g + 1 of tile t of a slab. */
+/* Unpacks words 2 g and 2 g + 1 of a tile. 16 lanes that are served together read 64 bytes of two neighbour tiles, or
+ * 32. The bytes are not swizzled: two words of a bank with 3, 4, 5 and 8 bits, else one. */
+template <int W> TKVCU_DEVICE void tkvcu_unpack_words(uint32_t code[2][4], const uint8_t *tile, int g) {
+    tkvcu_tile<W> x;
+    int v, i;
+    TKVCU_UNROLL
+    for (v = 0; v < (int)tkvcu_tile<W>::vectors; v++)
+        tkvcu_set_words(x, v, tkvcu_load_u32x2(tile, tkvcu_find_words(W, v, g)), g / 4);
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) {
+        code[i][0] = tkvcu_take_plane<W, 0, 0>(x, i);
+        code[i][1] = tkvcu_take_plane<W, 1, 0>(x, i);
+        code[i][2] = tkvcu_take_plane<W, 2, 0>(x, i);
+        code[i][3] = tkvcu_take_plane<W, 3, 0>(x, i);
+    }
+}
+
+/* Unpacks words 2 g and 2 g + 1 of tile t of a slab. The codes of plane p are the bytes of code[..][p]. */
 TKVCU_DEVICE void tkvcu_unpack_slab(uint32_t code[2][4], const tkvcu_slab &slab, const uint8_t *raw, int g,
                                     int t) {
-    tkvcu_unpack_planes(code, raw + slab.wide + t * (int)tkvi_wide_bytes[slab.width] + 8 * g,
-                        raw + slab.halves + t / 2 * 64 + 8 * g, t % 2 * 4, slab.width);
+    const uint8_t *tile = raw + slab.at + t * TKVI_TILE_BYTES(slab.width);
+    switch (slab.width) {
+    case 1: tkvcu_unpack_words<1>(code, tile, g); break;
+    case 2: tkvcu_unpack_words<2>(code, tile, g); break;
+    case 3: tkvcu_unpack_words<3>(code, tile, g); break;
+    case 4: tkvcu_unpack_words<4>(code, tile, g); break;
+    case 5: tkvcu_unpack_words<5>(code, tile, g); break;
+    case 6: tkvcu_unpack_words<6>(code, tile, g); break;
+    default: tkvcu_unpack_words<8>(code, tile, g); break;
+    }
 }
 
 /* Converts K. Warps take slabs in turn. A lane converts two tokens of each plane, and the four channels of a
@@ -634,19 +615,15 @@ TKVCU_DEVICE void tkvcu_store_slab(tkvcu_prefill_shared<D, MT> &s, int which, in
     const tkvcu_side &side = s.side[which];
     const int own = side.half_bits == 3 ? 3 : side.half_bits / 2; /* KIVI and R: one width */
     const int all = side.half_bits == 3 ? D / 32 : D / 16;
-    tkvcu_slab slab = {0, 0, 0};
-    uint32_t wide = 0;
-    int width, before = 0, half = 0;
+    tkvcu_slab slab = {0, 0};
+    int width, before = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int here = side.kind == TKVCU_A ? (width <= 6 ? side.slabs[width] : 0) : width == own ? all : 0;
         const int mine = tkvi_max(0, tkvi_min(n - before, here)); /* slabs of this width before slab n */
         if (n >= before && n < before + here) slab.width = width;
-        slab.wide += 4u * (uint32_t)mine * tkvi_wide_bytes[width];
-        half += 4 * mine * tkvi_has_half[width];
-        wide += 4u * (uint32_t)here * tkvi_wide_bytes[width];
+        slab.at += (uint32_t)(4 * mine * TKVI_TILE_BYTES(width));
         before += here;
     }
-    slab.halves = wide + (uint32_t)(half / 2 * 64);
     s.slab[which][n] = slab;
     if (n == 0 && which == 0) s.coded = side.kind == TKVCU_EXACT ? D / 16 : before;
 }

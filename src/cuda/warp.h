@@ -144,9 +144,6 @@ TKVCU_DEVICE uint32_t tkvcu_prmt(uint32_t a, uint32_t b, uint32_t select) {
     return x;
 }
 
-/* Rotates x right by `by` bits, modulo 32. */
-TKVCU_DEVICE uint32_t tkvcu_rotate_bits(uint32_t x, int by) { return __funnelshift_r(x, x, (uint32_t)by); }
-
 TKVCU_DEVICE float tkvcu_ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

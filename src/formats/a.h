@@ -272,7 +272,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    uint8_t *at = dst;
     int width, p, first, end, l;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
@@ -307,8 +307,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     for (width = TKVI_MAX_WIDTH, p = 0; width > 0; width--) /* packs tiles in the order of positions */
         for (end = p + 4 * s->tiles.n[width]; p < end; p += 4) {
             ops->interleave(column, channel + p, tile);
-            ops->pack_tile(dst, &at, width, tile);
-            tkvi_next_tile(&at, width);
+            ops->pack_tile(at, width, tile);
+            at += TKVI_TILE_BYTES(width);
         }
     for (p = 0; p < s->pad; p++) {
         int from = channel[p];

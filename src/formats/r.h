@@ -192,14 +192,13 @@ static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
 static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);
-    const float by = s->pairs ? 1.0f / 64.0f : 1.0f;
     int t, k;
     ops->decode_log_scales(src + s->code_bytes, TKVI_BLOCK, s->top, scale);
     for (t = 0; t < TKVI_BLOCK; t += 16) { /* local array of 16: vectorises also at -O2 */
         float x[16];
-        for (k = 0; k < 16; k++) x[k] = scale[t + k] * by;
-        for (k = 0; k < 16; k++) scale[t + k] = x[k];
-        for (k = 0; k < 16; k++) zero[t + k] = -middle * x[k];
+        for (k = 0; k < 16 && s->pairs; k++) scale[t + k] *= 1.0f / 64.0f;
+        for (k = 0; k < 16; k++) x[k] = -middle * scale[t + k];
+        for (k = 0; k < 16; k++) zero[t + k] = x[k];
     }
 }
 

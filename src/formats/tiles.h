@@ -25,12 +25,12 @@ TKVI_FN uint8_t *tkvi_v_code(tkvi_codes code, int lane, int token) { /* a pair o
 }
 
 static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes code, uint8_t *dst) {
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    uint8_t *at = dst;
     int width, i, number = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, number++) {
-            ops->pack_tile(dst, &at, width, code[number]);
-            tkvi_next_tile(&at, width);
+            ops->pack_tile(at, width, code[number]);
+            at += TKVI_TILE_BYTES(width);
         }
 }
 
@@ -56,7 +56,7 @@ static void tkvi_k_values(const tkvi_side *s, int width, const uint8_t *tile, in
 static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, r, t, position = 0;
     s->format->side[TKV_K].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
@@ -64,8 +64,8 @@ static void tkvi_tiles_k_values(const tkvi_side *s, const tkvi_simd_ops *ops, co
         for (i = 0; i < tiles; i++, position += 4) {
             uint8_t tile[TKVI_TILE_CODES];
             if (width) {
-                tkvi_unpack_tile(src, &at, width, tile);
-                tkvi_next_tile(&at, width);
+                tkvi_unpack_tile(at, width, tile);
+                at += TKVI_TILE_BYTES(width);
             } else {
                 memset(tile, 0, sizeof tile);
             }
@@ -91,15 +91,15 @@ TKVI_FN float tkvi_v_value(const tkvi_side *s, int width, const uint8_t *tile, i
 static void tkvi_tiles_v_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                 int n, float *x, size_t stride) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, t, c, slab = 0;
     s->format->side[TKV_V].meta(s, src, ops, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++) {
             uint8_t tile[TKVI_TILE_CODES];
             int from = i % 4 * 16;
-            tkvi_unpack_tile(src, &at, width, tile);
-            tkvi_next_tile(&at, width);
+            tkvi_unpack_tile(at, width, tile);
+            at += TKVI_TILE_BYTES(width);
             for (t = tkvi_max(first, from); t < tkvi_min(first + n, from + 16); t++)
                 for (c = 0; c < tkvi_slab_channels(s, width) && slab + c < s->dim; c++) {
                     int m = (slab + c) / s->group * TKVI_BLOCK + t;

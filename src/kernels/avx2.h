@@ -8,47 +8,12 @@
 
 #include "kernels/decode_x86.h"
 #include "kernels/groups_x86.h"
+#include "kernels/values_x86.h"
+#include "kernels/tiles.h"
 
 #ifdef TKVI_X86
 
 /* >>pieces */
-TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
-}
-
-TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
-    return _mm_loadu_si128((const __m128i *)(const void *)p);
-}
-
-TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
-    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-}
-
-TKVI_FLAT_AVX2 float tkvi_max_avx2(__m256 a) {
-    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
-}
-
-/* Horizontal sums and maxima of four vectors. */
-TKVI_FLAT_AVX2 __m128 tkvi_sum4_avx2(const __m256 *a) {
-    __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
-    return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-}
-
-TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
-    __m256 x = _mm256_max_ps(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
-    __m256 y = _mm256_max_ps(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
-    x = _mm256_max_ps(_mm256_shuffle_ps(x, y, 0x44), _mm256_shuffle_ps(x, y, 0xee));
-    return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-}
-
 /* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
     if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
@@ -120,7 +85,14 @@ static TKVI_TARGET_AVX2 void tkvi_decode_zero_points_avx2(const uint8_t *offset,
                                                           const float *mean, float unit, int middle, int n,
                                                           float *dst) {
     int i;
-    for (i = 0; i + 4 <= n; i += 4) {
+    for (i = 0; i + 8 <= n; i += 8) {
+        const __m256i by = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(offset + i)));
+        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(scale + i), _mm256_set1_ps(unit));
+        _mm256_storeu_ps(
+            dst + i, _mm256_fmadd_ps(x, _mm256_cvtepi32_ps(_mm256_sub_epi32(by, _mm256_set1_epi32(middle))),
+                                     _mm256_loadu_ps(mean + i)));
+    }
+    for (; i + 4 <= n; i += 4) {
         __m128i by =
             _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_load_bytes4_avx2(offset + i)), _mm_set1_epi32(middle));
         __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
@@ -150,10 +122,6 @@ static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, 
 
 /* >>encoding: gives the bytes of the scalar code, because integers are the same and floats have the same order of
  * operations. AVX-512 has its own versions of the two slow steps, K columns and V tokens, and shares the others. */
-TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
-    _mm256_storeu_si256((__m256i *)(void *)p, x);
-}
-
 /* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
 TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shift, const int bits,
                                              const int n) {
@@ -167,32 +135,40 @@ TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shif
     return x;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *codes, const tkvi_tile_at *at, int width,
-                                                 const uint8_t *code) {
-    uint8_t *wide = codes + at->wide, *half = codes + at->halves + at->half / 2 * 64;
-    int j, p, upper = at->half % 2;
-    for (j = 0; j < 64; j += 32, wide += 32, half += 32) { /* 32 of the 64 codes of each plane */
-        __m256i c[4], x;
+static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *tile, int width, const uint8_t *code) {
+    __m256i c[2][4]; /* half of the planes, plane */
+    int b, p;
+    TKVI_UNROLL
+    for (b = 0; b < 2; b++) {
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) c[p] = tkvi_load_bytes_avx2(code + 64 * p + j);
+        for (p = 0; p < 4; p++) c[b][p] = tkvi_load_bytes_avx2(code + 64 * p + 32 * b);
         if (width == 8) {
             TKVI_UNROLL
-            for (p = 0; p < 4; p++) tkvi_store_bytes_avx2(wide + 64 * p, c[p]);
+            for (p = 0; p < 4; p++) tkvi_store_bytes_avx2(tile + 64 * p + 32 * b, c[b][p]);
         } else if (width >= 4) {
-            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 4, 2));
-            tkvi_store_bytes_avx2(wide + 64, tkvi_join_planes_avx2(c + 2, 0, 4, 2));
-            if (width == 6) tkvi_store_bytes_avx2(wide + 128, tkvi_join_planes_avx2(c, 4, 2, 4));
-        } else if (width >= 2) {
-            tkvi_store_bytes_avx2(wide, tkvi_join_planes_avx2(c, 0, 2, 4));
+            tkvi_store_bytes_avx2(tile + 32 * b, tkvi_join_planes_avx2(c[b], 0, 4, 2));
+            tkvi_store_bytes_avx2(tile + 64 + 32 * b, tkvi_join_planes_avx2(c[b] + 2, 0, 4, 2));
+            if (width == 6) tkvi_store_bytes_avx2(tile + 128 + 32 * b, tkvi_join_planes_avx2(c[b], 4, 2, 4));
+        } else if (width == 3) {
+            const __m256i low = _mm256_slli_epi16(_mm256_and_si256(c[b][3], tkvi_splat_bytes_avx2(3)), 6);
+            tkvi_store_bytes_avx2(tile + 32 * b, _mm256_or_si256(tkvi_join_planes_avx2(c[b], 0, 3, 2), low));
+        } else if (width == 2) {
+            tkvi_store_bytes_avx2(tile + 32 * b, tkvi_join_planes_avx2(c[b], 0, 2, 4));
         }
-        if (!tkvi_has_half[width]) continue;
-        x = width == 5   ? tkvi_join_planes_avx2(c, 4, 1, 4)
-            : width == 3 ? tkvi_join_planes_avx2(c, 2, 1, 4)
-                         : tkvi_join_planes_avx2(c, 0, 1, 4);
-        if (upper)
-            x = _mm256_or_si256(_mm256_slli_epi16(x, 4),
-                                tkvi_load_bytes_avx2(half)); /* cleared, or has a lower half */
-        tkvi_store_bytes_avx2(half, x);
+    }
+    if (width == 3) {
+        c[0][0] = c[0][2];
+        c[0][1] = c[1][2];
+        c[1][0] = c[0][3];
+        c[1][1] = c[1][3];
+        tkvi_store_bytes_avx2(tile + 64,
+                              _mm256_or_si256(tkvi_join_planes_avx2(c[0], 0, 3, 2),
+                                              _mm256_slli_epi16(tkvi_join_planes_avx2(c[1], 2, 1, 2), 6)));
+    } else if (width == 5 || width == 1) {
+        const int bit = width - 1;
+        tkvi_store_bytes_avx2(tile + 32 * bit,
+                              _mm256_or_si256(tkvi_join_planes_avx2(c[0], bit, 1, 4),
+                                              _mm256_slli_epi16(tkvi_join_planes_avx2(c[1], bit, 1, 4), 4)));
     }
 }
 
@@ -325,10 +301,6 @@ TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
 TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* as tkvi_cut_code */
     __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
     return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
-    _mm256_storeu_si256((__m256i *)(void *)p, x);
 }
 
 TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is set */
@@ -666,26 +638,26 @@ static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     return tkvi_max_avx2(m);
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes, with an error of 1e-7. */
+/* exp(x) is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts n from the exact first product. The
+ * polynomial is that of kernels/avx512.h. 2^n is added to the exponent: y is 0.7 .. 1.5, and n is above -127. */
 static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
+    const __m256 log2e = _mm256_set1_ps(1.44269502f), least = _mm256_set1_ps(-87.0f);
     __m256 sum = _mm256_setzero_ps();
     int t;
     for (t = 0; t < TKVI_BLOCK; t += 8) {
-        __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum)), n, r, y;
-        __m256 some = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_GE_OQ);
-        x = _mm256_max_ps(x, _mm256_set1_ps(-87.0f)); /* n stays above -127: 2^n is a normal number */
-        n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), 8);
-        r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
-        r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-        y = _mm256_fmadd_ps(_mm256_set1_ps(1.9875691500e-4f), r, _mm256_set1_ps(1.3981999507e-3f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(8.3334519073e-3f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(4.1665795894e-2f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.6666665459e-1f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(5.0000001201e-1f));
-        y = _mm256_fmadd_ps(y, _mm256_mul_ps(r, r), _mm256_add_ps(r, _mm256_set1_ps(1.0f)));
-        n = _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
-        y = _mm256_and_ps(_mm256_mul_ps(y, n), some);
+        const __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum));
+        const __m256 z = _mm256_max_ps(x, least);
+        const __m256 n = _mm256_round_ps(_mm256_mul_ps(z, log2e), 8);
+        const __m256 r = _mm256_fmadd_ps(z, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(z, log2e, n));
+        __m256 y = _mm256_set1_ps(1.326472728e-03f);
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(9.671512657e-03f));
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(5.550733743e-02f));
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(2.402224208e-01f));
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(6.931469776e-01f));
+        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
+        y = _mm256_castsi256_ps(
+            _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+        y = _mm256_and_ps(y, _mm256_cmp_ps(x, least, _CMP_GE_OQ));
         _mm256_storeu_ps(p + t, y);
         sum = _mm256_add_ps(sum, y);
     }
@@ -977,449 +949,9 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
 }
 
 /* >>tiles */
-TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
-}
-
-/* Masks clear the bits that 16-bit shifts moved into the neighbour byte. */
-TKVI_FLAT_AVX2 void tkvi_merge_avx2(__m256i *codes, __m256i a, __m256i b, int mask) {
-    const __m256i all = tkvi_splat_bytes_avx2(mask);
-    codes[0] = _mm256_or_si256(codes[0], _mm256_and_si256(a, all));
-    codes[1] = _mm256_or_si256(codes[1], _mm256_and_si256(b, all));
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_shifted_avx2(const uint8_t *p, int right) {
-    return _mm256_srl_epi16(tkvi_load_bytes_avx2(p), _mm_cvtsi32_si128(right));
-}
-
-/* Unpacks codes 32b .. 32b + 31 of planes 2h and 2h + 1 of a tile to bytes (core/tile.h). part: of 8-bit codes, 0
- * takes the lower four bits and 1 the upper. All eight would overflow 16-bit sums. */
-TKVI_FLAT_AVX2 void tkvi_unpack_codes_avx2(int width, const uint8_t *wide, const uint8_t *tops, int half,
-                                           int h, int b, int part, __m256i *codes) {
-    __m256i x;
-    codes[0] = codes[1] = _mm256_setzero_si256();
-    wide += 32 * b;
-    if (width == 8) {
-        x = tkvi_shifted_avx2(wide + 128 * h, 4 * part);
-        tkvi_merge_avx2(codes, x, tkvi_shifted_avx2(wide + 128 * h + 64, 4 * part), 15);
-        return;
-    }
-    if (width >= 4) {
-        x = tkvi_load_bytes_avx2(wide + 64 * h);
-        tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 4), 15);
-        if (width == 6) {
-            x = tkvi_shifted_avx2(wide + 128, 4 * h);
-            tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 4), _mm256_slli_epi16(x, 2), 48);
-        }
-    } else if (width >= 2) {
-        x = tkvi_shifted_avx2(wide, 4 * h);
-        tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 2), 3);
-    }
-    if (width & 1) {
-        x = tkvi_shifted_avx2(tops + (half >> 1) * 64 + 32 * b, (half & 1) * 4 + 2 * h);
-        if (width == 1) tkvi_merge_avx2(codes, x, _mm256_srli_epi16(x, 1), 1);
-        else if (width == 3) tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 2), _mm256_slli_epi16(x, 1), 4);
-        else tkvi_merge_avx2(codes, _mm256_slli_epi16(x, 4), _mm256_slli_epi16(x, 3), 16);
-    }
-}
-
-/* Rounds 16 floats to 16-bit integers, in order. */
-TKVI_FLAT_AVX2 __m256i tkvi_round_to_int16_avx2(__m256 a, __m256 b) {
-    return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)), 0xd8);
-}
-
-/* Stores 16 weights as bytes. */
-TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, __m256i k, const int is_signed) {
-    const __m128i a = _mm256_castsi256_si128(k), b = _mm256_extracti128_si256(k, 1);
-    _mm_storeu_si128((__m128i *)(void *)w, is_signed ? _mm_packs_epi16(a, b) : _mm_packus_epi16(a, b));
-}
-
-TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
-    const __m256i x = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
-    return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-}
-
-/* top / m, or 0 where m is at most 1e-34. */
-TKVI_FLAT_AVX2 __m128 tkvi_inverse_avx2(__m128 top, __m128 m) {
-    return _mm_and_ps(_mm_div_ps(top, m), _mm_cmpgt_ps(m, _mm_set1_ps(1e-34f)));
-}
-
-/* Stores the fold of four rows and one limb. middle: sum w centre2. */
-TKVI_FLAT_AVX2 void tkvi_store_fold_avx2(tkvi_fold *f, int first, __m128 step, __m128 rest, __m128i middle) {
-    const __m128 odd = _mm_cvtepi32_ps(_mm_and_si128(middle, _mm_set1_epi32(1)));
-    const __m128i row = _mm_add_epi32(_mm_setr_epi32(0, 1, 2, 3), _mm_set1_epi32(first));
-    _mm_storeu_ps(f->step + first, step);
-    _mm_storeu_si128((__m128i *)(void *)(f->row + first), row);
-    _mm_storeu_ps(f->rest + first, _mm_sub_ps(rest, _mm_mul_ps(_mm_mul_ps(odd, _mm_set1_ps(0.5f)), step)));
-    _mm_storeu_si128((__m128i *)(void *)(f->base + first), _mm_srai_epi32(middle, 1));
-}
-
-/* Bit r is set if row r of four needs two limbs (TKVI_NEEDS_TWO). */
-TKVI_FLAT_AVX2 int tkvi_needs_two_avx2(const tkvi_fold_args *a, __m128 most, __m128 squares, int top) {
-    return _mm_movemask_ps(_mm_cmpgt_ps(_mm_mul_ps(_mm_mul_ps(_mm_set1_ps(a->coarse), most), most),
-                                        _mm_mul_ps(_mm_set1_ps(TKVI_ERR_LIMIT(top)), squares)));
-}
-
-/* Folds four rows together, so that one sequence of horizontal sums serves all. Missing rows repeat the last. */
-TKVI_FLAT_AVX2 int tkvi_fold_k4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
-                                     tkvi_fold *f) {
-    const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    const __m256i places = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const float *x[4];
-    __m256 most[4], rest[4], squares[4];
-    __m256i middle[4], middle_lo[4];
-    __m128 m, step;
-    float by[4];
-    int i, r, two_mask, second = a->wide;
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) {
-        x[r] = a->x + (first + tkvi_min(r, left - 1)) * a->n;
-        most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
-        middle[r] = middle_lo[r] = _mm256_setzero_si256();
-    }
-    for (i = 0; i < a->n; i += 8) {
-        __m256 scale = _mm256_loadu_ps(a->scale + i);
-        __m256i twice =
-            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(a->centre2 + i)));
-        __m256 centre = _mm256_mul_ps(_mm256_cvtepi32_ps(twice), _mm256_set1_ps(0.5f));
-        __m256 zero = _mm256_sub_ps(_mm256_loadu_ps(a->zero + i), _mm256_loadu_ps(a->ref + i));
-        zero = _mm256_fmadd_ps(centre, scale, zero);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m256 v = _mm256_loadu_ps(x[r] + i), y = _mm256_mul_ps(v, scale);
-            most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
-            rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
-            squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
-        }
-    }
-    m = tkvi_max4_avx2(most);
-    two_mask = tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), TKVI_LIMB_MAX_K);
-    if (a->n_limbs == 2) two_mask = 15;
-    if (two_mask) second = a->n;
-    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_set1_ps((float)TKVI_LIMB_MAX_K), m));
-    step = _mm_div_ps(m, _mm_set1_ps((float)TKVI_LIMB_MAX_K));
-    for (i = 0; i < a->n; i += 16) {
-        __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
-        __m256i c = _mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(a->centre2 + i));
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const int at = (first + r) * TKV_MAX_HEAD_DIM + i;
-            const __m256 inverse = _mm256_set1_ps(by[r]), fine = _mm256_set1_ps(128.0f);
-            __m256 u = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i), scale0), inverse);
-            __m256 v = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x[r] + i + 8), scale1), inverse);
-            __m256i k = tkvi_round_to_int16_avx2(u, v);
-            if (i < second) { /* full = 128 * hi + lo, lo 0..127; one-limb weights have lo 0 */
-                __m256i full = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, fine), _mm256_mul_ps(v, fine)), lo,
-                        wide;
-                wide = _mm256_set1_epi16((short)((two_mask >> r & 1 ? a->n : a->wide) - i));
-                wide = _mm256_cmpgt_epi16(wide, places);
-                lo = _mm256_and_si256(wide, _mm256_and_si256(full, _mm256_set1_epi16(127)));
-                middle_lo[r] = _mm256_add_epi32(middle_lo[r], _mm256_madd_epi16(lo, c));
-                tkvi_store_weights_avx2(a->lo + at, lo, 1);
-                k = _mm256_blendv_epi8(k, _mm256_srai_epi16(full, 7), wide);
-            }
-            middle[r] = _mm256_add_epi32(middle[r], _mm256_madd_epi16(k, c));
-            tkvi_store_weights_avx2(a->w + at, k, 1);
-        }
-    }
-    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest), tkvi_isum4_avx2(middle));
-    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                         tkvi_isum4_avx2(middle_lo));
-    return second;
-}
-
-TKVI_FLAT_AVX2 int tkvi_fold_v4_avx2(const tkvi_fold_args *a, int first, int left, const int nr,
-                                     tkvi_fold *f) {
-    const float *p[4];
-    const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256 most[4], rest[4], squares[4];
-    __m256i sum[4], sum_lo[4];
-    __m128 m, step;
-    float by[4], top[4];
-    int i, r, two_mask;
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) {
-        p[r] = a->x + (first + tkvi_min(r, left - 1)) * TKVI_BLOCK;
-        most[r] = rest[r] = squares[r] = _mm256_setzero_ps();
-        sum[r] = sum_lo[r] = _mm256_setzero_si256();
-    }
-    for (i = 0; i < TKVI_BLOCK; i += 8) {
-        const __m256 scale = _mm256_loadu_ps(a->scale + i);
-        const __m256 zero = _mm256_fmadd_ps(scale, _mm256_set1_ps(a->centre), _mm256_loadu_ps(a->zero + i));
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const __m256 v = _mm256_loadu_ps(p[r] + i), y = _mm256_mul_ps(v, scale);
-            most[r] = _mm256_max_ps(most[r], _mm256_and_ps(y, no_sign));
-            squares[r] = _mm256_fmadd_ps(y, y, squares[r]);
-            rest[r] = _mm256_fmadd_ps(v, zero, rest[r]);
-        }
-    }
-    m = tkvi_max4_avx2(most);
-    two_mask = a->n_limbs == 2 ? 15 : tkvi_needs_two_avx2(a, m, tkvi_sum4_avx2(squares), a->top);
-    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_TWO_LIMBS_MAX : (float)a->top;
-    _mm_storeu_ps(by, tkvi_inverse_avx2(_mm_loadu_ps(top), m));
-    for (r = 0; r < 4; r++) top[r] = two_mask >> r & 1 ? (float)TKVI_LIMB_MAX_K : (float)a->top;
-    step = _mm_div_ps(m, _mm_loadu_ps(top));
-    for (i = 0; i < TKVI_BLOCK; i += 16) {
-        const __m256 scale0 = _mm256_loadu_ps(a->scale + i), scale1 = _mm256_loadu_ps(a->scale + i + 8);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const int at = (first + r) * TKVI_BLOCK + i;
-            const __m256 inverse = _mm256_set1_ps(by[r]);
-            __m256 u = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i), scale0);
-            __m256 v = _mm256_mul_ps(_mm256_loadu_ps(p[r] + i + 8), scale1);
-            __m256i k = tkvi_round_to_int16_avx2(_mm256_mul_ps(u, inverse), _mm256_mul_ps(v, inverse));
-            k = _mm256_max_epi16(k, _mm256_setzero_si256());
-            if (two_mask) {
-                const int two = two_mask >> r & 1;
-                const __m256i lo = _mm256_and_si256(k, _mm256_set1_epi16((short)(two ? 127 : 0)));
-                sum_lo[r] = _mm256_add_epi32(sum_lo[r], _mm256_madd_epi16(lo, _mm256_set1_epi16(1)));
-                tkvi_store_weights_avx2(a->lo + at, lo, 0);
-                if (two) k = _mm256_srai_epi16(k, 7);
-            }
-            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(k, _mm256_set1_epi16(1)));
-            tkvi_store_weights_avx2(a->w + at, k, 0);
-        }
-    }
-    tkvi_store_fold_avx2(&f[0], first, step, tkvi_sum4_avx2(rest),
-                         _mm_mullo_epi32(tkvi_isum4_avx2(sum), _mm_set1_epi32(a->middle)));
-    tkvi_store_fold_avx2(&f[1], first, _mm_mul_ps(step, _mm_set1_ps(1.0f / 128.0f)), _mm_setzero_ps(),
-                         _mm_mullo_epi32(tkvi_isum4_avx2(sum_lo), _mm_set1_epi32(a->middle)));
-    return two_mask;
-}
-
-static TKVI_TARGET_AVX2 int tkvi_fold_k_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
-    int r, second = 0;
-    for (r = 0; r < rows; r += 4)
-        second = tkvi_max(second, rows - r == 1   ? tkvi_fold_k4_avx2(a, r, 1, 1, f)
-                                  : rows - r == 2 ? tkvi_fold_k4_avx2(a, r, 2, 2, f)
-                                                  : tkvi_fold_k4_avx2(a, r, rows - r, 4, f));
-    return second;
-}
-
-static TKVI_TARGET_AVX2 int tkvi_fold_v_avx2(const tkvi_fold_args *a, int rows, tkvi_fold *f) {
-    int r, second = 0;
-    for (r = 0; r < rows; r += 4)
-        second |= (rows - r == 1   ? tkvi_fold_v4_avx2(a, r, 1, 1, f)
-                   : rows - r == 2 ? tkvi_fold_v4_avx2(a, r, 2, 2, f)
-                                   : tkvi_fold_v4_avx2(a, r, rows - r, 4, f))
-                  << r;
-    return second;
-}
-
-/* Converts eight sums of row r to answers at out[at]. */
-TKVI_FLAT_AVX2 void tkvi_store_answers_avx2(const tkvi_products *d, const tkvi_fold *f, int r, int at,
-                                            __m256i sum) {
-    const __m256 x = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_set1_epi32(f->base[d->first + r])));
-    __m256 rest = _mm256_set1_ps(f->rest[d->first + r]);
-    float *out = d->out + f->row[d->first + r] * d->out_stride + at;
-    if (d->add) rest = _mm256_add_ps(rest, _mm256_loadu_ps(out));
-    _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(f->step[d->first + r]), rest));
-}
-
-/* The products of one step: codes c (of 4 channels or tokens) by weights u, and codes e (of the next 4) by weights
- * v. Sums of c[0] and e[0] go to accumulator a, those of c[1] and e[1] to b.
- *   Without a table: four products fit 16 bits. K: 4 * 127 * 63. V: weights are the unsigned operand, 4 * 255 * 15.
- *   With a table: levels are signed, and |weight| is the unsigned operand. Only two products fit, 2 * 127 * 127.
- * unit is 1, or 16 for the upper four bits of 8-bit codes. */
-TKVI_FLAT_AVX2 __m256i tkvi_dot_codes_avx2(const int v_side, __m256i c, __m256i u, __m256i e, __m256i v,
-                                           __m256i unit) {
-    const __m256i x = v_side ? _mm256_maddubs_epi16(u, c) : _mm256_maddubs_epi16(c, u);
-    const __m256i y = v_side ? _mm256_maddubs_epi16(v, e) : _mm256_maddubs_epi16(e, v);
-    return _mm256_madd_epi16(_mm256_add_epi16(x, y), unit);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_dot_levels_avx2(__m256i c, __m256i u, __m256i table) {
-    __m256i x = _mm256_sign_epi8(_mm256_shuffle_epi8(table, c), u);
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(u), x), _mm256_set1_epi16(1));
-}
-
-/* Accumulators a0 .. a3 and b0 .. b3. Named variables stay in registers with every compiler. */
-#define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
-#define TKVI_ZERO4_(r) __m256i a##r = _mm256_setzero_si256(), b##r = a##r;
-#define TKVI_MAC4_(r)                                                                                        \
-    if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
-        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
-        a##r = _mm256_add_epi32(a##r, tkvi_dot_codes_avx2(v_side, c[0], u, e[0], v, unit));                  \
-        b##r = _mm256_add_epi32(b##r, tkvi_dot_codes_avx2(v_side, c[1], u, e[1], v, unit));                  \
-    }
-#define TKVI_MAC_LEVELS4_(r)                                                                                 \
-    if (r < nw) {                                                                                            \
-        u = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride));                                       \
-        v = _mm256_set1_epi32(tkvi_load_four_weights(w + r * stride + 4 * both));                            \
-        a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(c[0], u, table));                                 \
-        b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(c[1], u, table));                                 \
-        if (both) {                                                                                          \
-            a##r = _mm256_add_epi32(a##r, tkvi_dot_levels_avx2(e[0], v, table));                             \
-            b##r = _mm256_add_epi32(b##r, tkvi_dot_levels_avx2(e[1], v, table));                             \
-        }                                                                                                    \
-    }
-#define TKVI_SAVE4_(r)                                                                                       \
-    if (r < nw && r < d->rows) {                                                                             \
-        tkvi_store_answers_avx2(d, fold, r, at, a##r);                                                       \
-        tkvi_store_answers_avx2(d, fold, r, at + apart, b##r);                                               \
-    }
-
-/* Multiplies n tiles of one width, two in a step. */
-#define TKVI_PAIRS4_(width)                                                                                  \
-    for (i = 0; i < n; i += 2, w += 8, tile += 2 * bytes) {                                                  \
-        const int both = i + 1 < n;                                                                          \
-        if (d->ahead && (i / 2 & (4 * d->prefetch_mask + 3)) == 4 * d->prefetch_phase + 2 * h + b) {         \
-            tkvi_prefetch_bytes(tile, 2 * bytes, d->ahead);                                                  \
-            tkvi_prefetch_rest(d);                                                                           \
-            tkvi_prefetch_rest(d);                                                                           \
-        }                                                                                                    \
-        tkvi_unpack_codes_avx2(width, tile, d->tops, half + i * has_half, h, b, part, c);                    \
-        e[0] = e[1] = _mm256_setzero_si256();                                                                \
-        if (both)                                                                                            \
-            tkvi_unpack_codes_avx2(width, tile + bytes, d->tops, half + (i + 1) * has_half, h, b, part, e);  \
-        TKVI_ROWS4_(TKVI_MAC4_)                                                                              \
-    }
-
-/* K: lanes are tokens 32h + 8b .. + 7 (accumulator a) and 32h + 16 + 8b .. + 7 (b). RUN: TKVI_PAIRS4_ of the
- * width. */
-#define TKVI_DOT_K4_(rows, RUN)                                                                              \
-    static TKVI_TARGET_AVX2 void tkvi_dot_k##rows##_avx2(tkvi_products *d) {                                 \
-        const int stride = TKV_MAX_HEAD_DIM, apart = 16, v_side = 0, nw = rows;                              \
-        int q, width, i, part;                                                                               \
-        for (q = 0; q < 4; q++) {                                                                            \
-            const int h = q / 2, b = q % 2, at = 32 * h + 8 * b;                                             \
-            const tkvi_fold *fold = h ? d->fold_group : d->fold;                                             \
-            const uint8_t *wide = d->wide;                                                                   \
-            const int8_t *w0 = d->w + h * d->w_group;                                                        \
-            __m256i c[2], e[2], u, v, unit;                                                                  \
-            int half = d->half, left = d->tiles;                                                             \
-            TKVI_ROWS4_(TKVI_ZERO4_)                                                                         \
-            for (width = TKVI_MAX_WIDTH; width > 0; width--) {                                               \
-                const int bytes = tkvi_wide_bytes[width], has_half = tkvi_has_half[width];                   \
-                const int n = tkvi_min(d->s->tiles.n[width], left);                                          \
-                left -= n;                                                                                   \
-                for (part = 0; part < 1 + (width == 8); part++) {                                            \
-                    const uint8_t *tile = wide;                                                              \
-                    const int8_t *w = w0;                                                                    \
-                    unit = _mm256_set1_epi16(part ? 16 : 1);                                                 \
-                    RUN                                                                                      \
-                }                                                                                            \
-                wide += n * bytes;                                                                           \
-                half += n * has_half;                                                                        \
-                w0 += 4 * n;                                                                                 \
-            }                                                                                                \
-            TKVI_ROWS4_(TKVI_SAVE4_)                                                                         \
-        }                                                                                                    \
-    }
-#define TKVI_COMMON4_                                                                                        \
-    if (width == 4) {                                                                                        \
-        TKVI_PAIRS4_(4)                                                                                      \
-    } else if (width == 3) {                                                                                 \
-        TKVI_PAIRS4_(3)                                                                                      \
-    } else if (width == 2) {                                                                                 \
-        TKVI_PAIRS4_(2)                                                                                      \
-    } else {                                                                                                 \
-        TKVI_PAIRS4_(width)                                                                                  \
-    }
-TKVI_DOT_K4_(1, TKVI_PAIRS4_(width))
-TKVI_DOT_K4_(2, TKVI_PAIRS4_(width))
-TKVI_DOT_K4_(4, TKVI_COMMON4_)
-#undef TKVI_DOT_K4_
-#undef TKVI_COMMON4_
-#undef TKVI_PAIRS4_
-
-/* V: lanes are channels 0 .. 7 and 8 .. 15 of one slab. The slab starts after `skip` tiles, and its answers go to
- * out[at]. upper: 1: takes the second channels of pairs. */
-TKVI_FLAT_AVX2 void tkvi_dot_vs_avx2(tkvi_products *d, int skip, int upper, int at, const int width,
-                                     const int8_t *levels, const int nw) {
-    const int n = d->n, has_half = tkvi_has_half[width], bytes = tkvi_wide_bytes[width];
-    const int stride = TKVI_BLOCK, apart = 8, both = 1, v_side = 1;
-    const tkvi_fold *fold = d->fold;
-    __m256i c[2], e[2], u, v, unit, table = unit = _mm256_setzero_si256();
-    int t, h, part;
-    TKVI_ROWS4_(TKVI_ZERO4_)
-    if (levels) table = tkvi_load_table_avx2(levels + tkvi_level_table(d->s, width, upper));
-    for (part = 0; part < 1 + (width == 8); part++) {
-        const uint8_t *tile = d->wide + skip * bytes;
-        const int8_t *w = d->w;
-        int half = d->half + skip * has_half;
-        unit = _mm256_set1_epi16(part ? 16 : 1);
-        for (t = 0; t < n; t += 16) { /* a tile has 16 tokens, a plane four */
-            if (d->ahead && (t / 16 & d->prefetch_mask) == d->prefetch_phase) {
-                tkvi_prefetch_bytes(tile, bytes, d->ahead);
-                tkvi_prefetch_rest(d);
-            }
-            for (h = 0; h < 2; h++, w += 8) {
-                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 0, part, c);
-                tkvi_unpack_codes_avx2(width, tile, d->tops, half, h, 1, part, e);
-                u = c[1];
-                c[1] = e[0];
-                e[0] = u;
-                if (levels) {
-                    TKVI_ROWS4_(TKVI_MAC_LEVELS4_)
-                } else {
-                    TKVI_ROWS4_(TKVI_MAC4_)
-                }
-            }
-            tile += bytes;
-            half += has_half;
-        }
-    }
-    TKVI_ROWS4_(TKVI_SAVE4_)
-}
-
-/* The most frequent case, four rows with 2 to 4 bits, has its width as a constant. */
-typedef void (*tkvi_slab_dot)(tkvi_products *d, int skip, int upper, int at);
-#define TKVI_SLAB4_(name, width, levels, nw)                                                                 \
-    static TKVI_TARGET_AVX2 void tkvi_slab_##name##_avx2(tkvi_products *d, int skip, int upper, int at) {    \
-        tkvi_dot_vs_avx2(d, skip, upper, at, width, levels, nw);                                             \
-    }
-TKVI_SLAB4_(1, d->width, d->s->levels, 1)
-TKVI_SLAB4_(2, d->width, d->s->levels, 2)
-TKVI_SLAB4_(4, d->width, d->s->levels, 4)
-TKVI_SLAB4_(4_of_2, 2, NULL, 4)
-TKVI_SLAB4_(4_of_3, 3, NULL, 4)
-TKVI_SLAB4_(4_of_4, 4, NULL, 4)
-#undef TKVI_SLAB4_
-#undef TKVI_ROWS4_
-#undef TKVI_ZERO4_
-#undef TKVI_MAC4_
-#undef TKVI_MAC_LEVELS4_
-#undef TKVI_SAVE4_
-
-static void tkvi_dot_slabs_avx2(tkvi_products *d, const tkvi_slab_dot dot) {
-    int slab;
-    for (slab = 0; slab < d->slabs << d->pairs; slab++)
-        dot(d, 4 * (slab >> d->pairs), d->pairs & slab, 16 * slab);
-}
-
-static void tkvi_dot_v1_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_1_avx2); }
-static void tkvi_dot_v2_avx2(tkvi_products *d) { tkvi_dot_slabs_avx2(d, tkvi_slab_2_avx2); }
-static void tkvi_dot_v4_avx2(tkvi_products *d) {
-    static const tkvi_slab_dot common[5] = {tkvi_slab_4_avx2, tkvi_slab_4_avx2, tkvi_slab_4_of_2_avx2,
-                                            tkvi_slab_4_of_3_avx2, tkvi_slab_4_of_4_avx2};
-    tkvi_dot_slabs_avx2(d, d->s->levels || d->width > 4 ? tkvi_slab_4_avx2 : common[d->width]);
-}
-
-/* Multiplies all rows in passes of 1, 2 or 4. A pass of 4 discards the sums of rows beyond the last. */
-static void tkvi_dot_avx2(tkvi_products *d, int rows) {
-    static const tkvi_dot dots[2][3] = {
-        {tkvi_dot_k1_avx2, tkvi_dot_k2_avx2, tkvi_dot_k4_avx2},
-        {tkvi_dot_v1_avx2, tkvi_dot_v2_avx2, tkvi_dot_v4_avx2},
-    };
-    tkvi_dot_rows(d, rows, dots[d->s->which]);
-}
-
-static const tkvi_tile_ops tkvi_tile_ops_avx2 = {&tkvi_simd_ops_avx2, tkvi_fold_k_avx2, tkvi_fold_v_avx2,
-                                                 tkvi_dot_avx2, 0};
-
-static void tkvi_tiles_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                              const float *ref, int rows, int n, int n_limbs, float *scores) {
-    (void)n;
-    tkvi_tiles_k(&tkvi_tile_ops_avx2, s, src, next, q, ref, rows, n_limbs, scores);
-}
-
-static void tkvi_tiles_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                              int rows, int n, int n_limbs, float *out) {
-    tkvi_tiles_v(&tkvi_tile_ops_avx2, s, src, next, p, rows, n, n_limbs, out);
-}
+#include "kernels/simd_avx2.inc"
+#include "kernels/tiles.inc"
+#include "kernels/simd_end.inc"
 
 static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);

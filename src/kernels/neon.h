@@ -108,33 +108,95 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
 
-/* >>products */
-#define TKVI_MAX_PASS_128 8 /* weight rows in a pass: 16 sums in registers */
-TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) { return n_limbs; }
-typedef int8_t tkvi_weight;
-typedef int8x16_t tkvi_codes_128;
-typedef int8x16_t tkvi_quad_128;
+/* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */
+TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)n)); }
+TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)-n)); }
 
-TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
-    return vreinterpretq_s8_u8(vld1q_u8(p));
+/* x in lanes i with i < n, else y. */
+TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+    static const int32_t lane[4] = {0, 1, 2, 3};
+    return vbslq_s32(vcltq_s32(vld1q_s32(lane), vdupq_n_s32(n)), x, y);
 }
-TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return vld1q_s8(w); }
 
-/* Stores the weights of two steps of a row; the second step is `further` weights on. With two limbs, a weight is
- * 128 * high + low, low is 0 .. 127, and the low limbs follow the high ones. */
-TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                          const int n_limbs) {
-    const int16x8_t k = vcombine_s16(vmovn_s32(a), vmovn_s32(b));
-    if (n_limbs == 2) {
-        const int32x2_t high = vreinterpret_s32_s8(vshrn_n_s16(k, 7));
-        const int32x2_t low = vreinterpret_s32_s8(vmovn_s16(vandq_s16(k, vdupq_n_s16(127))));
-        vst1_s8(w, vreinterpret_s8_s32(vzip1_s32(high, low)));
-        vst1_s8(w + further, vreinterpret_s8_s32(vzip2_s32(high, low)));
-    } else {
-        const int32x2_t x = vreinterpret_s32_s8(vmovn_s16(k));
-        const int32_t first = vget_lane_s32(x, 0), second = vget_lane_s32(x, 1);
-        memcpy(w, &first, 4);
-        memcpy(w + further, &second, 4);
+/* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
+ * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
+#define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))
+#define TKVI_K_PLANES 4
+#define TKVI_K_PASSES 4
+#define TKVI_K_FIRST(pass) 0
+#define TKVI_K_COLUMN(pass) (16 * (pass))
+#define TKVI_V_VECTORS 4
+#define TKVI_V_SLABS 1
+#define TKVI_V_PARTS 1
+#define TKVI_V_COLUMN(v, part) (16 * (v))
+#define TKVI_V_SPLIT 0
+
+/* Weights of one limb: [position / 4][row][4]. */
+#define TKVI_W_TILE 16
+#define tkvi_weights(w, stride, r) vreinterpretq_u8_s8(vld1q_s8(w))
+#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
+
+#define tkvi_sums int32x4_t
+#define tkvi_sums_zero() vdupq_n_s32(0)
+#define TKVI_SUM_MAX 0x7fffffff
+#define tkvi_dot_k(sum, codes, u, r)                                                                         \
+    TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
+#define tkvi_dot_v(sum, codes, u, r)                                                                         \
+    TKVI_DOT_128(1, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
+#define tkvi_dot_levels(sum, levels, u, r) tkvi_dot_k(sum, levels, u, r)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+
+/* Weights of two limbs: [position / 4][limb][row][4] bytes. */
+#define TKVI_WIDE_TILE 16 /* in int16_t */
+#define tkvi_wide_vb tkvi_b16
+#define tkvi_wide_none() vdupq_n_u8(0)
+#define tkvi_wide_sums tkvi_limb_sums
+#define tkvi_even(codes) (codes)
+#define tkvi_odd(codes) (codes)
+#define tkvi_even_levels(x) (x)
+#define tkvi_odd_levels(x) (x)
+#define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
+#define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    ((void)(odd),                                                                                            \
+     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r),       \
+                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r)))
+#define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
+
+typedef struct tkvi_limb_sums {
+    int32x4_t high, low;
+} tkvi_limb_sums;
+
+TKVI_FLAT_128 tkvi_limb_sums tkvi_limbs_128(int32x4_t high, int32x4_t low) {
+    tkvi_limb_sums x;
+    x.high = high;
+    x.low = low;
+    return x;
+}
+
+TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {
+    const int32_t four = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(x, x))), 0);
+    memcpy(w, &four, 4);
+}
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_128 void tkvi_store_narrow_128(int8_t *w, const tkvi_i4 *k) {
+    int i;
+    for (i = 0; i < 4; i++, w += 16) tkvi_store_four_128(w, vmovn_s32(k[i]));
+}
+
+TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
+    int i;
+    for (i = 0; i < 4; i++, w += 32) {
+        const int16x4_t x = vmovn_s32(k[i]);
+        tkvi_store_four_128(w, vshr_n_s16(x, 7));
+        tkvi_store_four_128(w + 16, vand_s16(x, vdup_n_s16(127)));
     }
 }
 
@@ -147,7 +209,7 @@ TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a
 #else
 /* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels, and 2 * 63 * 255
  * without signs. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, tkvi_codes_128 c, tkvi_codes_128 w) {
+TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, int8x16_t c, int8x16_t w) {
     const uint8x16_t x = vreinterpretq_u8_s8(c), y = vreinterpretq_u8_s8(w);
     if (no_sign)
         return vreinterpretq_s32_u32(

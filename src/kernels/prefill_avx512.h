@@ -453,21 +453,29 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_a
     f->n_second = two / 4;
 }
 
+/* Codes of the four planes of a tile. */
+TKVI_FLAT_AVX512 void tkvi_load_planes_avx512(const int width, const uint8_t *tile, __m512i *y) {
+    __m512i x[4];
+    int p;
+    tkvi_load_tile_avx512(width, 0, 4, tile, 0, x);
+    TKVI_UNROLL
+    for (p = 0; p < 4; p++) y[p] = tkvi_plane_avx512(width, 0, p, x);
+}
+
 #define TKVI_RUN_(width)                                                                                     \
     for (i = 0; i < s->tiles.n[width]; i++, x += TKVI_TILE_CODES) {                                          \
-        tkvi_unpack_tile_avx512(width, wide, tops, half, y);                                                 \
-        tkvi_prefetch_bytes(wide, tkvi_wide_bytes[width], ahead);                                            \
-        wide += tkvi_wide_bytes[width];                                                                      \
-        half += tkvi_has_half[width];                                                                        \
+        tkvi_load_planes_avx512(width, tile, y);                                                             \
+        tkvi_prefetch_bytes(tile, TKVI_TILE_BYTES(width), ahead);                                            \
+        tile += TKVI_TILE_BYTES(width);                                                                      \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
     }
 /* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
                                                             uintptr_t ahead, uint8_t *x) {
-    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
+    const uint8_t *tile = src;
     __m512i y[4];
-    int half = 0, i, p;
+    int i, p;
     TKVI_RUN_(8)
     TKVI_RUN_(6)
     TKVI_RUN_(5)
@@ -475,7 +483,7 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, 
     TKVI_RUN_(3)
     TKVI_RUN_(2)
     TKVI_RUN_(1)
-    tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
+    tkvi_prefetch_bytes(src + s->code_bytes, (int)s->meta_bytes, ahead);
 }
 #undef TKVI_RUN_
 
@@ -630,17 +638,15 @@ TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, c
 /* Unpacks a slab of 16 channels, or of 32 if lanes are pairs, to signed bytes:
  * [16 channels][quad of tokens][channel][4 tokens]. */
 TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const int width,
-                                                      const uint8_t *wide, const uint8_t *tops, int half,
-                                                      int8_t *x) {
+                                                      const uint8_t *tile, int8_t *x) {
     const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
     __m512i y[4], table = _mm512_setzero_si512(), upper = table;
     int i, p;
     if (levels) table = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 0));
     if (pairs) upper = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 1));
     for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
-        tkvi_unpack_tile_avx512(width, wide, tops, half, y);
-        wide += tkvi_wide_bytes[width];
-        half += tkvi_has_half[width];
+        tkvi_load_planes_avx512(width, tile, y);
+        tile += TKVI_TILE_BYTES(width);
         TKVI_UNROLL
         for (p = 0; p < 4; p++) {
             int8_t *to = x + 64 * p;
@@ -654,10 +660,9 @@ TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const 
 }
 
 #define TKVI_RUN_(bits)                                                                                      \
-    case bits: tkvi_prefill_unpack_slab_avx512(s, bits, wide, tops, half, x); break;
+    case bits: tkvi_prefill_unpack_slab_avx512(s, bits, tile, x); break;
 static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, int width,
-                                                            const uint8_t *wide, const uint8_t *tops,
-                                                            int half, int8_t *x) {
+                                                            const uint8_t *tile, int8_t *x) {
     switch (width) {
         TKVI_RUN_(1)
         TKVI_RUN_(2)
@@ -676,14 +681,14 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
                                                            int n_limbs, float *out) {
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
-    const uint8_t *wide = src, *tops = src + tkvi_first_tile(&s->tiles).halves;
+    const uint8_t *tile = src;
     tkvi_prefill_fold fold;
     tkvi_prefill_v_args a;
-    int width, i, c, half = 0, slab = 0;
+    int width, i, c, slab = 0;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_avx512, scale, zero);
     a.p = p;
     a.n_limbs = n_limbs;
-    tkvi_prefetch_bytes(tops, (int)(src + s->bytes - tops), ahead);
+    tkvi_prefetch_bytes(src + s->code_bytes, (int)s->meta_bytes, ahead);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int slabs = tkvi_slab_channels(s, width) / 16;
         for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs) {
@@ -696,10 +701,9 @@ static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, c
                 if (lanes > 16) tkvi_prefill_fold_v_avx512(&a, 2, &fold);
                 else tkvi_prefill_fold_v_avx512(&a, 1, &fold);
             }
-            tkvi_prefill_unpack_v_avx512(s, width, wide, tops, half, (int8_t *)x);
-            tkvi_prefetch_bytes(wide, 4 * tkvi_wide_bytes[width], ahead);
-            wide += 4 * tkvi_wide_bytes[width];
-            half += 4 * tkvi_has_half[width];
+            tkvi_prefill_unpack_v_avx512(s, width, tile, (int8_t *)x);
+            tkvi_prefetch_bytes(tile, 4 * TKVI_TILE_BYTES(width), ahead);
+            tile += 4 * TKVI_TILE_BYTES(width);
             for (c = 0; c < slabs; c++, out += 16 * lanes)
                 tkvi_prefill_dot_v_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
         }

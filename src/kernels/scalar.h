@@ -222,7 +222,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
         for (g = 0; g < s->groups; g++) {
             float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
             int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
-            tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+            const uint8_t *at = src;
             for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
             step = tkvi_round_k(s, folded, n_limbs, w);
             memset(sum, 0, sizeof sum);
@@ -230,8 +230,8 @@ static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const ui
                 for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
                     uint8_t tile[TKVI_TILE_CODES];
                     float centre = tkvi_centre(s, width);
-                    tkvi_unpack_tile(src, &at, width, tile);
-                    tkvi_next_tile(&at, width);
+                    tkvi_unpack_tile(at, width, tile);
+                    at += TKVI_TILE_BYTES(width);
                     for (c = 0; c < 4; c++) {
                         int m = g * s->pad + position + c;
                         rest += q[r * s->pad + position + c] *
@@ -251,7 +251,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
                                 int rows, int n, int n_limbs, float *out) {
     float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     int r, t, i, c, width, slab = 0; /* its first channel */
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     (void)next;
     s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
@@ -261,8 +261,8 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
             float centre = tkvi_centre(s, width);
             int channels = tkvi_slab_channels(s, width);
             for (c = 0; c < 4; c++) {
-                tkvi_unpack_tile(src, &at, width, tile[c]);
-                tkvi_next_tile(&at, width);
+                tkvi_unpack_tile(at, width, tile[c]);
+                at += TKVI_TILE_BYTES(width);
             }
             for (r = 0; r < rows; r++) {
                 float folded[TKVI_BLOCK], step, rest = 0.0f, middle = 0.0f;

@@ -19,17 +19,11 @@
 #define TKVI_KERNELS_VALUES_X86_H
 
 #include "kernels/rotate_x86.h"
+#include "kernels/simd_x86.h"
 
 #ifdef TKVI_X86
 
 /* >>both instruction sets */
-/* The two parts of a tile's codes (core/tile.h): code = low bits | high bits << low_bits. 0 bits: no such part. */
-typedef struct tkvi_tile_parts {
-    const uint8_t *low, *high;
-    int low_bits, high_bits, high_at; /* high_at: position of plane 0's high bits in a byte */
-    const int8_t *levels;             /* NULL: level = code */
-} tkvi_tile_parts;
-
 /* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
 typedef struct tkvi_decoded_rows {
     const tkvi_side *s;
@@ -43,11 +37,13 @@ typedef struct tkvi_decoded_rows {
 } tkvi_decoded_rows;
 
 typedef struct tkvi_row_ops {
-    /* Unpacks a tile of K into four columns. */
-    void (*unpack_columns)(const tkvi_tile_parts *t, uint8_t *const *column);
-    /* Unpacks a tile of V into the rows of 16 tokens, `stride` bytes apart. upper: NULL, or the levels of the second
-     * channels of pairs, which go to the next 16 bytes of a row. */
-    void (*unpack_slab)(const tkvi_tile_parts *t, const int8_t *upper, uint8_t *row, int stride);
+    void (*unpack_tile)(const uint8_t *tile, int width, uint8_t *code); /* as tkvi_unpack_tile */
+    /* Sorts the codes of a tile of K into four columns. */
+    void (*sort_columns)(const uint8_t *code, uint8_t *const *column);
+    /* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+     * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+    void (*sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper, uint8_t *row,
+                      int stride);
     /* K: transposes r->column into r->level. */
     void (*transpose)(tkvi_decoded_rows *r);
     /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
@@ -55,29 +51,18 @@ typedef struct tkvi_row_ops {
     void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
 } tkvi_row_ops;
 
-static tkvi_tile_parts tkvi_tile_parts_of(const tkvi_side *s, const uint8_t *src, const tkvi_tile_at *at,
-                                          int width) {
-    tkvi_tile_parts t;
-    t.low = src + at->wide;
-    t.low_bits = width == 8 ? 8 : width >= 4 ? 4 : width >= 2 ? 2 : 0;
-    t.high = width == 6 ? t.low + 128 : src + at->halves + at->half / 2 * 64;
-    t.high_bits = width == 6 ? 2 : tkvi_has_half[width];
-    t.high_at = width == 6 ? 0 : at->half % 2 * 4;
-    t.levels = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
-    return t;
-}
-
 static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
-            const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
             uint8_t *column[4];
             for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
-            v->unpack_columns(&t, column);
-            tkvi_next_tile(&at, width);
+            v->unpack_tile(at, width, code);
+            v->sort_columns(code, column);
+            at += TKVI_TILE_BYTES(width);
         }
     for (; position < s->pad; position++) /* channels without codes */
         memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
@@ -95,18 +80,20 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 
 static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
     const tkvi_side *s = r->s;
-    tkvi_tile_at at = tkvi_first_tile(&s->tiles);
+    const uint8_t *at = src;
     int width, i, slab = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
         const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
         for (i = 0; i < s->tiles.n[width]; i++) {
             const int from = i % 4 * 16;
             if (from < r->first + r->n && from + 16 > r->first) {
-                const tkvi_tile_parts t = tkvi_tile_parts_of(s, src, &at, width);
-                v->unpack_slab(&t, upper, r->level + from * s->pad + slab, s->pad);
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                v->unpack_tile(at, width, code);
+                v->sort_slab(code, lower, upper, r->level + from * s->pad + slab, s->pad);
             }
-            tkvi_next_tile(&at, width);
+            at += TKVI_TILE_BYTES(width);
             if (i % 4 == 3) slab += channels;
         }
     }
@@ -151,25 +138,15 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 }
 
 /* >>AVX2 */
-TKVI_FLAT_AVX2 __m256i tkvi_load_field_avx2(const uint8_t *p, int right, int bits) {
-    const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)p);
-    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(right)),
-                            tkvi_splat_bytes_avx2((1 << bits) - 1));
-}
+#include "kernels/simd_avx2.inc"
+#include "kernels/codes.inc"
+#include "kernels/simd_end.inc"
 
-/* Half h of plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 ..
- * 3. */
-TKVI_FLAT_AVX2 __m256i tkvi_tile_plane_avx2(const tkvi_tile_parts *t, int p, int h) {
+/* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
+TKVI_FLAT_AVX2 __m256i tkvi_sorted_plane_avx2(const uint8_t *code, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
                                             1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const int at = p * t->low_bits;
-    __m256i x = _mm256_setzero_si256();
-    if (t->low_bits) x = tkvi_load_field_avx2(t->low + at / 8 * 64 + 32 * h, at % 8, t->low_bits);
-    if (t->high_bits) {
-        const __m256i high =
-            tkvi_load_field_avx2(t->high + 32 * h, t->high_at + p * t->high_bits, t->high_bits);
-        x = _mm256_or_si256(x, _mm256_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
-    }
+    const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)(code + 64 * p + 32 * h));
     return _mm256_shuffle_epi8(x, sorted);
 }
 
@@ -178,12 +155,12 @@ TKVI_FLAT_AVX2 __m256i tkvi_look_up_avx2(const int8_t *levels, __m256i code) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_unpack_columns_avx2(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX2 void tkvi_sort_columns_avx2(const uint8_t *code, uint8_t *const *column) {
     int h, p;
     for (h = 0; h < 2; h++) {
         __m256i x[4], a, b, c, d;
         TKVI_UNROLL
-        for (p = 0; p < 4; p++) x[p] = tkvi_tile_plane_avx2(t, p, h);
+        for (p = 0; p < 4; p++) x[p] = tkvi_sorted_plane_avx2(code, p, h);
         a = _mm256_unpacklo_epi32(x[0], x[1]);
         b = _mm256_unpacklo_epi32(x[2], x[3]);
         c = _mm256_unpackhi_epi32(x[0], x[1]);
@@ -207,15 +184,15 @@ TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower,
     _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride + 16), _mm256_extracti128_si256(x, 1));
 }
 
-static TKVI_TARGET_AVX2 void tkvi_unpack_slab_avx2(const tkvi_tile_parts *t, const int8_t *upper,
-                                                   uint8_t *row, int stride) {
+static TKVI_TARGET_AVX2 void tkvi_sort_slab_avx2(const uint8_t *code, const int8_t *lower,
+                                                 const int8_t *upper, uint8_t *row, int stride) {
     const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 0), by_token);
-        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_tile_plane_avx2(t, p, 1), by_token);
-        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), t->levels, upper, row, stride);
-        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), t->levels, upper, row + stride, stride);
+        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_sorted_plane_avx2(code, p, 0), by_token);
+        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_sorted_plane_avx2(code, p, 1), by_token);
+        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), lower, upper, row, stride);
+        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), lower, upper, row + stride, stride);
     }
 }
 
@@ -306,8 +283,9 @@ static TKVI_TARGET_AVX2 void tkvi_rotate_row_back_avx2(float *y, const float *si
                               dim - c);
 }
 
-static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_columns_avx2,
-                                               tkvi_unpack_slab_avx2,
+static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_tile_avx2,
+                                               tkvi_sort_columns_avx2,
+                                               tkvi_sort_slab_avx2,
                                                tkvi_transpose_columns_avx2,
                                                {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
                                                tkvi_rotate_row_back_avx2};
@@ -327,23 +305,14 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
-TKVI_FLAT_AVX512 __m512i tkvi_load_field_avx512(const uint8_t *p, int right, int bits) {
-    const __m512i x = _mm512_loadu_si512((const void *)p);
-    return _mm512_and_si512(_mm512_srl_epi16(x, _mm_cvtsi32_si128(right)),
-                            tkvi_splat_bytes_avx512((1 << bits) - 1));
-}
+#include "kernels/simd_avx512.inc"
+#include "kernels/codes.inc"
+#include "kernels/simd_end.inc"
 
-/* Plane p of a tile. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
-TKVI_FLAT_AVX512 __m512i tkvi_tile_plane_avx512(const tkvi_tile_parts *t, int p) {
+/* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
+TKVI_FLAT_AVX512 __m512i tkvi_sorted_plane_avx512(const uint8_t *code, int p) {
     const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
-    const int at = p * t->low_bits;
-    __m512i x = _mm512_setzero_si512();
-    if (t->low_bits) x = tkvi_load_field_avx512(t->low + at / 8 * 64, at % 8, t->low_bits);
-    if (t->high_bits) {
-        const __m512i high = tkvi_load_field_avx512(t->high, t->high_at + p * t->high_bits, t->high_bits);
-        x = _mm512_or_si512(x, _mm512_sll_epi16(high, _mm_cvtsi32_si128(t->low_bits)));
-    }
-    return _mm512_shuffle_epi8(x, sorted);
+    return _mm512_shuffle_epi8(_mm512_load_si512((const void *)(code + 64 * p)), sorted);
 }
 
 TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code) {
@@ -351,11 +320,11 @@ TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code)
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
 }
 
-static TKVI_TARGET_AVX512 void tkvi_unpack_columns_avx512(const tkvi_tile_parts *t, uint8_t *const *column) {
+static TKVI_TARGET_AVX512 void tkvi_sort_columns_avx512(const uint8_t *code, uint8_t *const *column) {
     __m512i x[4], a, b, c, d;
     int p;
     TKVI_UNROLL
-    for (p = 0; p < 4; p++) x[p] = tkvi_tile_plane_avx512(t, p);
+    for (p = 0; p < 4; p++) x[p] = tkvi_sorted_plane_avx512(code, p);
     a = _mm512_unpacklo_epi32(x[0], x[1]);
     b = _mm512_unpacklo_epi32(x[2], x[3]);
     c = _mm512_unpackhi_epi32(x[0], x[1]);
@@ -374,13 +343,13 @@ TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512
     _mm_storeu_si128((__m128i *)(void *)(to + 3 * stride), _mm512_extracti32x4_epi32(x, 3));
 }
 
-static TKVI_TARGET_AVX512 void tkvi_unpack_slab_avx512(const tkvi_tile_parts *t, const int8_t *upper,
-                                                       uint8_t *row, int stride) {
+static TKVI_TARGET_AVX512 void tkvi_sort_slab_avx512(const uint8_t *code, const int8_t *lower,
+                                                     const int8_t *upper, uint8_t *row, int stride) {
     const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     int p;
     for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_tile_plane_avx512(t, p));
-        tkvi_store_quarters_avx512(row, stride, t->levels ? tkvi_look_up_avx512(t->levels, x) : x);
+        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_sorted_plane_avx512(code, p));
+        tkvi_store_quarters_avx512(row, stride, lower ? tkvi_look_up_avx512(lower, x) : x);
         if (upper) tkvi_store_quarters_avx512(row + 16, stride, tkvi_look_up_avx512(upper, x));
     }
 }
@@ -461,8 +430,9 @@ static TKVI_TARGET_AVX512 void tkvi_rotate_row_back_avx512(float *y, const float
 }
 
 static const tkvi_row_ops tkvi_row_ops_avx512 = {
-    tkvi_unpack_columns_avx512,
-    tkvi_unpack_slab_avx512,
+    tkvi_unpack_tile_avx512,
+    tkvi_sort_columns_avx512,
+    tkvi_sort_slab_avx512,
     tkvi_transpose_columns_avx512,
     {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
     tkvi_rotate_row_back_avx512};

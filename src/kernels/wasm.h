@@ -139,45 +139,64 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
 
-/* >>products */
-/* Weight rows in a pass. Engines on x86 have 16 registers: 8 for sums, 4 for codes, the rest for weights. */
-#define TKVI_MAX_PASS_128 4
-TKVI_FLAT_128 int tkvi_weight_rows_128(int n_limbs) {
-    (void)n_limbs;
-    return 1;
-}
-typedef int16_t tkvi_weight;
-typedef struct tkvi_codes_128 {
-    v128_t even, odd;
-} tkvi_codes_128;
-typedef const tkvi_weight *tkvi_quad_128;
+TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
 
-TKVI_FLAT_128 tkvi_codes_128 tkvi_load_codes_128(const uint8_t *p) {
-    v128_t x = wasm_v128_load(p);
-    tkvi_codes_128 c;
-    c.even = wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8);
-    c.odd = wasm_i16x8_shr(x, 8);
-    return c;
-}
-TKVI_FLAT_128 tkvi_quad_128 tkvi_load_quad_128(const tkvi_weight *w) { return w; }
-
-/* Stores the weights of two steps of a row, each in the order r0 r2 r1 r3. The second step is `further` weights
- * on. */
-TKVI_FLAT_128 void tkvi_store_weights_128(tkvi_weight *w, int further, tkvi_i4 a, tkvi_i4 b,
-                                          const int n_limbs) {
-    const v128_t x = wasm_i16x8_shuffle(a, b, 0, 4, 2, 6, 8, 12, 10, 14);
-    (void)n_limbs;
-    wasm_v128_store64_lane(w, x, 0);
-    wasm_v128_store64_lane(w + further, x, 1);
+/* x in lanes i with i < n, else y. */
+TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+    return wasm_v128_bitselect(x, y, wasm_i32x4_lt(wasm_i32x4_const(0, 1, 2, 3), wasm_i32x4_splat(n)));
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, tkvi_codes_128 c, const tkvi_weight *w) {
-    sum = wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.even, wasm_v128_load32_splat(w)));
-    return wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(c.odd, wasm_v128_load32_splat(w + 2)));
+/* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+#define TKVI_HAS_NARROW 0
+#define TKVI_BIAS 0
+#define tkvi_vb_biased(x) (x)
+#define TKVI_K_PLANES 2
+#define TKVI_K_PASSES 8
+#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
+#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
+#define TKVI_V_VECTORS 2
+#define TKVI_V_SLABS 1
+#define TKVI_V_PARTS 2
+#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
+#define TKVI_V_SPLIT 0
+
+/* Nothing has weights of one limb. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) wasm_v128_load(w)
+#define tkvi_store_weights_k(w, stride, r, k) ((void)(k))
+#define tkvi_store_weights_v(w, stride, r, k) ((void)(k))
+#define tkvi_sums v128_t
+#define tkvi_sums_zero() wasm_i32x4_const_splat(0)
+#define TKVI_SUM_MAX 0x7fffffff
+#define tkvi_dot_k(sum, codes, u, r) ((void)(codes), (void)(u), sum)
+#define tkvi_dot_v(sum, codes, u, r) ((void)(codes), (void)(u), sum)
+#define tkvi_dot_levels(sum, levels, u, r) ((void)(levels), (void)(u), sum)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+
+/* [row][position], the four of a tile in the order 0 2 1 3, as in the drawing. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb v128_t
+#define tkvi_wide_none() wasm_i32x4_const_splat(0)
+#define tkvi_wide_sums v128_t
+#define tkvi_wide_zero() wasm_i32x4_const_splat(0)
+#define tkvi_even(codes) wasm_v128_and(codes, wasm_i16x8_const_splat(255))
+#define tkvi_odd(codes) wasm_u16x8_shr(codes, 8)
+#define tkvi_even_levels(x) wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8)
+#define tkvi_odd_levels(x) wasm_i16x8_shr(x, 8)
+#define tkvi_wide_even(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride))
+#define tkvi_wide_odd(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride) + 2)
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    wasm_i32x4_add(wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(even, u)), wasm_i32x4_dot_i16x8(odd, v))
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((w) + (r) * (stride), k)
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
+    wasm_v128_store(w, wasm_i16x8_shuffle(k[0], k[1], 0, 4, 2, 6, 8, 12, 10, 14));
+    wasm_v128_store(w + 8, wasm_i16x8_shuffle(k[2], k[3], 0, 4, 2, 6, 8, 12, 10, 14));
 }
-/* no_sign makes no difference: 16-bit weights can be 255. */
-#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
-    ((void)(no_sign), tkvi_dot_128(sum, codes, (quad) + 4 * (row)))
 
 #endif /* TKVI_WASM */
 

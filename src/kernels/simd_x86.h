@@ -1,0 +1,138 @@
+/*
+ * kernels/simd_x86.h - the functions of the vocabularies kernels/simd_avx2.inc and kernels/simd_avx512.inc.
+ */
+#ifndef TKVI_KERNELS_SIMD_X86_H
+#define TKVI_KERNELS_SIMD_X86_H
+
+#include "kernels/x86.h"
+
+#ifdef TKVI_X86
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
+    return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+TKVI_FLAT_AVX2 float tkvi_max_avx2(__m256 a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+
+/* Horizontal sums and maxima of four vectors. */
+TKVI_FLAT_AVX2 __m128 tkvi_sum4_avx2(const __m256 *a) {
+    __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+    return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+}
+
+TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
+    __m256 x = _mm256_max_ps(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
+    __m256 y = _mm256_max_ps(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
+    x = _mm256_max_ps(_mm256_shuffle_ps(x, y, 0x44), _mm256_shuffle_ps(x, y, 0xee));
+    return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, x);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
+    const __m256i x = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+    return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_AVX2 void tkvi_store_weights_k_avx2(int8_t *w, const __m256i *k) {
+    const __m256i x = _mm256_packs_epi32(k[0], k[1]), y = _mm256_packs_epi16(x, x);
+    _mm_storeu_si128((__m128i *)(void *)w, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
+                                               y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_weights_v_avx2(int8_t *w, const __m256i *k) {
+    const __m256i x = _mm256_packs_epi32(k[0], k[1]), y = _mm256_packus_epi16(x, x);
+    _mm_storeu_si128((__m128i *)(void *)w, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
+                                               y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
+    const __m256i x = _mm256_permute4x64_epi64(_mm256_packs_epi32(k[0], k[1]), 0xd8);
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5,
+                                           2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(x, order));
+}
+
+#ifdef TKVI_AVX512
+TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
+    return _mm512_loadu_si512((const void *)p);
+}
+
+/* Horizontal sums and maxima of four vectors. */
+TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
+    __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
+    __m512 z = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
+    __m256 w = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+}
+
+TKVI_FLAT_AVX512 __m128 tkvi_max4_avx512(const __m512 *a) {
+    __m512 x = _mm512_max_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    __m512 y = _mm512_max_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
+    __m512 z = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
+    __m256 w = _mm256_max_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+    return _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+}
+
+TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
+    __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    __m512i y = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
+    __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
+
+/* Loads the 16 levels into each 128-bit quarter. */
+TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
+    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5,
+                                           2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(k[0]), order));
+}
+#endif /* TKVI_AVX512 */
+
+#endif /* TKVI_X86 */
+
+#endif /* TKVI_KERNELS_SIMD_X86_H */

@@ -1,0 +1,73 @@
+/*
+ * kernels/tiles.h - shared by the instances of kernels/tiles.inc: parameters of folding and of products.
+ */
+#ifndef TKVI_KERNELS_TILES_H
+#define TKVI_KERNELS_TILES_H
+
+#include "kernels/x86.h"
+
+#ifndef TKVI_UNROLL
+#if defined(__clang__)
+#define TKVI_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define TKVI_UNROLL _Pragma("GCC unroll 8")
+#else
+#define TKVI_UNROLL
+#endif
+#endif
+
+/* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
+typedef struct tkvi_fold_args {
+    const float *x, *scale, *zero; /* x: [row][n] */
+    const float *ref;              /* K */
+    const int32_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
+    float centre;                  /* V: tkvi_centre of the codes */
+    int middle;                    /* V: twice the centre of the codes that are multiplied */
+    int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
+    int wide;            /* K: the first `wide` weights always have two limbs */
+    int least; /* K: at least so many weights have 16 bits; rows that need one limb have multiples of 128 */
+    float coarse;    /* see tkvi_coarse_k and tkvi_coarse_v */
+    int8_t *w;       /* out: weights of one limb, in the layout of the instruction set */
+    int16_t *wide_w; /* out: weights of two limbs */
+} tkvi_fold_args;
+
+/* Turns sums of products of a row into answers: step * (sum - base) + rest. base is half of sum w centre2, rounded
+ * down to an integer. rest makes up for the rounding, and has sum x (zero - ref + centre scale). */
+typedef struct tkvi_fold {
+    float step[4], rest[4];
+    int32_t base[4];
+} tkvi_fold;
+
+typedef struct tkvi_products_k {
+    const tkvi_side *s;
+    const uint8_t *codes;
+    uintptr_t ahead;            /* see tkvi_prefetch */
+    int is_wide;                /* 1: tiles of least_wide bits and more have wide weights */
+    int least_wide, most_width; /* most_width: of the widest tiles */
+    const int8_t *w;
+    const int16_t *wide_w;
+    int second_group; /* bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
+    tkvi_fold fold[2];
+    float *scores;
+} tkvi_products_k;
+
+typedef struct tkvi_products_v {
+    const tkvi_side *s;
+    const uint8_t *codes; /* the first slab of the group */
+    uintptr_t ahead;
+    int width, slabs, n, pairs; /* n: tokens; pairs: a lane is a pair of channels, 16 apart */
+    int is_wide;                /* 1: wide weights */
+    const int8_t *w;
+    const int16_t *wide_w;
+    tkvi_fold fold;
+    float *out;
+    int out_stride;
+} tkvi_products_v;
+
+/* Weights of one group and up to four rows. */
+typedef struct tkvi_weights_k {
+    TKVI_ALIGNED int8_t w[4 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
+} tkvi_weights_k;
+
+#endif /* TKVI_KERNELS_TILES_H */
