@@ -30921,6 +30921,12 @@ static int tkvi_count_copies(tkv_cache *kv, const void *what, tkvi_demand *deman
     return longest;
 }
 
+/* 1 if an entry that holds slots of a block of sinks counts as sinks: its tokens have indices start .. end - 1, from
+ * `slot` on. No index is above its slot, so tokens that fill the block later have indices of sinks, too. */
+static int tkvi_can_be_sinks(const tkv_cache *kv, int layer, int slot, int start, int end) {
+    return start <= slot && end <= kv->tables.plan[layer].sink;
+}
+
 /* Gives dst the tokens of block i of src with indices from .. to - 1, at indices from `at` on. */
 static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int i, int from, int to,
                             int at) {
@@ -30929,10 +30935,10 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     const uint64_t slots = tkvi_slots_between(kv, src, ids, i, from, to);
     const uint32_t id = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, src, ids, i));
-    const int is_sink = i < src->sinks && dst->n == dst->sinks &&
-                        (int64_t)at + to - from <= kv->tables.plan[layer].sink; /* as many as a plan has */
     tkvi_entry *e = &kv->pool.entry[id];
-    int slot = e->n_packed ? 0 : e->first_slot + from - e->start;
+    int slot = e->n_packed ? 0 : e->first_slot + from - e->start, is_sink;
+    is_sink =
+        i < src->sinks && dst->n == dst->sinks && tkvi_can_be_sinks(kv, layer, slot, at, at + to - from);
     while (e->n_packed && !(slots >> slot & 1)) slot++;
     kv->pool.n_late -= (uint32_t)(kv->pool.n_late && tkvi_is_late(&kv->pool, id));
     e->tier = TKV_TIER_HOT;
@@ -31398,13 +31404,16 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     for (t = n_kept; t < n_old; t++) tkvi_release_entry(&kv->pool, ids[t]);
     tkvi_uncount_blocks(list, n_kept, n_old);
     memmove(ids + n_kept, ids + n_old, (size_t)to.n_new * sizeof *ids);
+    list->n = n_kept + to.n_new;
+    list->len = keep->first + keep->n;
     for (t = 0; t < to.n_new && list->sinks == n_kept + t; t++)
         n_sinks += kv->tables.layout[tkvi_block_of(kv, ids[n_kept + t])->layout].key ==
                        kv->tables.plan[layer].sink_layout &&
-                   kv->tables.plan[layer].sink > 0 && n_sinks == t;
+                   tkvi_can_be_sinks(kv, layer, kv->pool.entry[ids[n_kept + t]].first_slot,
+                                     tkvi_block_start(kv, ids, n_kept + t),
+                                     tkvi_block_end(kv, list, ids, n_kept + t)) &&
+                   n_sinks == t;
     list->sinks += n_sinks;
-    list->n = n_kept + to.n_new;
-    list->len = keep->first + keep->n;
     list->chunk_start = tkvi_min(list->chunk_start, list->len);
     for (t = n_kept; t < list->n; t++)
         list->is_moved |= kv->pool.entry[ids[t]].shift != 0 || kv->pool.entry[ids[t]].turned != 0;

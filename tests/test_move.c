@@ -1494,6 +1494,47 @@ TEST(slides_behind_removed_tokens) {
     tkv_destroy(kv);
 }
 
+/* Copies of sinks count as sinks only at indices of sinks. Other copies are blocks like others, for appends too. */
+TEST(copied_sinks_end_where_sinks_end) {
+    static plain_sequence s, copied;
+    int sinks, i, t;
+    for (sinks = 1; sinks < 5; sinks += 3) {
+        tkv_config cfg = make_move_config(3);
+        const int jumping[] = {1000, 2000, 3000};
+        tkv_cache *kv;
+        cfg.tiers.sink_tokens = sinks;
+        kv = create_cache(&cfg);
+        memset(&s, 0, sizeof s);
+        memset(&copied, 0, sizeof copied);
+        append_plain(kv, 0, &s, 0, 64, 64);
+        for (i = 0; i < 2; i++) {
+            CHECK_EQ(tkv_seq_copy(kv, 0, 0, 1, 1, 2 * i), TKV_OK);
+            copied.token[copied.n] = s.token[0];
+            copied.token[copied.n++].position = 2 * i;
+            check_cache_at(kv, "copied", i);
+        }
+        append_at_positions(kv, 1, &copied, 200, 3, jumping);
+        check_cache_at(kv, "appended", sinks);
+        for (i = 2; i < 6; i++) {
+            CHECK_EQ(tkv_seq_copy(kv, 0, 0, 2, 1, 4000 + 2 * i), TKV_OK);
+            for (t = 0; t < 2; t++) {
+                copied.token[copied.n] = s.token[t];
+                copied.token[copied.n++].position = 4000 + 2 * i + t;
+            }
+            check_cache_at(kv, "copied", i);
+        }
+        append_plain(kv, 1, &copied, 300, 200, 50);
+        check_plain(kv, 1, &copied, &cfg, 1e-9);
+        CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+        append_plain(kv, 2, &copied, 500, 64, 64);
+        for (i = 0; i < 2; i++) CHECK_EQ(tkv_seq_copy(kv, 2 * i, 0, sinks, 1, i * sinks), TKV_OK);
+        for (i = 0; i < 2; i++) CHECK_EQ(tkv_seq_reset(kv, 2 * i), TKV_OK);
+        CHECK_EQ(tkv_seq_keep(kv, 1, sinks, &sinks, 1), TKV_OK);
+        check_cache_at(kv, "kept", sinks);
+        tkv_destroy(kv);
+    }
+}
+
 /* A plan has so many sinks. Copies of a sink beyond them are ordinary tokens. */
 TEST(copies_of_sinks) {
     int sinks, i;
@@ -1832,6 +1873,7 @@ int main(int argc, char **argv) {
     RUN(a_sequence_slides_without_end);
     RUN(slides_of_torn_sequences);
     RUN(slides_behind_removed_tokens);
+    RUN(copied_sinks_end_where_sinks_end);
     RUN(copies_of_sinks);
     RUN(tokens_that_share_positions_age);
     RUN(a_kept_path_equals_one_that_was_appended_alone);

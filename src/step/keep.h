@@ -175,13 +175,16 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     for (t = n_kept; t < n_old; t++) tkvi_release_entry(&kv->pool, ids[t]);
     tkvi_uncount_blocks(list, n_kept, n_old);
     memmove(ids + n_kept, ids + n_old, (size_t)to.n_new * sizeof *ids);
+    list->n = n_kept + to.n_new;
+    list->len = keep->first + keep->n;
     for (t = 0; t < to.n_new && list->sinks == n_kept + t; t++)
         n_sinks += kv->tables.layout[tkvi_block_of(kv, ids[n_kept + t])->layout].key ==
                        kv->tables.plan[layer].sink_layout &&
-                   kv->tables.plan[layer].sink > 0 && n_sinks == t;
+                   tkvi_can_be_sinks(kv, layer, kv->pool.entry[ids[n_kept + t]].first_slot,
+                                     tkvi_block_start(kv, ids, n_kept + t),
+                                     tkvi_block_end(kv, list, ids, n_kept + t)) &&
+                   n_sinks == t;
     list->sinks += n_sinks;
-    list->n = n_kept + to.n_new;
-    list->len = keep->first + keep->n;
     list->chunk_start = tkvi_min(list->chunk_start, list->len);
     for (t = n_kept; t < list->n; t++)
         list->is_moved |= kv->pool.entry[ids[t]].shift != 0 || kv->pool.entry[ids[t]].turned != 0;

@@ -439,6 +439,12 @@ static int tkvi_count_copies(tkv_cache *kv, const void *what, tkvi_demand *deman
     return longest;
 }
 
+/* 1 if an entry that holds slots of a block of sinks counts as sinks: its tokens have indices start .. end - 1, from
+ * `slot` on. No index is above its slot, so tokens that fill the block later have indices of sinks, too. */
+static int tkvi_can_be_sinks(const tkv_cache *kv, int layer, int slot, int start, int end) {
+    return start <= slot && end <= kv->tables.plan[layer].sink;
+}
+
 /* Gives dst the tokens of block i of src with indices from .. to - 1, at indices from `at` on. */
 static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int i, int from, int to,
                             int at) {
@@ -447,10 +453,10 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     const uint64_t slots = tkvi_slots_between(kv, src, ids, i, from, to);
     const uint32_t id = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, src, ids, i));
-    const int is_sink = i < src->sinks && dst->n == dst->sinks &&
-                        (int64_t)at + to - from <= kv->tables.plan[layer].sink; /* as many as a plan has */
     tkvi_entry *e = &kv->pool.entry[id];
-    int slot = e->n_packed ? 0 : e->first_slot + from - e->start;
+    int slot = e->n_packed ? 0 : e->first_slot + from - e->start, is_sink;
+    is_sink =
+        i < src->sinks && dst->n == dst->sinks && tkvi_can_be_sinks(kv, layer, slot, at, at + to - from);
     while (e->n_packed && !(slots >> slot & 1)) slot++;
     kv->pool.n_late -= (uint32_t)(kv->pool.n_late && tkvi_is_late(&kv->pool, id));
     e->tier = TKV_TIER_HOT;
