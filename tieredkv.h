@@ -24869,8 +24869,8 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
 
 /* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
  * at which blocks leave the hot tier. It is that of the plan, 0 for a flush, or TKVI_FOREVER for none. Positions from
- * exact_from on stay exact. partial_too: 1 also recodes a last block that is not full. Returns 1 if a block changed
- * its tier, 0 if none is due, -1 without memory. */
+ * exact_from on stay exact. partial_too: 1 also recodes a last block that is not full. If a block changed
+ * its tier, returns its slots in use, up to the end of the entry. 0: none is due. -1: no memory. */
 static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exact_from, int partial_too) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -24884,26 +24884,26 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
         if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return 0;
         if (i < first_hot && due == TKV_TIER_WARM) continue; /* the younger warm blocks stay as well */
-        return tkvi_demote_to(kv, seq, layer, i, due) ? 1 : -1;
+        return tkvi_demote_to(kv, seq, layer, i, due) ? tkvi_block_tokens(kv, list, ids, i) : -1;
     }
     return 0;
 }
 
-/* The most blocks of a list that an append of n tokens recodes. It is more than this and the last append fill, so
+/* The most tokens of a list that an append of n tokens recodes. They are more than this and the last append add. So
  * blocks that waited for a table are recoded within a few appends, and not all in one. */
-static int tkvi_most_to_age(const tkvi_list *list, int n) {
-    return 2 + (list->len - list->chunk_start + n) / (TKVI_BLOCK / 4);
+static int64_t tkvi_most_to_age(const tkvi_list *list, int n) {
+    return (int64_t)TKVI_BLOCK * (2 + ((int64_t)list->len - list->chunk_start + n) / (TKVI_BLOCK / 4));
 }
 
-/* Ages due blocks of a list, and recodes `most` at most. A block can have many entries, of which the last one recodes
- * it, so entries that recode nothing do not count. Returns 0 without memory. */
-static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too, int most) {
+/* Ages due blocks of a list, until they have `most` tokens or more. So a list of short blocks does not fall behind.
+ * Only blocks that are recoded count: of the entries of a block the last one recodes it. Returns 0 without memory. */
+static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int partial_too, int64_t most) {
     int aged = 1;
     if (kv->pool.n_late) tkvi_recode_late(kv, layer);
     while (aged > 0 && most > 0) {
         const uint64_t before = kv->counts.demoted;
         aged = tkvi_age_next(kv, seq, layer, hot_age, tkvi_list_of(kv, seq, layer)->len, partial_too);
-        most -= kv->counts.demoted != before;
+        if (kv->counts.demoted != before) most -= aged;
     }
     return aged >= 0;
 }
@@ -32997,15 +32997,16 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);
+        most += TKVI_BLOCK; /* entries can end before their block, and short blocks wait for later appends */
         if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
-        if (b->refs > 1) most += TKVI_BLOCK; /* the end of an entry can be before that of its block */
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
             return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
         if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed)
+            !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed &&
+            !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
             return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;

@@ -1579,6 +1579,53 @@ TEST(tokens_that_share_positions_age) {
     }
 }
 
+/* Blocks of one to three tokens, each of another text. One append recodes as many tokens of them as of whole blocks. */
+TEST(short_blocks_age) {
+    int n, i;
+    for (n = 1; n <= 3; n += 2) {
+        tkv_config cfg = make_config(1, 2);
+        tkv_layer_info info;
+        tkv_cache *kv;
+        cfg.model.rope.dim = DIM;
+        cfg.limits.max_append = 64;
+        cfg.tiers.sink_tokens = TKV_OFF;
+        cfg.tiers.hot_tokens = cfg.tiers.warm_tokens = 64;
+        kv = create_cache(&cfg);
+        for (i = 0; i < 600; i++) {
+            CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, i, n, n), TKV_OK);
+            CHECK_EQ(tkv_seq_copy(kv, 0, 0, n, 1, 2 * n * i), TKV_OK);
+        }
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        for (i = 0; i < 100; i++) {
+            CHECK_EQ(append_to_all_layers(kv, 1, 0, 1, 1), TKV_OK);
+            check_cache_at(kv, "appended", i);
+            CHECK_EQ(tkv_get_layer(kv, 1, 0, &info), TKV_OK);
+            CHECK_LE(info.tokens[TKV_TIER_HOT], 64 + 64);
+        }
+        tkv_destroy(kv);
+    }
+}
+
+/* Copies wait for the first table of their layer, however many they are. */
+TEST(copies_wait_for_a_table) {
+    tkv_config cfg = make_config(1, 2);
+    tkv_cache *kv;
+    int i;
+    cfg.model.rope.dim = DIM;
+    cfg.limits.max_append = 64;
+    cfg.tiers.warm.k = TKV_A40;
+    cfg.tiers.archive.k = TKV_A25;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 64, 64), TKV_OK);
+    for (i = 0; i < 20; i++) CHECK_EQ(tkv_seq_copy(kv, 0, 0, 64, 1, 64 * i), TKV_OK);
+    for (i = 0; i < 15; i++) {
+        CHECK_EQ(append_to_all_layers(kv, 1, 0, 64, 64), TKV_OK);
+        check_cache_at(kv, "appended", i);
+    }
+    tkv_destroy(kv);
+}
+
 /* A fork of tokens that were all evicted has a length and no block. It can be cut, forked and moved like others. */
 TEST(forks_of_evicted_tokens_are_cut_and_moved) {
     tkv_config cfg = make_move_config(3);
@@ -1876,6 +1923,8 @@ int main(int argc, char **argv) {
     RUN(copied_sinks_end_where_sinks_end);
     RUN(copies_of_sinks);
     RUN(tokens_that_share_positions_age);
+    RUN(short_blocks_age);
+    RUN(copies_wait_for_a_table);
     RUN(a_kept_path_equals_one_that_was_appended_alone);
     RUN(keeping_is_refused_with_a_reason);
     RUN(keeping_needs_tokens_that_are_not_due);

@@ -738,15 +738,16 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
         most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
                (tier == TKV_TIER_WARM ? p->now.warm : 0);
+        most += TKVI_BLOCK; /* entries can end before their block, and short blocks wait for later appends */
         if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
-        if (b->refs > 1) most += TKVI_BLOCK; /* the end of an entry can be before that of its block */
         if (tkvi_is_offloaded(b) &&
             (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
             return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
         if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
             return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
         if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed)
+            !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed &&
+            !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
             return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     }
     return TKV_OK;
