@@ -21115,14 +21115,26 @@ static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, cons
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
-/* Calls `visit` for the newest blocks of a head that are coded for the hot and warm tiers, because their values are the
- * most accurate. A list may have such a block in its archive, while another list holds it. Order: the newest block of
- * each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks. Returns the number of
- * calls. */
+/* 1 if tables are learned from block i of a list: it is in RAM, behind the sinks, and coded for the hot or warm tier. A
+ * list may have such a block in its archive, while another list holds it. Of the entries of a block one is taken. */
+static int tkvi_is_learned_from(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    return i >= list->sinks && kv->pool.entry[ids[i]].is_first && b->tier < TKV_TIER_ARCHIVE &&
+           !tkvi_is_offloaded(b);
+}
+
+/* Slots in use of block i, by any of its holders. */
+static int tkvi_slots_in_use(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    return b->refs > 1 ? b->n_shared_slots : tkvi_block_tokens(kv, list, ids, i);
+}
+
+/* Calls `visit` for the newest blocks of a head that tables are learned from. Order: the newest block of each sequence,
+ * then the second newest of each, and so on. Returns the number of calls. */
 static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
-    int seq, from_end, found_before = -1, found = 0;
-    for (from_end = 1; found_before < found && found < TKVI_LEARN_BLOCKS; from_end++) {
-        found_before = found;
+    int seq, from_end, is_more = 1, found = 0;
+    for (from_end = 1; is_more && found < TKVI_LEARN_BLOCKS; from_end++) {
+        is_more = 0;
         for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -21130,11 +21142,12 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const tkvi_block *b;
             const tkvi_record *r;
             if (i < list->sinks) continue;
+            is_more = 1;
+            if (!tkvi_is_learned_from(kv, list, ids, i)) continue;
             b = tkvi_block_of(kv, ids[i]);
-            if (b->tier >= TKV_TIER_ARCHIVE || tkvi_is_offloaded(b)) continue;
             r = &kv->tables.layout[b->layout].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
-                  tkvi_block_tokens(kv, list, ids, i));
+                  tkvi_slots_in_use(kv, list, ids, i));
             found++;
         }
     }
@@ -23092,7 +23105,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     float *mean = to->mean + at * (size_t)pad;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
-    float k_most = 0.0f, range; /* k_most: largest |k| of an element */
+    float k_most = 0.0f, least, range; /* k_most: largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
@@ -23126,9 +23139,11 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
+    /* Later keys can differ more than a few tokens do, or a run of almost equal ones. The window of scales has 16
+     * octaves, so unused ones cost little. */
+    least = g.tokens < TKVI_LEARN_FEW ? k_most : k_most / 16.0f;
     range = tkvi_gather_range(&g, cfg->model.head_dim);
-    if (range <= tkvi_power_of_two(g.down))
-        range = k_most; /* one token, or equal ones: later keys may be anywhere */
+    range = range > least ? range : least;
     h->k_top = tkvi_log_top(2.0f * range);
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
 }
@@ -23205,10 +23220,9 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int i = list->n;
-        while (--i >= list->sinks && tkvi_block_of(kv, ids[i])->tier < TKV_TIER_ARCHIVE &&
-               !tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
-            n += tkvi_block_tokens(kv, list, ids, i);
+        int i;
+        for (i = list->sinks; i < list->n; i++)
+            if (tkvi_is_learned_from(kv, list, ids, i)) n += tkvi_slots_in_use(kv, list, ids, i);
     }
     return n;
 }
@@ -24783,8 +24797,7 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
         tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
     } else {
         /* no token changes its slot */
-        r.live_mask =
-            tkvi_slots_before(b->refs > 1 ? b->n_shared_slots : tkvi_block_tokens(kv, list, ids, i));
+        r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i));
         tkvi_store_exact_copy(kv, layer, id);
     }
     tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);

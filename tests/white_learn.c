@@ -1468,6 +1468,79 @@ TEST(tables_from_few_tokens) {
     }
 }
 
+/* A table from tokens that are almost equal has scales that fit other ones. */
+TEST(tables_from_almost_equal_tokens) {
+    static const int n[] = {2, 64, 600};
+    static float k[600 * K_ROW], v[600 * V_ROW];
+    int i, t, c;
+    for (i = 0; i < COUNT(n); i++) {
+        tkv_config cfg = config(1, 2);
+        tkv_cache *kv;
+        double d = 0, s = 0;
+        cfg.tiers.sink_tokens = TKV_OFF;
+        kv = create_cache(&cfg);
+        fill_rows(USUAL, 1, 0, 0, n[i], KV_HEADS, DK, 0, k);
+        fill_rows(USUAL, 1, 0, 0, n[i], KV_HEADS, DV, 1, v);
+        for (t = 1; t < n[i]; t++)
+            for (c = 0; c < K_ROW; c++) k[t * K_ROW + c] = k[c] + .001f * k[t * K_ROW + c];
+        for (t = 0; t < n[i]; t += 100)
+            CHECK_EQ(tkv_append(kv, 1, 0, k + t * K_ROW, v + t * V_ROW, n[i] - t < 100 ? n[i] - t : 100),
+                     TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_OK);
+        CHECK(has_table(kv, 0));
+        append_layers(kv, 0, 700, 1);
+        CHECK_EQ(tkv_read(kv, 0, 0, 64, 256, k_out, v_out), TKV_OK);
+        fill_rows(USUAL, 0, 0, 64, 256, KV_HEADS, DK, 0, k_want);
+        for (t = 0; t < 256 * K_ROW; t++) {
+            d += pow((double)k_out[t] - (double)k_want[t], 2);
+            s += pow((double)k_want[t], 2);
+        }
+        CHECK_MSG(d < .2 * s, "%d tokens: the error of later keys is %.3f of them", n[i], d / s);
+        tkv_destroy(kv);
+    }
+}
+
+/* A table is learned from the exact blocks of a list, also if a coded block was copied behind them. */
+TEST(tables_from_blocks_before_copies) {
+    tkv_config cfg = config(1, 2);
+    tkv_cache *kv;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = cfg.tiers.warm_tokens = 64;
+    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    kv = create_cache(&cfg);
+    append_layers(kv, 0, 300, 10);
+    append_layers(kv, 1, 64, 64);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 0, 64, 1, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK(!has_table(kv, 0));
+    CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_ALL), TKV_OK);
+    CHECK(has_table(kv, 0));
+    check_cache_at(kv, "flushed");
+    tkv_destroy(kv);
+}
+
+/* A list has a block in its archive that a fork holds exact. A table is learned from it, and once from both. */
+TEST(tables_from_blocks_that_a_fork_holds_exact) {
+    tkv_config cfg = config(1, 3);
+    tkv_cache *kv;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = 1;
+    cfg.tiers.warm_tokens = TKV_OFF;
+    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    kv = create_cache(&cfg);
+    append_layers(kv, 0, 128, 128);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ((int)tkvi_n_readable_tokens(kv, 0), 128);
+    append_layers(kv, 0, 3, 1);
+    CHECK_EQ(tkvi_list_of(kv, 0, 0)->archive, 2);
+    CHECK_EQ((int)tkvi_n_readable_tokens(kv, 0), 131);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    CHECK_EQ((int)tkvi_n_readable_tokens(kv, 0), 131); /* coded again at the next append */
+    append_layers(kv, 0, 1, 1);
+    CHECK_EQ((int)tkvi_n_readable_tokens(kv, 0), 4);
+    tkv_destroy(kv);
+}
+
 /* A table learns from all sequences that grow, not only from those with low numbers. */
 TEST(tables_from_all_sequences) {
     double loss[2][2];
@@ -1614,6 +1687,9 @@ int main(int argc, char **argv) {
     RUN(aborted_tokens_do_not_count);
     RUN(tables_from_zeros);
     RUN(tables_from_few_tokens);
+    RUN(tables_from_almost_equal_tokens);
+    RUN(tables_from_blocks_before_copies);
+    RUN(tables_from_blocks_that_a_fork_holds_exact);
     RUN(tables_from_all_sequences);
     RUN(squat_learns_from_queries);
     RUN(squat_makes_factors_in_time);

@@ -430,14 +430,26 @@ static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, cons
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
-/* Calls `visit` for the newest blocks of a head that are coded for the hot and warm tiers, because their values are the
- * most accurate. A list may have such a block in its archive, while another list holds it. Order: the newest block of
- * each sequence, then the second newest of each, and so on. Skips sinks and offloaded blocks. Returns the number of
- * calls. */
+/* 1 if tables are learned from block i of a list: it is in RAM, behind the sinks, and coded for the hot or warm tier. A
+ * list may have such a block in its archive, while another list holds it. Of the entries of a block one is taken. */
+static int tkvi_is_learned_from(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    return i >= list->sinks && kv->pool.entry[ids[i]].is_first && b->tier < TKV_TIER_ARCHIVE &&
+           !tkvi_is_offloaded(b);
+}
+
+/* Slots in use of block i, by any of its holders. */
+static int tkvi_slots_in_use(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    return b->refs > 1 ? b->n_shared_slots : tkvi_block_tokens(kv, list, ids, i);
+}
+
+/* Calls `visit` for the newest blocks of a head that tables are learned from. Order: the newest block of each sequence,
+ * then the second newest of each, and so on. Returns the number of calls. */
 static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
-    int seq, from_end, found_before = -1, found = 0;
-    for (from_end = 1; found_before < found && found < TKVI_LEARN_BLOCKS; from_end++) {
-        found_before = found;
+    int seq, from_end, is_more = 1, found = 0;
+    for (from_end = 1; is_more && found < TKVI_LEARN_BLOCKS; from_end++) {
+        is_more = 0;
         for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && found < TKVI_LEARN_BLOCKS; seq++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
@@ -445,11 +457,12 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const tkvi_block *b;
             const tkvi_record *r;
             if (i < list->sinks) continue;
+            is_more = 1;
+            if (!tkvi_is_learned_from(kv, list, ids, i)) continue;
             b = tkvi_block_of(kv, ids[i]);
-            if (b->tier >= TKV_TIER_ARCHIVE || tkvi_is_offloaded(b)) continue;
             r = &kv->tables.layout[b->layout].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
-                  tkvi_block_tokens(kv, list, ids, i));
+                  tkvi_slots_in_use(kv, list, ids, i));
             found++;
         }
     }

@@ -160,7 +160,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     float *mean = to->mean + at * (size_t)pad;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
-    float k_most = 0.0f, range; /* k_most: largest |k| of an element */
+    float k_most = 0.0f, least, range; /* k_most: largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
@@ -194,9 +194,11 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
+    /* Later keys can differ more than a few tokens do, or a run of almost equal ones. The window of scales has 16
+     * octaves, so unused ones cost little. */
+    least = g.tokens < TKVI_LEARN_FEW ? k_most : k_most / 16.0f;
     range = tkvi_gather_range(&g, cfg->model.head_dim);
-    if (range <= tkvi_power_of_two(g.down))
-        range = k_most; /* one token, or equal ones: later keys may be anywhere */
+    range = range > least ? range : least;
     h->k_top = tkvi_log_top(2.0f * range);
     h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
 }
@@ -273,10 +275,9 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        int i = list->n;
-        while (--i >= list->sinks && tkvi_block_of(kv, ids[i])->tier < TKV_TIER_ARCHIVE &&
-               !tkvi_is_offloaded(tkvi_block_of(kv, ids[i])))
-            n += tkvi_block_tokens(kv, list, ids, i);
+        int i;
+        for (i = list->sinks; i < list->n; i++)
+            if (tkvi_is_learned_from(kv, list, ids, i)) n += tkvi_slots_in_use(kv, list, ids, i);
     }
     return n;
 }

@@ -154,8 +154,7 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
         tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
     } else {
         /* no token changes its slot */
-        r.live_mask =
-            tkvi_slots_before(b->refs > 1 ? b->n_shared_slots : tkvi_block_tokens(kv, list, ids, i));
+        r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i));
         tkvi_store_exact_copy(kv, layer, id);
     }
     tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
