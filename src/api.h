@@ -308,7 +308,7 @@ typedef enum tkv_evict_policy {
     TKV_EVICT_KEYDIFF,
     TKV_EVICT_SCISSORHANDS, /* "scissorhands": score most often below an even share (2305.17118) */
     TKV_EVICT_FIFO,         /* "fifo": the oldest token, even a sink */
-    TKV_EVICT_RANDOM,       /* "random": by a hash of seed and position */
+    TKV_EVICT_RANDOM,       /* "random": by a hash of seed and index */
     TKV_EVICT_SCORES,       /* "scores": by the caller's scores (tkv_update_importance, KVzip) */
     TKV_EVICT_USER,         /* "user": by cfg.scorer */
     TKV_EVICT_COUNT
@@ -317,7 +317,7 @@ struct tkv_evict_view;
 typedef struct tkv_evict_config { /* zero means default */
     tkv_evict_policy policy;
     int keep_tokens; /* tokens that a layer of a cache keeps ("pyramidkv": on average); 0: the budget decides */
-    /* Tokens that stay: positions below sink_tokens, and the newest recent_tokens. TKV_OFF: none. 0: 4 and 32;
+    /* Tokens that stay: indices below sink_tokens, and the newest recent_tokens. TKV_OFF: none. 0: 4 and 32;
      * "sliding" 4 and 1; "pyramidkv" 4 and 8; "fifo" and "random" 0 and 0. The default of recent_tokens takes at
      * most half of the budget that the sinks leave (H2O's share). A small budget protects the newest token first,
      * then the sinks, then the other recent tokens. */
@@ -338,8 +338,8 @@ typedef enum tkv_event_kind {
     TKV_EVENT_LEVEL = 0, /* the cache changed from level `from` to level `to`; `bytes` are in use */
     TKV_EVENT_BUDGET,    /* an append, reservation or smaller budget was refused; it needed `bytes` in all */
     TKV_EVENT_TABLE,     /* a layer has its first or a better table of A, R or KVQUANT formats */
-    TKV_EVENT_EVICT,     /* the tokens at `positions` of a layer were evicted */
-    TKV_EVENT_OFFLOAD,   /* a layer's block of positions `from` to `to` - 1 and `bytes` was offloaded */
+    TKV_EVENT_EVICT,     /* the tokens of a layer with the indices in `positions` were evicted */
+    TKV_EVENT_OFFLOAD,   /* a layer's block of indices `from` to `to` - 1 and `bytes` was offloaded */
     TKV_EVENT_COUNT
 } tkv_event_kind;
 typedef struct tkv_event {
@@ -409,8 +409,9 @@ typedef struct tkv_remat_config {
 typedef int (*tkv_compute_rows)(void *user, int seq, int layer, int head, const int *positions, int n,
                                 float *k, float *v);
 typedef struct tkv_recompute_config {
-    /* gives K and V of n tokens (1 to 16) of a KV head of a layer, as they were appended. k is [n][head_dim], v
-     * [n][v_head_dim], or NULL if not needed. Evicted tokens may be among the positions. NULL: no model */
+    /* gives K and V of n tokens (1 to 16) of a KV head of a layer, as they were appended. `positions` has their
+     * indices. k is [n][head_dim], v [n][v_head_dim], or NULL if not needed. Evicted tokens may be among them.
+     * NULL: no model */
     tkv_compute_rows compute;
     void *user;
     tkv_remat_config cost; /* read if `compute` is set; threshold: least share of the budget in use */
@@ -616,6 +617,7 @@ TKV_API void tkv_destroy(tkv_cache *kv);
  *   TKV_ERR_BUDGET      the budget is full (see tkv_get_budget)
  *   TKV_ERR_NOMEM       the allocator returned NULL
  *   TKV_ERR_NONFINITE   NaN or infinity (see cfg.host.nonfinite)
+ *   TKV_ERR_RANGE       a token would get a position of 2^30 or more
  *   TKV_ERR_ARG         bad argument
  * Cost: O(n), plus one encoding per 64 tokens. */
 TKV_API tkv_status tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
@@ -647,8 +649,7 @@ typedef struct tkv_append_params {
 /* Appends tokens of one or several sequences to one layer, all of them or none.
  * Errors: as tkv_append, and
  *   TKV_ERR_RANGE   one of `positions` does not follow the last token, even if n is 0; tkv_get_last_error names both
- *                   numbers. Or a new token would get a position of 2^30 or more, or one of token_positions is out of
- *                   range, or near positions that have expired
+ *                   numbers. Or one of token_positions is out of range, or near positions that have expired
  *   TKV_ERR_UNSUPPORTED   token_positions jump, and there are anchors
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
@@ -661,10 +662,10 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
  * with cfg.recompute 68 KiB, and 20 KiB more where tokens have moved). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
-/* The logit of query i (row), key j (position) and head h results from these steps, in this order:
+/* The logit of query i (row), key j (index) and head h results from these steps, in this order:
  *   s = scale * q.k
  *   s = softcap * tanh(s / softcap)   with a softcap
- *   s = s + alibi_slopes[h] * (j - pos(i))   with ALiBi
+ *   s = s + alibi_slopes[h] * (pos(j) - pos(i))   with ALiBi
  *   s = s + mask[i][j]                with a mask
  * A row that sees no key gets zeros, and -inf as its log-sum-exp. A row whose query or logits are not finite sees
  * no key and no learned sink. Keys with a mask of 1e30 or more tie: each gets an attention score of 1. The library
@@ -1250,11 +1251,11 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
  * Cost: O(blocks + n). */
 TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores);
 typedef struct tkv_ranked {
-    int position;
+    int position; /* index of the token */
     float importance;
 } tkv_ranked;
 /* Finds the k most important tokens of a layer, best first. Of equal tokens the older comes first.
- *   protect   1: skip the tokens that eviction protects: positions below evict.sink_tokens and the newest
+ *   protect   1: skip the tokens that eviction protects: indices below evict.sink_tokens and the newest
  *             evict.recent_tokens (default 4 and 32)
  *   out       [k] receives the tokens
  *   count     receives k, or fewer if fewer tokens exist
@@ -1351,16 +1352,17 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * conversations give their memory to the running one. Before a conversation continues, call tkv_seq_recompute.
  * Append to conversations that run side by side as one batch, or each in a step of its own. */
 /* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
- *   n_tokens      most positions; only whole blocks are discarded
- *   n_discarded   (may be NULL) receives the number of positions discarded; 0 if no block may be discarded
+ *   n_tokens      most tokens; only whole blocks are discarded
+ *   n_discarded   (may be NULL) receives the number of tokens discarded; 0 if no block may be discarded
  * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded);
-/* Finds the first run of discarded positions, in any layer: *start to *start + *n - 1. *n 0: there is no such run.
- * Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
+/* Finds the first run of discarded tokens, in any layer: indices *start to *start + *n - 1. *n 0: there is no such
+ * run. Errors: TKV_ERR_ARG. Cost: O(blocks^2). */
 TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *start, int *n);
-/* Gives recomputed K and V of tokens start to start + n - 1 to a layer. The layer takes its discarded tokens among
- * them. These must be whole blocks, beginning with the first discarded one. If no token was evicted, this run is
- * correct: from the start of tkv_seq_find_discarded, a multiple of TKV_BLOCK_TOKENS long or up to the end of the run.
+/* Gives recomputed K and V of the tokens with indices start to start + n - 1 to a layer. The layer takes its discarded
+ * tokens among them. These must be whole blocks, beginning with the first discarded one. If no token was evicted, this
+ * run is correct: from the start of tkv_seq_find_discarded, a multiple of TKV_BLOCK_TOKENS long or up to the end of the
+ * run.
  *   k, v   as they were first appended, in the shapes of tkv_append
  *
  * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
@@ -1382,7 +1384,7 @@ typedef tkv_status (*tkv_compute)(void *user, tkv_cache *kv, int seq, int first_
 /* Recomputes the discarded tokens of a sequence, front to back, with one call of `compute` per run. It recomputes
  * as many blocks as r has FLOPs for in this step (tkv_seq_recompute). r->info counts them.
  *   step      a number that never falls
- *   missing   (may be NULL) receives the number of positions still discarded
+ *   missing   (may be NULL) receives the number of tokens still discarded
  * Errors; tokens given before an error stay:
  *   TKV_ERR_STATE   compute did not give all the tokens, or a step is open
  *   TKV_ERR_ARG     a missing pointer, `step` is below the last one, or r has fewer layers than the cache
@@ -1931,7 +1933,7 @@ TKV_API float tkv_bound_score(const float *q, const float *low, const float *hig
 typedef struct tkv_evict_view {
     int n;                       /* number of slots */
     const uint64_t *live_mask;   /* mask of live tokens; other slots are not read. NULL: all slots are live */
-    const int *positions;        /* positions, rising and not negative; NULL: 0 to n - 1 */
+    const int *positions;        /* rising and not negative; a cache gives indices; NULL: 0 to n - 1 */
     const uint64_t *pinned_mask; /* NULL, or mask of tokens that stay in any case */
     /* NULL, or priorities: all tokens of a lower priority are evicted before one of a higher. 0 is usual, and -128
      * suits expired tokens. */

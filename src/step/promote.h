@@ -120,11 +120,11 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     if (position < list->expired || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held at position", position, "");
+        return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held with index", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
     place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
     if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "evicted or expired: the token at position", position, "");
+        return tkvi_fail(kv, TKV_ERR_RANGE, "evicted or expired: the token with index", position, "");
     return tkvi_promote_block(kv, seq, layer, i, position);
 }
 

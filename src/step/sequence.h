@@ -218,7 +218,7 @@ static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
            kv->tables.layout[shared->layout].bytes.total);
 }
 
-/* The position that follows the last token of a list, also if that is gone. Then it could be negative. */
+/* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
 static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     return tkvi_max(0,
