@@ -7789,6 +7789,15 @@ static void *tkvi_head_state(const tkvi_family_state *state, const tkvi_family *
 #define TKVI_KERNELS_SCALAR_H
 
 
+/* Unrolls the loop that follows: of vectors that must stay in registers. */
+#if defined(__clang__)
+#define TKVI_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define TKVI_UNROLL _Pragma("GCC unroll 8")
+#else
+#define TKVI_UNROLL
+#endif
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */
@@ -8185,13 +8194,6 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #ifdef TKVI_X86
 #include <immintrin.h>
 
-#if defined(__clang__)
-#define TKVI_UNROLL _Pragma("unroll")
-#elif defined(__GNUC__)
-#define TKVI_UNROLL _Pragma("GCC unroll 8")
-#else
-#define TKVI_UNROLL
-#endif
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
@@ -8222,6 +8224,14 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
     return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
+
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are intrinsics. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
@@ -8325,14 +8335,9 @@ TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
 }
 
 /* Stores 16 weights of a row. */
-TKVI_FLAT_AVX2 void tkvi_store_weights_k_avx2(int8_t *w, const __m256i *k) {
-    const __m256i x = _mm256_packs_epi32(k[0], k[1]), y = _mm256_packs_epi16(x, x);
-    _mm_storeu_si128((__m128i *)(void *)w, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
-                                               y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_weights_v_avx2(int8_t *w, const __m256i *k) {
-    const __m256i x = _mm256_packs_epi32(k[0], k[1]), y = _mm256_packus_epi16(x, x);
+TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, const __m256i *k, const int is_signed) {
+    const __m256i x = _mm256_packs_epi32(k[0], k[1]);
+    const __m256i y = is_signed ? _mm256_packs_epi16(x, x) : _mm256_packus_epi16(x, x);
     _mm_storeu_si128((__m128i *)(void *)w, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
                                                y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
 }
@@ -9121,7 +9126,6 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_vi_splat(x) _mm256_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
-#define tkvi_vi_max(a, b) _mm256_max_epi32(a, b)
 #define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
 #define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
@@ -9161,15 +9165,14 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
 #define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
 #define TKVI_V_SLABS 1                        /* slabs in a pass */
-#define TKVI_V_TILE(v) 0                      /* bytes from the first tile to that of a vector */
 #define TKVI_V_COLUMN(v, part) (32 * (v))
 #define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
 
 /* Weights of one limb: bytes, [row][position]. */
 #define TKVI_W_TILE 4
 #define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_k_avx2((w) + (r) * (stride), k)
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_v_avx2((w) + (r) * (stride), k)
+#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 1)
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 0)
 
 /* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -9182,7 +9185,6 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 
 #define tkvi_sums __m256i
 #define tkvi_sums_zero() _mm256_setzero_si256()
-#define tkvi_sums_add(a, b) _mm256_add_epi16(a, b)
 #define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
 #define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
 #define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
@@ -9310,7 +9312,6 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
-#undef tkvi_vi_max
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -9340,7 +9341,6 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_K_COLUMN
 #undef TKVI_V_VECTORS
 #undef TKVI_V_SLABS
-#undef TKVI_V_TILE
 #undef TKVI_V_COLUMN
 #undef TKVI_V_SPLIT
 #undef TKVI_W_TILE
@@ -9351,7 +9351,6 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
-#undef tkvi_sums_add
 #undef TKVI_SUM_MAX
 #undef tkvi_dot_k
 #undef tkvi_dot_v
@@ -9669,7 +9668,6 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 
 #define tkvi_sums __m512i
 #define tkvi_sums_zero() _mm512_setzero_si512()
-#define tkvi_sums_add(a, b) _mm512_add_epi32(a, b)
 #define TKVI_SUM_MAX 0x7fffffff
 #define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
 #define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
@@ -9794,7 +9792,6 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
-#undef tkvi_vi_max
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -9824,7 +9821,6 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_K_COLUMN
 #undef TKVI_V_VECTORS
 #undef TKVI_V_SLABS
-#undef TKVI_V_TILE
 #undef TKVI_V_COLUMN
 #undef TKVI_V_SPLIT
 #undef TKVI_W_TILE
@@ -9835,7 +9831,6 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
-#undef tkvi_sums_add
 #undef TKVI_SUM_MAX
 #undef tkvi_dot_k
 #undef tkvi_dot_v
@@ -10204,16 +10199,6 @@ static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const f
 #ifndef TKVI_KERNELS_TILES_H
 #define TKVI_KERNELS_TILES_H
 
-
-#ifndef TKVI_UNROLL
-#if defined(__clang__)
-#define TKVI_UNROLL _Pragma("unroll")
-#elif defined(__GNUC__)
-#define TKVI_UNROLL _Pragma("GCC unroll 8")
-#else
-#define TKVI_UNROLL
-#endif
-#endif
 
 /* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
 typedef struct tkvi_fold_args {
@@ -10907,8 +10892,8 @@ static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     return tkvi_max_avx2(m);
 }
 
-/* exp(x) is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts n from the exact first product. The
- * polynomial is that of kernels/avx512.h. 2^n is added to the exponent: y is 0.7 .. 1.5, and n is above -127. */
+/* exp(x) is 2^n 2^r with n + r = x log2 e, as in kernels/avx512.h. 2^n is added to the exponent: 2^r is 0.7 .. 1.5,
+ * and n is above -127. */
 static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
     const __m256 log2e = _mm256_set1_ps(1.44269502f), least = _mm256_set1_ps(-87.0f);
     __m256 sum = _mm256_setzero_ps();
@@ -10918,12 +10903,7 @@ static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, flo
         const __m256 z = _mm256_max_ps(x, least);
         const __m256 n = _mm256_round_ps(_mm256_mul_ps(z, log2e), 8);
         const __m256 r = _mm256_fmadd_ps(z, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(z, log2e, n));
-        __m256 y = _mm256_set1_ps(1.326472728e-03f);
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(9.671512657e-03f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(5.550733743e-02f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(2.402224208e-01f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(6.931469776e-01f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
+        __m256 y = TKVI_EXP2_FRACTION(_mm256_set1_ps, _mm256_fmadd_ps, r);
         y = _mm256_castsi256_ps(
             _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
         y = _mm256_and_ps(y, _mm256_cmp_ps(x, least, _CMP_GE_OQ));
@@ -11257,7 +11237,6 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
 #define tkvi_vi_splat(x) _mm256_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
-#define tkvi_vi_max(a, b) _mm256_max_epi32(a, b)
 #define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
 #define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
@@ -11297,15 +11276,14 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
 #define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
 #define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
 #define TKVI_V_SLABS 1                        /* slabs in a pass */
-#define TKVI_V_TILE(v) 0                      /* bytes from the first tile to that of a vector */
 #define TKVI_V_COLUMN(v, part) (32 * (v))
 #define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
 
 /* Weights of one limb: bytes, [row][position]. */
 #define TKVI_W_TILE 4
 #define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_k_avx2((w) + (r) * (stride), k)
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_v_avx2((w) + (r) * (stride), k)
+#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 1)
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 0)
 
 /* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -11318,7 +11296,6 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
 
 #define tkvi_sums __m256i
 #define tkvi_sums_zero() _mm256_setzero_si256()
-#define tkvi_sums_add(a, b) _mm256_add_epi16(a, b)
 #define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
 #define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
 #define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
@@ -11360,7 +11337,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
  * first. In K their sums are in units of 1/128 of those of narrow weights.
  */
 
-/* >>folding: weights of up to four rows from the scales of a group. Missing rows repeat the last. */
+/* >>folding: weights of up to four rows from the scales of a group. */
 /* Returns the number of leading positions that have two limbs. */
 TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
@@ -11483,9 +11460,8 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + i + j * TKVI_VF), factor));
                 all = tkvi_vi_add(all, k[j]);
             }
-            if (two || !TKVI_HAS_NARROW)
-                tkvi_store_wide(a->wide_w + i / 4 * TKVI_WIDE_TILE, TKVI_BLOCK, r, k);
-            else tkvi_store_weights_v(a->w + i / 4 * TKVI_W_TILE, TKVI_BLOCK, r, k);
+            if (two || !TKVI_HAS_NARROW) tkvi_store_wide(wide_w, TKVI_BLOCK, r, k);
+            else tkvi_store_weights_v(w, TKVI_BLOCK, r, k);
         }
         total[r] = all;
     }
@@ -11884,11 +11860,9 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
-    d.second_group = 0;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
-        int had = 0;
         a.x = q;
         a.least = a.wide;
         for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
@@ -11896,7 +11870,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
             a.zero = zero + g * s->pad;
             a.w = weights[g].w;
             a.wide_w = weights[g].wide_w;
-            had = a.least;
+            const int had = a.least;
             a.least = fold[nr - 1](&a, &d.fold[g]);
             if (g && a.least > had) g = -1;
         }
@@ -11987,7 +11961,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
-#undef tkvi_vi_max
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -12017,7 +11990,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef TKVI_K_COLUMN
 #undef TKVI_V_VECTORS
 #undef TKVI_V_SLABS
-#undef TKVI_V_TILE
 #undef TKVI_V_COLUMN
 #undef TKVI_V_SPLIT
 #undef TKVI_W_TILE
@@ -12028,7 +12000,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
-#undef tkvi_sums_add
 #undef TKVI_SUM_MAX
 #undef tkvi_dot_k
 #undef tkvi_dot_v
@@ -12532,20 +12503,14 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
 }
 
 /* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
- * n from the exact first product. The polynomial is a minimax fit of 2^r for |r| <= 1/2, with 2^0 = 1. The error is
- * 9e-8. */
+ * n from the exact first product. */
 TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
     const __m512 log2e = _mm512_set1_ps(1.44269502f);
     const __m512 n = _mm512_cvtepi32_ps(
         _mm512_cvt_roundps_epi32(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     const __m512 r = _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, log2e, n));
-    __m512 y = _mm512_set1_ps(1.326472728e-03f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402224208e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931469776e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    const __m512 y = TKVI_EXP2_FRACTION(_mm512_set1_ps, _mm512_fmadd_ps, r);
     return _mm512_maskz_scalef_ps(some, y, n);
 }
 
@@ -13069,7 +13034,6 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 
 #define tkvi_sums __m512i
 #define tkvi_sums_zero() _mm512_setzero_si512()
-#define tkvi_sums_add(a, b) _mm512_add_epi32(a, b)
 #define TKVI_SUM_MAX 0x7fffffff
 #define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
 #define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
@@ -13108,7 +13072,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
  * first. In K their sums are in units of 1/128 of those of narrow weights.
  */
 
-/* >>folding: weights of up to four rows from the scales of a group. Missing rows repeat the last. */
+/* >>folding: weights of up to four rows from the scales of a group. */
 /* Returns the number of leading positions that have two limbs. */
 TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
@@ -13231,9 +13195,8 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + i + j * TKVI_VF), factor));
                 all = tkvi_vi_add(all, k[j]);
             }
-            if (two || !TKVI_HAS_NARROW)
-                tkvi_store_wide(a->wide_w + i / 4 * TKVI_WIDE_TILE, TKVI_BLOCK, r, k);
-            else tkvi_store_weights_v(a->w + i / 4 * TKVI_W_TILE, TKVI_BLOCK, r, k);
+            if (two || !TKVI_HAS_NARROW) tkvi_store_wide(wide_w, TKVI_BLOCK, r, k);
+            else tkvi_store_weights_v(w, TKVI_BLOCK, r, k);
         }
         total[r] = all;
     }
@@ -13632,11 +13595,9 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
-    d.second_group = 0;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
-        int had = 0;
         a.x = q;
         a.least = a.wide;
         for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
@@ -13644,7 +13605,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
             a.zero = zero + g * s->pad;
             a.w = weights[g].w;
             a.wide_w = weights[g].wide_w;
-            had = a.least;
+            const int had = a.least;
             a.least = fold[nr - 1](&a, &d.fold[g]);
             if (g && a.least > had) g = -1;
         }
@@ -13735,7 +13696,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
-#undef tkvi_vi_max
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -13765,7 +13725,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef TKVI_K_COLUMN
 #undef TKVI_V_VECTORS
 #undef TKVI_V_SLABS
-#undef TKVI_V_TILE
 #undef TKVI_V_COLUMN
 #undef TKVI_V_SPLIT
 #undef TKVI_W_TILE
@@ -13776,7 +13735,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
-#undef tkvi_sums_add
 #undef TKVI_SUM_MAX
 #undef tkvi_dot_k
 #undef tkvi_dot_v
@@ -14240,7 +14198,6 @@ TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_stor
 TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
@@ -14713,7 +14670,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
  * first. In K their sums are in units of 1/128 of those of narrow weights.
  */
 
-/* >>folding: weights of up to four rows from the scales of a group. Missing rows repeat the last. */
+/* >>folding: weights of up to four rows from the scales of a group. */
 /* Returns the number of leading positions that have two limbs. */
 TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
     TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
@@ -14836,9 +14793,8 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + i + j * TKVI_VF), factor));
                 all = tkvi_vi_add(all, k[j]);
             }
-            if (two || !TKVI_HAS_NARROW)
-                tkvi_store_wide(a->wide_w + i / 4 * TKVI_WIDE_TILE, TKVI_BLOCK, r, k);
-            else tkvi_store_weights_v(a->w + i / 4 * TKVI_W_TILE, TKVI_BLOCK, r, k);
+            if (two || !TKVI_HAS_NARROW) tkvi_store_wide(wide_w, TKVI_BLOCK, r, k);
+            else tkvi_store_weights_v(w, TKVI_BLOCK, r, k);
         }
         total[r] = all;
     }
@@ -15237,11 +15193,9 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
-    d.second_group = 0;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
-        int had = 0;
         a.x = q;
         a.least = a.wide;
         for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
@@ -15249,7 +15203,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
             a.zero = zero + g * s->pad;
             a.w = weights[g].w;
             a.wide_w = weights[g].wide_w;
-            had = a.least;
+            const int had = a.least;
             a.least = fold[nr - 1](&a, &d.fold[g]);
             if (g && a.least > had) g = -1;
         }
@@ -15340,7 +15294,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
-#undef tkvi_vi_max
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -15370,7 +15323,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef TKVI_K_COLUMN
 #undef TKVI_V_VECTORS
 #undef TKVI_V_SLABS
-#undef TKVI_V_TILE
 #undef TKVI_V_COLUMN
 #undef TKVI_V_SPLIT
 #undef TKVI_W_TILE
@@ -15381,7 +15333,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
-#undef tkvi_sums_add
 #undef TKVI_SUM_MAX
 #undef tkvi_dot_k
 #undef tkvi_dot_v
@@ -16339,12 +16290,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
     const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* rounds like vrndscaleps */
     const __m512 r = _mm512_sub_ps(x, n);
-    __m512 y = _mm512_set1_ps(1.326472728e-03f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402224208e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931469776e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    const __m512 y = TKVI_EXP2_FRACTION(_mm512_set1_ps, _mm512_fmadd_ps, r);
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
 }
 

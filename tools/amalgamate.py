@@ -8,8 +8,8 @@ library. It writes the same bytes on any machine.
 
 src/tieredkv.h and src/cuda/tieredkv_cuda.h list the parts. The tool replaces each line `#include "folder/part.h"` of a
 list with a marker line and the part. A part includes the parts that it needs, so that it compiles alone. The tool
-removes these lines and checks that the list has these parts earlier. All parts of a folder are neighbours in the list. A template has a
-name that ends in .inc. Each include of a template is replaced by its text, as often as it occurs.
+removes these lines and checks that the list has these parts earlier. All parts of a folder are neighbours in the list.
+A template has a name that ends in .inc. Each include of a template is replaced by its text, as often as it occurs.
 Parts in src/cuda/ may include "tieredkv.h"; this line stays. The comment at the top of a list is not copied. All other
 text is copied unchanged. An include inside a comment must be indented or follow a star.
 """

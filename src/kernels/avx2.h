@@ -638,8 +638,8 @@ static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     return tkvi_max_avx2(m);
 }
 
-/* exp(x) is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts n from the exact first product. The
- * polynomial is that of kernels/avx512.h. 2^n is added to the exponent: y is 0.7 .. 1.5, and n is above -127. */
+/* exp(x) is 2^n 2^r with n + r = x log2 e, as in kernels/avx512.h. 2^n is added to the exponent: 2^r is 0.7 .. 1.5,
+ * and n is above -127. */
 static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
     const __m256 log2e = _mm256_set1_ps(1.44269502f), least = _mm256_set1_ps(-87.0f);
     __m256 sum = _mm256_setzero_ps();
@@ -649,12 +649,7 @@ static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, flo
         const __m256 z = _mm256_max_ps(x, least);
         const __m256 n = _mm256_round_ps(_mm256_mul_ps(z, log2e), 8);
         const __m256 r = _mm256_fmadd_ps(z, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(z, log2e, n));
-        __m256 y = _mm256_set1_ps(1.326472728e-03f);
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(9.671512657e-03f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(5.550733743e-02f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(2.402224208e-01f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(6.931469776e-01f));
-        y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
+        __m256 y = TKVI_EXP2_FRACTION(_mm256_set1_ps, _mm256_fmadd_ps, r);
         y = _mm256_castsi256_ps(
             _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
         y = _mm256_and_ps(y, _mm256_cmp_ps(x, least, _CMP_GE_OQ));

@@ -421,20 +421,14 @@ static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
 }
 
 /* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
- * n from the exact first product. The polynomial is a minimax fit of 2^r for |r| <= 1/2, with 2^0 = 1. The error is
- * 9e-8. */
+ * n from the exact first product. */
 TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
     const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
     const __m512 log2e = _mm512_set1_ps(1.44269502f);
     const __m512 n = _mm512_cvtepi32_ps(
         _mm512_cvt_roundps_epi32(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     const __m512 r = _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, log2e, n));
-    __m512 y = _mm512_set1_ps(1.326472728e-03f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402224208e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931469776e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    const __m512 y = TKVI_EXP2_FRACTION(_mm512_set1_ps, _mm512_fmadd_ps, r);
     return _mm512_maskz_scalef_ps(some, y, n);
 }
 

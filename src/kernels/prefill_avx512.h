@@ -718,12 +718,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
     const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
     const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* rounds like vrndscaleps */
     const __m512 r = _mm512_sub_ps(x, n);
-    __m512 y = _mm512_set1_ps(1.326472728e-03f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.671512657e-03f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.550733743e-02f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402224208e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931469776e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    const __m512 y = TKVI_EXP2_FRACTION(_mm512_set1_ps, _mm512_fmadd_ps, r);
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
 }
 

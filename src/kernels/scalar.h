@@ -31,6 +31,15 @@
 
 #include "formats/table.h"
 
+/* Unrolls the loop that follows: of vectors that must stay in registers. */
+#if defined(__clang__)
+#define TKVI_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define TKVI_UNROLL _Pragma("GCC unroll 8")
+#else
+#define TKVI_UNROLL
+#endif
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */

@@ -63,14 +63,9 @@ TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
 }
 
 /* Stores 16 weights of a row. */
-TKVI_FLAT_AVX2 void tkvi_store_weights_k_avx2(int8_t *w, const __m256i *k) {
-    const __m256i x = _mm256_packs_epi32(k[0], k[1]), y = _mm256_packs_epi16(x, x);
-    _mm_storeu_si128((__m128i *)(void *)w, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
-                                               y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_weights_v_avx2(int8_t *w, const __m256i *k) {
-    const __m256i x = _mm256_packs_epi32(k[0], k[1]), y = _mm256_packus_epi16(x, x);
+TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, const __m256i *k, const int is_signed) {
+    const __m256i x = _mm256_packs_epi32(k[0], k[1]);
+    const __m256i y = is_signed ? _mm256_packs_epi16(x, x) : _mm256_packus_epi16(x, x);
     _mm_storeu_si128((__m128i *)(void *)w, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(
                                                y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
 }

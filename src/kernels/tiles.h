@@ -6,16 +6,6 @@
 
 #include "kernels/x86.h"
 
-#ifndef TKVI_UNROLL
-#if defined(__clang__)
-#define TKVI_UNROLL _Pragma("unroll")
-#elif defined(__GNUC__)
-#define TKVI_UNROLL _Pragma("GCC unroll 8")
-#else
-#define TKVI_UNROLL
-#endif
-#endif
-
 /* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
 typedef struct tkvi_fold_args {
     const float *x, *scale, *zero; /* x: [row][n] */

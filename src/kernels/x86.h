@@ -45,13 +45,6 @@
 #ifdef TKVI_X86
 #include <immintrin.h>
 
-#if defined(__clang__)
-#define TKVI_UNROLL _Pragma("unroll")
-#elif defined(__GNUC__)
-#define TKVI_UNROLL _Pragma("GCC unroll 8")
-#else
-#define TKVI_UNROLL
-#endif
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
 
@@ -82,6 +75,14 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
     return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
+
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are intrinsics. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
