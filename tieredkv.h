@@ -10267,6 +10267,133 @@ typedef struct tkvi_weights_k {
 
 #ifdef TKVI_X86
 
+/* ======== kernels/simd_avx2.inc ======== */
+/*
+ * kernels/simd_avx2.inc - the vector vocabulary for AVX2, FMA and F16C (Haswell, Zen and later). kernels/simd_end.inc
+ * ends it. The templates kernels/ *.inc are kernels in this vocabulary.
+ *
+ * Types: tkvi_vf, 8 floats; tkvi_vi, 8 integers of 32 bits; tkvi_vb, 32 bytes.
+ *
+ * Products of codes: one-limb sums have 16 bits. vpmaddubsw adds two products, and a few such sums fit. Then they are
+ * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
+ */
+#define TKVI_N(name) tkvi_##name##_avx2
+#define TKVI_OP TKVI_FLAT_AVX2
+#define TKVI_KERNEL static TKVI_TARGET_AVX2
+
+#define tkvi_vf __m256
+#define tkvi_vi __m256i
+#define tkvi_vb __m256i
+#define TKVI_VF 8  /* floats in a vector */
+#define TKVI_VB 32 /* bytes in a vector */
+
+/* >>floats */
+#define tkvi_vf_load(p) _mm256_loadu_ps(p)
+#define tkvi_vf_store(p, x) _mm256_storeu_ps(p, x)
+#define tkvi_vf_splat(x) _mm256_set1_ps(x)
+#define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
+#define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
+#define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
+#define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
+#define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
+#define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
+#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
+#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+
+/* >>integers */
+#define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
+#define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
+#define tkvi_vi_splat(x) _mm256_set1_epi32(x)
+#define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
+#define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
+#define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
+#define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
+#define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
+#define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
+#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx2(v))
+/* x in lanes i with i < n, else y */
+#define tkvi_vi_first(n, x, y)                                                                               \
+    _mm256_blendv_epi8(y, x,                                                                                 \
+                       _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
+
+/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
+#define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
+#define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
+#define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
+#define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
+#define tkvi_vb_or(a, b) _mm256_or_si256(a, b)
+#define tkvi_vb_left(x, n) _mm256_slli_epi16(x, n)
+#define tkvi_vb_right(x, n) _mm256_srli_epi16(x, n)
+/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields for a half: shifted right by
+ * n, and by m more for the second half. */
+#define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
+#define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
+#define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
+
+#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
+#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
+
+/* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 0
+#define TKVI_V_PARTS 1  /* passes of a slab */
+#define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
+#define TKVI_K_PASSES 4
+#define TKVI_K_FIRST(pass) ((pass) / 2 * 2)   /* first plane of a pass */
+#define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
+#define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
+#define TKVI_V_SLABS 1                        /* slabs in a pass */
+#define TKVI_V_COLUMN(v, part) (32 * (v))
+#define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
+
+/* Weights of one limb: bytes, [row][position]. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
+#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 1)
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 0)
+
+/* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
+#if defined(__GNUC__) || defined(__clang__)
+#define tkvi_keep(sum) __asm__("" : "+x"(sum));
+#define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
+#else
+#define tkvi_keep(sum)
+#define tkvi_keep_pointer(p)
+#endif
+
+#define tkvi_sums __m256i
+#define tkvi_sums_zero() _mm256_setzero_si256()
+#define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
+#define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
+#define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
+#define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
+#define tkvi_widen_v(sum)                                                                                    \
+    _mm256_add_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(sum, 16))
+/* signed levels by unsigned weights up to 127 */
+#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, levels), _mm256_set1_epi16(1)))
+
+/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb __m256i /* weights, loaded */
+#define tkvi_wide_none() _mm256_setzero_si256()
+#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_wide_sums __m256i
+#define tkvi_wide_zero() _mm256_setzero_si256()
+#define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
+#define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
+#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
+#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
+#define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
+#define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
+/* ======== kernels/avx2.h ======== */
+
 /* >>pieces */
 /* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
@@ -11198,132 +11325,6 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
 }
 
 /* >>tiles */
-/* ======== kernels/simd_avx2.inc ======== */
-/*
- * kernels/simd_avx2.inc - the vector vocabulary for AVX2, FMA and F16C (Haswell, Zen and later). kernels/simd_end.inc
- * ends it. The templates kernels/ *.inc are kernels in this vocabulary.
- *
- * Types: tkvi_vf, 8 floats; tkvi_vi, 8 integers of 32 bits; tkvi_vb, 32 bytes.
- *
- * Products of codes: one-limb sums have 16 bits. vpmaddubsw adds two products, and a few such sums fit. Then they are
- * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
- */
-#define TKVI_N(name) tkvi_##name##_avx2
-#define TKVI_OP TKVI_FLAT_AVX2
-#define TKVI_KERNEL static TKVI_TARGET_AVX2
-
-#define tkvi_vf __m256
-#define tkvi_vi __m256i
-#define tkvi_vb __m256i
-#define TKVI_VF 8  /* floats in a vector */
-#define TKVI_VB 32 /* bytes in a vector */
-
-/* >>floats */
-#define tkvi_vf_load(p) _mm256_loadu_ps(p)
-#define tkvi_vf_store(p, x) _mm256_storeu_ps(p, x)
-#define tkvi_vf_splat(x) _mm256_set1_ps(x)
-#define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
-#define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
-#define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
-#define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
-#define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
-#define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
-
-/* >>integers */
-#define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
-#define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
-#define tkvi_vi_splat(x) _mm256_set1_epi32(x)
-#define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
-#define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
-#define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
-#define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
-#define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
-#define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
-#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx2(v))
-/* x in lanes i with i < n, else y */
-#define tkvi_vi_first(n, x, y)                                                                               \
-    _mm256_blendv_epi8(y, x,                                                                                 \
-                       _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
-
-/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
-#define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
-#define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
-#define tkvi_vb_or(a, b) _mm256_or_si256(a, b)
-#define tkvi_vb_left(x, n) _mm256_slli_epi16(x, n)
-#define tkvi_vb_right(x, n) _mm256_srli_epi16(x, n)
-/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields for a half: shifted right by
- * n, and by m more for the second half. */
-#define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
-#define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
-#define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
-#define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
-
-/* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
-#define TKVI_V_PARTS 1  /* passes of a slab */
-#define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
-#define TKVI_K_PASSES 4
-#define TKVI_K_FIRST(pass) ((pass) / 2 * 2)   /* first plane of a pass */
-#define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
-#define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
-#define TKVI_V_SLABS 1                        /* slabs in a pass */
-#define TKVI_V_COLUMN(v, part) (32 * (v))
-#define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
-
-/* Weights of one limb: bytes, [row][position]. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 1)
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 0)
-
-/* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
-#if defined(__GNUC__) || defined(__clang__)
-#define tkvi_keep(sum) __asm__("" : "+x"(sum));
-#define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
-#else
-#define tkvi_keep(sum)
-#define tkvi_keep_pointer(p)
-#endif
-
-#define tkvi_sums __m256i
-#define tkvi_sums_zero() _mm256_setzero_si256()
-#define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
-#define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
-#define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
-#define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
-#define tkvi_widen_v(sum)                                                                                    \
-    _mm256_add_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(sum, 16))
-/* signed levels by unsigned weights up to 127 */
-#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
-    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, levels), _mm256_set1_epi16(1)))
-
-/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb __m256i /* weights, loaded */
-#define tkvi_wide_none() _mm256_setzero_si256()
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
-#define tkvi_wide_sums __m256i
-#define tkvi_wide_zero() _mm256_setzero_si256()
-#define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
-#define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
-#define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
-#define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
-#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
-    _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
-/* ======== kernels/avx2.h ======== */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -11935,6 +11936,24 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     }
 }
 /* ======== kernels/avx2.h ======== */
+
+static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
+}
+
+static const tkvi_kernels tkvi_kernels_avx2 = {
+    TKV_ISA_AVX2,
+    "avx2",
+    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+    &tkvi_simd_ops_avx2,
+    tkvi_exp64_avx2,
+    tkvi_max64_avx2,
+    tkvi_softmax_step_avx2,
+};
+
 /* ======== kernels/simd_end.inc ======== */
 /* kernels/simd_end.inc - ends a vocabulary and its templates. */
 #undef TKVI_N
@@ -12060,23 +12079,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef TKVI_EACH_ROWS_
 /* ======== kernels/avx2.h ======== */
 
-static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
-}
-
-static const tkvi_kernels tkvi_kernels_avx2 = {
-    TKV_ISA_AVX2,
-    "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
-    &tkvi_simd_ops_avx2,
-    tkvi_exp64_avx2,
-    tkvi_max64_avx2,
-    tkvi_softmax_step_avx2,
-};
-
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_AVX2_H */
@@ -12104,6 +12106,126 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+
+/* ======== kernels/simd_avx512.inc ======== */
+/*
+ * kernels/simd_avx512.inc - the vector vocabulary for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later), as
+ * kernels/simd_avx2.inc. vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
+ *
+ * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
+ */
+#define TKVI_N(name) tkvi_##name##_avx512
+#define TKVI_OP TKVI_FLAT_AVX512
+#define TKVI_KERNEL static TKVI_TARGET_AVX512
+
+#define tkvi_vf __m512
+#define tkvi_vi __m512i
+#define tkvi_vb __m512i
+#define TKVI_VF 16 /* floats in a vector */
+#define TKVI_VB 64 /* bytes in a vector */
+
+/* >>floats */
+#define tkvi_vf_load(p) _mm512_loadu_ps(p)
+#define tkvi_vf_store(p, x) _mm512_storeu_ps(p, x)
+#define tkvi_vf_splat(x) _mm512_set1_ps(x)
+#define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
+#define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
+#define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
+#define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
+#define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
+#define tkvi_vf_abs(x) _mm512_abs_ps(x)
+#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
+#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+
+/* >>integers */
+#define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
+#define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
+#define tkvi_vi_splat(x) _mm512_set1_epi32(x)
+#define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
+#define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
+#define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
+#define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
+#define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
+#define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
+#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx512(v))
+/* x in lanes i with i < n, else y */
+#define tkvi_vi_first(n, x, y)                                                                               \
+    _mm512_mask_blend_epi32(                                                                                 \
+        _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
+                                _mm512_set1_epi32(n)),                                                       \
+        y, x)
+
+/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
+#define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
+#define tkvi_vb_store(p, x) _mm512_storeu_si512((void *)(p), x)
+#define tkvi_vb_splat(x) tkvi_splat_bytes_avx512(x)
+#define tkvi_vb_and(a, b) _mm512_and_si512(a, b)
+#define tkvi_vb_or(a, b) _mm512_or_si512(a, b)
+#define tkvi_vb_left(x, n) _mm512_slli_epi16(x, (unsigned char)(n))
+#define tkvi_vb_right(x, n) _mm512_srli_epi16(x, (unsigned char)(n))
+/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by
+ * m more for the second half. */
+#define tkvi_vb_tail(p, column)                                                                              \
+    _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)((p) + (column))))
+#define tkvi_vb_right_half(x, column, n, m)                                                                  \
+    _mm512_srlv_epi16(                                                                                       \
+        x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
+#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
+#define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
+
+#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
+#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
+
+/* >>products of four codes by four weights */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 0
+#define TKVI_V_PARTS 1  /* passes of a slab */
+#define TKVI_K_PLANES 4 /* planes of a K tile in a pass */
+#define TKVI_K_PASSES 1
+#define TKVI_K_FIRST(pass) 0  /* first plane of a pass */
+#define TKVI_K_COLUMN(pass) 0 /* first byte of a plane */
+#define TKVI_V_VECTORS 2      /* vectors of V in a pass, 16 channels each */
+#define TKVI_V_SLABS 2        /* slabs in a pass */
+#define TKVI_V_COLUMN(v, part) 0
+#define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
+#define tkvi_keep(sum)
+#define tkvi_keep_pointer(p)
+
+/* Weights of one limb: bytes, [row][position]. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) _mm512_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
+#define tkvi_store_weights_k(w, stride, r, k)                                                                \
+    _mm_storeu_si128((__m128i *)(void *)((w) + (r) * (stride)), _mm512_cvtepi32_epi8((k)[0]))
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_k(w, stride, r, k)
+
+#define tkvi_sums __m512i
+#define tkvi_sums_zero() _mm512_setzero_si512()
+#define TKVI_SUM_MAX 0x7fffffff
+#define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
+#define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+/* signed levels by unsigned weights up to 127 */
+#define tkvi_dot_levels(sum, levels, u, r) _mm512_dpbusd_epi32(sum, u, levels)
+
+/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb __m512i /* weights, loaded */
+#define tkvi_wide_none() _mm512_setzero_si512()
+#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_wide_sums __m512i
+#define tkvi_wide_zero() _mm512_setzero_si512()
+#define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
+#define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
+#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
+#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
+#define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
+#define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
+#define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
+/* ======== kernels/avx512.h ======== */
 
 /* >>pieces */
 /* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
@@ -12940,125 +13062,6 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 }
 
 /* >>tiles */
-/* ======== kernels/simd_avx512.inc ======== */
-/*
- * kernels/simd_avx512.inc - the vector vocabulary for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later), as
- * kernels/simd_avx2.inc. vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
- *
- * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
- */
-#define TKVI_N(name) tkvi_##name##_avx512
-#define TKVI_OP TKVI_FLAT_AVX512
-#define TKVI_KERNEL static TKVI_TARGET_AVX512
-
-#define tkvi_vf __m512
-#define tkvi_vi __m512i
-#define tkvi_vb __m512i
-#define TKVI_VF 16 /* floats in a vector */
-#define TKVI_VB 64 /* bytes in a vector */
-
-/* >>floats */
-#define tkvi_vf_load(p) _mm512_loadu_ps(p)
-#define tkvi_vf_store(p, x) _mm512_storeu_ps(p, x)
-#define tkvi_vf_splat(x) _mm512_set1_ps(x)
-#define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
-#define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
-#define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
-#define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
-#define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
-#define tkvi_vf_abs(x) _mm512_abs_ps(x)
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
-
-/* >>integers */
-#define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
-#define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vi_splat(x) _mm512_set1_epi32(x)
-#define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
-#define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
-#define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
-#define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
-#define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
-#define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
-#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx512(v))
-/* x in lanes i with i < n, else y */
-#define tkvi_vi_first(n, x, y)                                                                               \
-    _mm512_mask_blend_epi32(                                                                                 \
-        _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
-                                _mm512_set1_epi32(n)),                                                       \
-        y, x)
-
-/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
-#define tkvi_vb_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_avx512(x)
-#define tkvi_vb_and(a, b) _mm512_and_si512(a, b)
-#define tkvi_vb_or(a, b) _mm512_or_si512(a, b)
-#define tkvi_vb_left(x, n) _mm512_slli_epi16(x, (unsigned char)(n))
-#define tkvi_vb_right(x, n) _mm512_srli_epi16(x, (unsigned char)(n))
-/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by
- * m more for the second half. */
-#define tkvi_vb_tail(p, column)                                                                              \
-    _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)((p) + (column))))
-#define tkvi_vb_right_half(x, column, n, m)                                                                  \
-    _mm512_srlv_epi16(                                                                                       \
-        x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
-#define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
-#define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
-
-/* >>products of four codes by four weights */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
-#define TKVI_V_PARTS 1  /* passes of a slab */
-#define TKVI_K_PLANES 4 /* planes of a K tile in a pass */
-#define TKVI_K_PASSES 1
-#define TKVI_K_FIRST(pass) 0  /* first plane of a pass */
-#define TKVI_K_COLUMN(pass) 0 /* first byte of a plane */
-#define TKVI_V_VECTORS 2      /* vectors of V in a pass, 16 channels each */
-#define TKVI_V_SLABS 2        /* slabs in a pass */
-#define TKVI_V_COLUMN(v, part) 0
-#define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
-#define tkvi_keep(sum)
-#define tkvi_keep_pointer(p)
-
-/* Weights of one limb: bytes, [row][position]. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) _mm512_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k)                                                                \
-    _mm_storeu_si128((__m128i *)(void *)((w) + (r) * (stride)), _mm512_cvtepi32_epi8((k)[0]))
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_k(w, stride, r, k)
-
-#define tkvi_sums __m512i
-#define tkvi_sums_zero() _mm512_setzero_si512()
-#define TKVI_SUM_MAX 0x7fffffff
-#define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
-#define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
-#define tkvi_widen_k(sum) (sum)
-#define tkvi_widen_v(sum) (sum)
-/* signed levels by unsigned weights up to 127 */
-#define tkvi_dot_levels(sum, levels, u, r) _mm512_dpbusd_epi32(sum, u, levels)
-
-/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb __m512i /* weights, loaded */
-#define tkvi_wide_none() _mm512_setzero_si512()
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
-#define tkvi_wide_sums __m512i
-#define tkvi_wide_zero() _mm512_setzero_si512()
-#define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
-#define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
-#define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
-#define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
-#define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
-/* ======== kernels/avx512.h ======== */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -13670,6 +13673,59 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     }
 }
 /* ======== kernels/avx512.h ======== */
+
+/* Four rows at once. Missing rows repeat the last one. */
+static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
+                                                       float *p) {
+    int first, r, t, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        const __mmask8 present = (__mmask8)((1 << nr) - 1);
+        const float *row[4];
+        TKVI_ALIGNED float top[4];
+        __m512 most[4], sums[4];
+        __m128 high;
+        __mmask8 sees;
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) {
+            row[r] = s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK;
+            most[r] =
+                _mm512_max_ps(_mm512_max_ps(_mm512_loadu_ps(row[r]), _mm512_loadu_ps(row[r] + 16)),
+                              _mm512_max_ps(_mm512_loadu_ps(row[r] + 32), _mm512_loadu_ps(row[r] + 48)));
+            sums[r] = _mm512_setzero_ps();
+        }
+        high = tkvi_max4_avx512(most);
+        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
+        seen += (int)sees;
+        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
+                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
+        _mm_mask_storeu_ps(m + first, sees, high);
+        _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
+        for (r = 0; r < nr; r++)
+            for (t = 0; t < TKVI_BLOCK; t += 16) {
+                const __m512 y =
+                    tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(row[r] + t), _mm512_set1_ps(top[r])));
+                _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
+                sums[r] = _mm512_add_ps(sums[r], y);
+            }
+        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
+    }
+    return seen;
+}
+
+static const tkvi_kernels tkvi_kernels_avx512 = {
+    TKV_ISA_AVX512,
+    "avx512",
+    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
+     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+    &tkvi_simd_ops_avx512,
+    tkvi_exp64_avx512,
+    tkvi_max64_avx512,
+    tkvi_softmax_step_avx512,
+};
+
 /* ======== kernels/simd_end.inc ======== */
 /* kernels/simd_end.inc - ends a vocabulary and its templates. */
 #undef TKVI_N
@@ -13794,58 +13850,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 /* ======== kernels/avx512.h ======== */
-
-/* Four rows at once. Missing rows repeat the last one. */
-static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
-                                                       float *p) {
-    int first, r, t, seen = 0;
-    for (first = 0; first < rows; first += 4) {
-        const int nr = tkvi_min(4, rows - first);
-        const __mmask8 present = (__mmask8)((1 << nr) - 1);
-        const float *row[4];
-        TKVI_ALIGNED float top[4];
-        __m512 most[4], sums[4];
-        __m128 high;
-        __mmask8 sees;
-        TKVI_UNROLL
-        for (r = 0; r < 4; r++) {
-            row[r] = s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK;
-            most[r] =
-                _mm512_max_ps(_mm512_max_ps(_mm512_loadu_ps(row[r]), _mm512_loadu_ps(row[r] + 16)),
-                              _mm512_max_ps(_mm512_loadu_ps(row[r] + 32), _mm512_loadu_ps(row[r] + 48)));
-            sums[r] = _mm512_setzero_ps();
-        }
-        high = tkvi_max4_avx512(most);
-        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
-        seen += (int)sees;
-        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
-                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
-        _mm_mask_storeu_ps(m + first, sees, high);
-        _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
-        for (r = 0; r < nr; r++)
-            for (t = 0; t < TKVI_BLOCK; t += 16) {
-                const __m512 y =
-                    tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(row[r] + t), _mm512_set1_ps(top[r])));
-                _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
-                sums[r] = _mm512_add_ps(sums[r], y);
-            }
-        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
-    }
-    return seen;
-}
-
-static const tkvi_kernels tkvi_kernels_avx512 = {
-    TKV_ISA_AVX512,
-    "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
-    &tkvi_simd_ops_avx512,
-    tkvi_exp64_avx512,
-    tkvi_max64_avx512,
-    tkvi_softmax_step_avx512,
-};
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -14297,6 +14301,154 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 
 #ifdef TKVI_128
 
+/* ======== kernels/simd_128.inc ======== */
+/*
+ * kernels/simd_128.inc - the vector vocabulary for NEON and WebAssembly, as kernels/simd_avx2.inc, over the operations
+ * of kernels/neon.h and kernels/wasm.h. Those files also define the products.
+ *
+ * Types: tkvi_vf, 4 floats; tkvi_vi, 4 integers of 32 bits; tkvi_vb, 16 bytes.
+ */
+#define TKVI_N(name) tkvi_##name##_128
+#define TKVI_OP TKVI_FLAT_128
+#define TKVI_KERNEL static
+
+#define tkvi_vf tkvi_f4
+#define tkvi_vi tkvi_i4
+#define tkvi_vb tkvi_b16
+#define TKVI_VF 4  /* floats in a vector */
+#define TKVI_VB 16 /* bytes in a vector */
+
+/* >>floats */
+#define tkvi_vf_load(p) tkvi_load_128(p)
+#define tkvi_vf_store(p, x) tkvi_store_128(p, x)
+#define tkvi_vf_splat(x) tkvi_splat_128(x)
+#define tkvi_vf_add(a, b) tkvi_add_128(a, b)
+#define tkvi_vf_sub(a, b) tkvi_sub_128(a, b)
+#define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
+#define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
+#define tkvi_vf_max(a, b) tkvi_max_128(a, b)
+#define tkvi_vf_abs(x) tkvi_abs_128(x)
+#define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
+#define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
+
+/* >>integers */
+#define tkvi_vi_load(p) tkvi_load_ints_128(p)
+#define tkvi_vi_store(p, x) tkvi_store_ints_128(p, x)
+#define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
+#define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
+#define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
+#define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
+#define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
+#define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
+#define tkvi_vi_to_float(x) tkvi_to_float_128(x)
+#define tkvi_vi_sum4(to, v) tkvi_store_isum4_128(to, v)
+#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y) /* x in lanes i with i < n, else y */
+
+/* >>bytes */
+#define tkvi_vb_load(p) tkvi_load_bytes_128(p)
+#define tkvi_vb_store(p, x) tkvi_store_bytes_128(p, x)
+#define tkvi_vb_splat(x) tkvi_splat_bytes_128(x)
+#define tkvi_vb_and(a, b) tkvi_and_128(a, b)
+#define tkvi_vb_or(a, b) tkvi_or_128(a, b)
+#define tkvi_vb_left(x, n) tkvi_left_bytes_128(x, n)
+#define tkvi_vb_right(x, n) tkvi_right_bytes_128(x, n)
+/* The bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by m
+ * more for the second half. */
+#define tkvi_vb_tail(p, column) tkvi_load_bytes_128((p) - (column) / 32 * 32)
+#define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
+#define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
+
+#define tkvi_keep(sum)
+#define tkvi_keep_pointer(p)
+#define tkvi_keep_wide(sum)
+#define tkvi_ahead(p, n, distance) ((void)(distance)) /* no machine to measure prefetching was available */
+#define tkvi_distance(src, next) ((void)(src), (void)(next), (uintptr_t)0)
+
+TKVI_OP void tkvi_store_max4_128(float *to, const tkvi_f4 *v) {
+    int r;
+    for (r = 0; r < 4; r++) to[r] = tkvi_max_across_128(v[r]);
+}
+
+TKVI_OP void tkvi_store_isum4_128(int32_t *to, const tkvi_i4 *v) {
+    int r;
+    for (r = 0; r < 4; r++) to[r] = tkvi_sum_ints_across_128(v[r]);
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/codes.inc ======== */
+/*
+ * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
+ */
+/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
+ * extracts a plane. Only for 3 bits `first` must be a constant. */
+TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
+                               int column, tkvi_vb *x) {
+    int p;
+    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
+    } else if (width >= 4) {
+        x[0] = tkvi_vb_load(at + 32 * first);
+        if (count > 2) x[1] = tkvi_vb_load(at + 64);
+    } else if (width >= 2) {
+        x[0] = tkvi_vb_load(at);
+        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
+    }
+    if (width == 6) x[2] = tkvi_vb_load(at + 128);
+    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 3 && first + count > 2) {
+        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
+        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
+        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
+    }
+}
+
+/* Moves the bits at `from` of each byte to `to`, and clears the others. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
+    if (from > to) x = tkvi_vb_right(x, from - to);
+    if (to > from) x = tkvi_vb_left(x, to - from);
+    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+}
+
+/* Codes of plane first + p of a tile that load_tile loaded. */
+TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
+    tkvi_vb c;
+    if (width == 8) return x[p];
+    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 3) {
+        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
+        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+    }
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    return c;
+}
+
+TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
+    tkvi_vb x[4];
+    int column, p;
+    for (column = 0; column < 64; column += TKVI_VB) {
+        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
+    }
+}
+
+/* As tkvi_unpack_tile. */
+TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
+    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
+    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
+    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
+    else TKVI_N(unpack_codes)(width, tile, code);
+}
+/* ======== kernels/vectors_128.h ======== */
+
 /* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
 static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     int i;
@@ -14510,153 +14662,6 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_SAVE4_K_
 #undef TKVI_SAVE4_V_
 
-/* ======== kernels/simd_128.inc ======== */
-/*
- * kernels/simd_128.inc - the vector vocabulary for NEON and WebAssembly, as kernels/simd_avx2.inc, over the operations
- * of kernels/neon.h and kernels/wasm.h. Those files also define the products.
- *
- * Types: tkvi_vf, 4 floats; tkvi_vi, 4 integers of 32 bits; tkvi_vb, 16 bytes.
- */
-#define TKVI_N(name) tkvi_##name##_128
-#define TKVI_OP TKVI_FLAT_128
-#define TKVI_KERNEL static
-
-#define tkvi_vf tkvi_f4
-#define tkvi_vi tkvi_i4
-#define tkvi_vb tkvi_b16
-#define TKVI_VF 4  /* floats in a vector */
-#define TKVI_VB 16 /* bytes in a vector */
-
-/* >>floats */
-#define tkvi_vf_load(p) tkvi_load_128(p)
-#define tkvi_vf_store(p, x) tkvi_store_128(p, x)
-#define tkvi_vf_splat(x) tkvi_splat_128(x)
-#define tkvi_vf_add(a, b) tkvi_add_128(a, b)
-#define tkvi_vf_sub(a, b) tkvi_sub_128(a, b)
-#define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
-#define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
-#define tkvi_vf_max(a, b) tkvi_max_128(a, b)
-#define tkvi_vf_abs(x) tkvi_abs_128(x)
-#define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
-#define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
-
-/* >>integers */
-#define tkvi_vi_load(p) tkvi_load_ints_128(p)
-#define tkvi_vi_store(p, x) tkvi_store_ints_128(p, x)
-#define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
-#define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
-#define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
-#define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
-#define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
-#define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
-#define tkvi_vi_to_float(x) tkvi_to_float_128(x)
-#define tkvi_vi_sum4(to, v) tkvi_store_isum4_128(to, v)
-#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y) /* x in lanes i with i < n, else y */
-
-/* >>bytes */
-#define tkvi_vb_load(p) tkvi_load_bytes_128(p)
-#define tkvi_vb_store(p, x) tkvi_store_bytes_128(p, x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_128(x)
-#define tkvi_vb_and(a, b) tkvi_and_128(a, b)
-#define tkvi_vb_or(a, b) tkvi_or_128(a, b)
-#define tkvi_vb_left(x, n) tkvi_left_bytes_128(x, n)
-#define tkvi_vb_right(x, n) tkvi_right_bytes_128(x, n)
-/* The bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by m
- * more for the second half. */
-#define tkvi_vb_tail(p, column) tkvi_load_bytes_128((p) - (column) / 32 * 32)
-#define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
-#define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
-
-#define tkvi_keep(sum)
-#define tkvi_keep_pointer(p)
-#define tkvi_keep_wide(sum)
-#define tkvi_ahead(p, n, distance) ((void)(distance)) /* no machine to measure prefetching was available */
-#define tkvi_distance(src, next) ((void)(src), (void)(next), (uintptr_t)0)
-
-TKVI_OP void tkvi_store_max4_128(float *to, const tkvi_f4 *v) {
-    int r;
-    for (r = 0; r < 4; r++) to[r] = tkvi_max_across_128(v[r]);
-}
-
-TKVI_OP void tkvi_store_isum4_128(int32_t *to, const tkvi_i4 *v) {
-    int r;
-    for (r = 0; r < 4; r++) to[r] = tkvi_sum_ints_across_128(v[r]);
-}
-/* ======== kernels/vectors_128.h ======== */
-/* ======== kernels/codes.inc ======== */
-/*
- * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
- */
-/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
- * extracts a plane. Only for 3 bits `first` must be a constant. */
-TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
-                               int column, tkvi_vb *x) {
-    int p;
-    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
-    if (width == 8) {
-        TKVI_UNROLL
-        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
-    } else if (width >= 4) {
-        x[0] = tkvi_vb_load(at + 32 * first);
-        if (count > 2) x[1] = tkvi_vb_load(at + 64);
-    } else if (width >= 2) {
-        x[0] = tkvi_vb_load(at);
-        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
-    }
-    if (width == 6) x[2] = tkvi_vb_load(at + 128);
-    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
-    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
-    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
-    if (width == 3 && first + count > 2) {
-        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
-        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
-        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
-    }
-}
-
-/* Moves the bits at `from` of each byte to `to`, and clears the others. */
-TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
-    if (from > to) x = tkvi_vb_right(x, from - to);
-    if (to > from) x = tkvi_vb_left(x, to - from);
-    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
-}
-
-/* Codes of plane first + p of a tile that load_tile loaded. */
-TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
-    tkvi_vb c;
-    if (width == 8) return x[p];
-    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
-    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
-    if (width == 3) {
-        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
-        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
-        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
-    }
-    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
-    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
-    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
-    return c;
-}
-
-TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
-    tkvi_vb x[4];
-    int column, p;
-    for (column = 0; column < 64; column += TKVI_VB) {
-        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
-    }
-}
-
-/* As tkvi_unpack_tile. */
-TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
-    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
-    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
-    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
-    else TKVI_N(unpack_codes)(width, tile, code);
-}
-/* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -15268,6 +15273,24 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     }
 }
 /* ======== kernels/vectors_128.h ======== */
+
+static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
+    return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
+}
+
+static const tkvi_kernels tkvi_kernels_128 = {
+    TKVI_ISA_128,
+    TKVI_NAME_128,
+    {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+    {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+    &tkvi_simd_ops_128,
+    tkvi_exp64_128,
+    tkvi_max64_128,
+    tkvi_softmax_step_128,
+};
+
 /* ======== kernels/simd_end.inc ======== */
 /* kernels/simd_end.inc - ends a vocabulary and its templates. */
 #undef TKVI_N
@@ -15392,23 +15415,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 /* ======== kernels/vectors_128.h ======== */
-
-static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
-}
-
-static const tkvi_kernels tkvi_kernels_128 = {
-    TKVI_ISA_128,
-    TKVI_NAME_128,
-    {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
-    {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
-    &tkvi_simd_ops_128,
-    tkvi_exp64_128,
-    tkvi_max64_128,
-    tkvi_softmax_step_128,
-};
 
 #endif /* TKVI_128 */
 

@@ -13,6 +13,8 @@
 
 #ifdef TKVI_X86
 
+#include "kernels/simd_avx2.inc"
+
 /* >>pieces */
 /* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
@@ -944,9 +946,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
 }
 
 /* >>tiles */
-#include "kernels/simd_avx2.inc"
 #include "kernels/tiles.inc"
-#include "kernels/simd_end.inc"
 
 static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
@@ -964,6 +964,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     tkvi_max64_avx2,
     tkvi_softmax_step_avx2,
 };
+
+#include "kernels/simd_end.inc"
 
 #endif /* TKVI_X86 */
 

@@ -23,6 +23,8 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
+#include "kernels/simd_avx512.inc"
+
 /* >>pieces */
 /* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
@@ -858,9 +860,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 }
 
 /* >>tiles */
-#include "kernels/simd_avx512.inc"
 #include "kernels/tiles.inc"
-#include "kernels/simd_end.inc"
 
 /* Four rows at once. Missing rows repeat the last one. */
 static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
@@ -913,6 +913,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     tkvi_max64_avx512,
     tkvi_softmax_step_avx512,
 };
+
+#include "kernels/simd_end.inc"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop

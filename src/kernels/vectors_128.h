@@ -15,6 +15,9 @@
 
 #ifdef TKVI_128
 
+#include "kernels/simd_128.inc"
+#include "kernels/codes.inc"
+
 /* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
 static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     int i;
@@ -228,10 +231,7 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_SAVE4_K_
 #undef TKVI_SAVE4_V_
 
-#include "kernels/simd_128.inc"
-#include "kernels/codes.inc"
 #include "kernels/tiles.inc"
-#include "kernels/simd_end.inc"
 
 static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
@@ -249,6 +249,8 @@ static const tkvi_kernels tkvi_kernels_128 = {
     tkvi_max64_128,
     tkvi_softmax_step_128,
 };
+
+#include "kernels/simd_end.inc"
 
 #endif /* TKVI_128 */
 
