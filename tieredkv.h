@@ -7798,6 +7798,21 @@ static void *tkvi_head_state(const tkvi_family_state *state, const tkvi_family *
 #define TKVI_UNROLL
 #endif
 
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd belong to an instruction set. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
+
+/* Keeps a compiler from holding memory in registers from here on. */
+#if defined(__GNUC__) || defined(__clang__)
+#define tkvi_forget_memory() __asm__ volatile("" ::: "memory")
+#else
+#define tkvi_forget_memory() ((void)0)
+#endif
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */
@@ -7828,6 +7843,7 @@ typedef struct tkvi_kernels {
      * and sum[r] is the sum of p. A row that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees a
      * key. */
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
+    const struct tkvi_prefill *prefill; /* kernels for many rows, or NULL */
 } tkvi_kernels;
 
 #define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
@@ -8144,6 +8160,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
     tkvi_softmax_step_scalar,
+    NULL,
 };
 
 #endif /* TKVI_KERNELS_SCALAR_H */
@@ -8224,14 +8241,6 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
     return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
-
-/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are intrinsics. */
-#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
-    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
-                        splat(5.550733743e-02f)),                                                            \
-                   r, splat(2.402224208e-01f)),                                                              \
-              r, splat(6.931469776e-01f)),                                                                   \
-         r, splat(1.0f))
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
@@ -8349,6 +8358,56 @@ TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
     _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(x, order));
 }
 
+/* a + b of sums that live in a loop. gcc otherwise copies them from register to register. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define TKVI_ADD_IN_PLACE(add, bits, a, b)                                                                   \
+    __asm__("vpadd" bits "\t{%1, %0, %0|%0, %0, %1}" : "+x"(a) : "x"(b))
+#else
+#define TKVI_ADD_IN_PLACE(add, bits, a, b) a = add(a, b)
+#endif
+TKVI_FLAT_AVX2 __m256i tkvi_add_16_avx2(__m256i a, __m256i b) {
+    TKVI_ADD_IN_PLACE(_mm256_add_epi16, "w", a, b);
+    return a;
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_add_32_avx2(__m256i a, __m256i b) {
+    TKVI_ADD_IN_PLACE(_mm256_add_epi32, "d", a, b);
+    return a;
+}
+
+/* Joins weights of four channels or tokens: lane l of the result has the bytes x[0][l], x[1][l], x[2][l], x[3][l]. */
+TKVI_FLAT_AVX2 __m256i tkvi_pack_rows_avx2(const __m256i *x, const int is_signed) {
+    const __m256i order = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
+                                           1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m256i a = _mm256_packs_epi32(x[0], x[1]), b = _mm256_packs_epi32(x[2], x[3]);
+    return _mm256_shuffle_epi8(is_signed ? _mm256_packs_epi16(a, b) : _mm256_packus_epi16(a, b), order);
+}
+
+/* Transposes 8 x 8 floats. */
+TKVI_FLAT_AVX2 void tkvi_transpose_avx2(const float *x, int x_stride, float *y, int y_stride) {
+    __m256 a[8], b[8];
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(x + i * x_stride);
+    TKVI_UNROLL
+    for (i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    TKVI_UNROLL
+    for (i = 0; i < 8; i += 4) { /* a[i + k]: columns k and k + 4, rows i .. i + 3 */
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+    TKVI_UNROLL
+    for (i = 0; i < 4; i++) {
+        _mm256_storeu_ps(y + i * y_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(y + (i + 4) * y_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+
 #ifdef TKVI_AVX512
 TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
@@ -8390,6 +8449,13 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
 
 TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
     return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_pack_rows_avx512(const __m512i *x, const int is_signed) {
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i a = _mm512_packs_epi32(x[0], x[1]), b = _mm512_packs_epi32(x[2], x[3]);
+    return _mm512_shuffle_epi8(is_signed ? _mm512_packs_epi16(a, b) : _mm512_packus_epi16(a, b), order);
 }
 
 /* Stores 16 weights of a row. */
@@ -9114,11 +9180,20 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
 #define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
 #define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
+#define tkvi_vf_div(a, b) _mm256_div_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+
+/* x in lanes where a > b, else y */
+#define tkvi_vf_above(a, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ))
+#define tkvi_vf_any_above(a, b) (_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0)
+#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
+    _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)))
+#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
+#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
@@ -9127,6 +9202,7 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
 #define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
+#define tkvi_vi_mul(a, b) _mm256_mullo_epi32(a, b)
 #define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
 #define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
@@ -9185,7 +9261,8 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 
 #define tkvi_sums __m256i
 #define tkvi_sums_zero() _mm256_setzero_si256()
-#define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
+#define TKVI_SUM_MAX 32767   /* K */
+#define TKVI_V_SUM_MAX 65535 /* sums of V have no sign */
 #define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
 #define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
 #define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
@@ -9212,6 +9289,21 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
     _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
+
+/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows. x: codes in memory. */
+#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_TOKENS 4
+#define TKVI_ROWS_NEW(j) 1 /* 1: token j needs a vector of codes of its own */
+#define tkvi_rows_codes(x) _mm256_set1_epi32(*(x))
+#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_add_16_avx2(sum, _mm256_maddubs_epi16(codes, w))
+#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_add_16_avx2(sum, _mm256_maddubs_epi16(w, codes))
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
+    tkvi_add_32_avx2(sum, _mm256_add_epi32(_mm256_madd_epi16(even, u), _mm256_madd_epi16(odd, v)))
+/* Weights of four channels or tokens, as the products take them. */
+#define tkvi_pack_rows_k(x) tkvi_pack_rows_avx2(x, 1)
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_avx2(x, 0)
+#define tkvi_pack_rows_even(x) _mm256_blend_epi16((x)[0], _mm256_slli_epi32((x)[2], 16), 0xaa)
+#define tkvi_pack_rows_odd(x) _mm256_blend_epi16((x)[1], _mm256_slli_epi32((x)[3], 16), 0xaa)
 /* ======== kernels/values_x86.h ======== */
 /* ======== kernels/codes.inc ======== */
 /*
@@ -9409,6 +9501,41 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_div
+#undef tkvi_vf_above
+#undef tkvi_vf_any_above
+#undef tkvi_vf_pow2
+#undef TKVI_SQUARE
+#undef tkvi_transpose_square
+#undef tkvi_vi_mul
+#undef TKVI_V_SUM_MAX
+#undef TKVI_ROW_VECTORS
+#undef TKVI_ROW_TOKENS
+#undef TKVI_ROWS_NEW
+#undef tkvi_rows_codes
+#undef tkvi_rows_dot_k
+#undef tkvi_rows_dot_v
+#undef tkvi_rows_dot_wide
+#undef tkvi_pack_rows_k
+#undef tkvi_pack_rows_v
+#undef tkvi_pack_rows_even
+#undef tkvi_pack_rows_odd
+#undef TKVI_ROW_SUMS_OF_
+#undef TKVI_ROW_DECLARE_OF_
+#undef TKVI_ROW_SUMS_
+#undef TKVI_ROW_DECLARE_
+#undef TKVI_ROW_TOTAL_
+#undef TKVI_ROW_DOT_
+#undef TKVI_ROW_ADD_
+#undef TKVI_ROW_WIDE_DOT_
+#undef TKVI_ROW_WIDE_ADD_
+#undef TKVI_ROW_FLOAT_DOT_
+#undef TKVI_ROW_FLOAT_ANSWER_
+#undef TKVI_EACH_VECTORS_
+#undef TKVI_BY_VECTORS_
+#undef TKVI_EACH_WIDE_VECTORS_
+#undef TKVI_BY_WIDE_VECTORS_
+#undef TKVI_WIDE_VECTORS
 /* ======== kernels/values_x86.h ======== */
 
 /* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -9598,11 +9725,20 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
 #define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
 #define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
+#define tkvi_vf_div(a, b) _mm512_div_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+
+/* x in lanes where a > b, else y */
+#define tkvi_vf_above(a, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x)
+#define tkvi_vf_any_above(a, b) (_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0)
+#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
+    _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(n, 23)))
+#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
+#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
@@ -9611,6 +9747,7 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
 #define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
+#define tkvi_vi_mul(a, b) _mm512_mullo_epi32(a, b)
 #define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
 #define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
@@ -9669,6 +9806,7 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_sums __m512i
 #define tkvi_sums_zero() _mm512_setzero_si512()
 #define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
 #define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
 #define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
 #define tkvi_widen_k(sum) (sum)
@@ -9692,6 +9830,19 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
+
+/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows */
+#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_TOKENS 8
+#define TKVI_ROWS_NEW(j) 1
+#define tkvi_rows_codes(x) _mm512_set1_epi32(*(x))
+#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_dot_k(sum, codes, w, 0)
+#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, codes, w, 0)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) tkvi_dot_wide(sum, even, odd, u, v, 0)
+#define tkvi_pack_rows_k(x) tkvi_pack_rows_avx512(x, 1)
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_avx512(x, 0)
+#define tkvi_pack_rows_even(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[0], _mm512_slli_epi32((x)[2], 16))
+#define tkvi_pack_rows_odd(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[1], _mm512_slli_epi32((x)[3], 16))
 /* ======== kernels/values_x86.h ======== */
 /* ======== kernels/codes.inc ======== */
 /*
@@ -9889,6 +10040,41 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_div
+#undef tkvi_vf_above
+#undef tkvi_vf_any_above
+#undef tkvi_vf_pow2
+#undef TKVI_SQUARE
+#undef tkvi_transpose_square
+#undef tkvi_vi_mul
+#undef TKVI_V_SUM_MAX
+#undef TKVI_ROW_VECTORS
+#undef TKVI_ROW_TOKENS
+#undef TKVI_ROWS_NEW
+#undef tkvi_rows_codes
+#undef tkvi_rows_dot_k
+#undef tkvi_rows_dot_v
+#undef tkvi_rows_dot_wide
+#undef tkvi_pack_rows_k
+#undef tkvi_pack_rows_v
+#undef tkvi_pack_rows_even
+#undef tkvi_pack_rows_odd
+#undef TKVI_ROW_SUMS_OF_
+#undef TKVI_ROW_DECLARE_OF_
+#undef TKVI_ROW_SUMS_
+#undef TKVI_ROW_DECLARE_
+#undef TKVI_ROW_TOTAL_
+#undef TKVI_ROW_DOT_
+#undef TKVI_ROW_ADD_
+#undef TKVI_ROW_WIDE_DOT_
+#undef TKVI_ROW_WIDE_ADD_
+#undef TKVI_ROW_FLOAT_DOT_
+#undef TKVI_ROW_FLOAT_ANSWER_
+#undef TKVI_EACH_VECTORS_
+#undef TKVI_BY_VECTORS_
+#undef TKVI_EACH_WIDE_VECTORS_
+#undef TKVI_BY_WIDE_VECTORS_
+#undef TKVI_WIDE_VECTORS
 /* ======== kernels/values_x86.h ======== */
 
 /* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -10192,6 +10378,142 @@ static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const f
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_GROUPS_X86_H */
+/* ======== kernels/prefill.h ======== */
+/*
+ * kernels/prefill.h - the interface of kernels for prefill: attention of up to 32 query rows of a prompt at once.
+ *
+ * The kernels of kernels/scalar.h take 8 rows, and their vector lanes are tokens or channels. They fold scales
+ * into each row, round the weights, and sum across vectors. Here the lanes are query rows, and no sum crosses a
+ * vector. Codes are unpacked to bytes once for all lanes. Then four neighbouring codes at a time are broadcast:
+ *
+ *     scores[token][lanes]  = sum over tiles   of  weights[tile][lanes] . code[tile][token]
+ *     out[channel][lanes]  += sum over quads   of  p[quad of tokens][lanes] . code[quad][channel]
+ *
+ * The arithmetic is that of kernels/scalar.h: weights of 8 bits, or of 15 where one limb is too coarse. One
+ * difference: all lanes have two limbs as soon as one row needs them. kernels/prefill.inc has the kernels of all
+ * instruction sets. There is no scalar version: the kernels of kernels/scalar.h stand in.
+ *
+ * Order of loops: FlashAttention-2 (arXiv 2307.08691). As in FlashAttention-4, the maximum moves only when it must.
+ */
+#ifndef TKVI_KERNELS_PREFILL_H
+#define TKVI_KERNELS_PREFILL_H
+
+
+#define TKVI_PREFILL 32          /* the most rows */
+#define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
+#define TKVI_MAX_SLACK 8.0f      /* weights may reach e^8 before m moves to the new maximum and sums shrink */
+
+/* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
+typedef struct tkvi_softmax_args {
+    float *s; /* [64][lanes] scores, then p = exp(s - m) */
+    int lanes;
+    const int32_t *low, *high;  /* a lane sees tokens low .. high-1 of the block; NULL: all */
+    float *m, *l;               /* so far: maximum, up to TKVI_MAX_SLACK too low; sum of p */
+    float *shrink;              /* out: factor for the output sums, to be applied if 1 is returned */
+    float *far_attention;       /* sum of p^2 so far, or NULL */
+    const float *sampled_lanes; /* 1: this block counts for far_attention; 0: it does not; NULL: all 0 */
+} tkvi_softmax_args;
+
+/* Rows of queries. */
+typedef struct tkvi_prefill_queries {
+    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel, not reordered][lanes] */
+    TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
+    int lanes;
+    /* The same in the order of positions, which most blocks of a head share. */
+    TKVI_ALIGNED float sorted_q[TKVI_PREFILL_FLOATS];
+    TKVI_ALIGNED float sorted_ref[TKV_MAX_HEAD_DIM];
+    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: nothing is sorted */
+} tkvi_prefill_queries;
+
+typedef struct tkvi_prefill {
+    /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. scores: [64][lanes] */
+    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
+              int n_limbs, float *scores);
+    /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
+    void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
+              int n_limbs, float *out);
+    int (*softmax_step)(const tkvi_softmax_args *w); /* returns 1 if w->shrink must be applied to outputs */
+    void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
+    void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
+    /* Transposes 16 rows of x into lanes of y: y[i][r] = x[r][i] for i < n. n is a multiple of 16. */
+    void (*transpose)(const float *x, int x_stride, int n, float *y, int y_stride);
+} tkvi_prefill;
+
+/* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
+enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
+
+/* Folded and rounded weights of all rows. An answer is wide_by * sum of the products of two limbs + by * sum of those
+ * of one limb + rest. */
+typedef struct tkvi_prefill_fold {
+    /* [quad of channels or tokens][lanes]: four bytes of one limb, or two weights of two limbs; odd_w: the others */
+    TKVI_ALIGNED int32_t w[TKVI_PREFILL_FLOATS / 4], odd_w[TKVI_PREFILL_FLOATS / 4];
+    TKVI_ALIGNED float by[TKVI_PREFILL], wide_by[TKVI_PREFILL], rest[TKVI_PREFILL];
+    int n_wide; /* the first quads have two limbs */
+} tkvi_prefill_fold;
+
+/* The products of a pass: a few vectors of rows. */
+typedef struct tkvi_prefill_products {
+    const int32_t *w, *odd_w; /* as in tkvi_prefill_fold, from the first row of the pass on */
+    const float *by, *wide_by, *rest;
+    const uint8_t *run; /* numbers of quads whose products by one limb fit into a sum, up to a 0 */
+    int n_wide, lanes;
+    int add;  /* 1: answers are added to what is there */
+    int step; /* from the codes of a quad to those of the next; in int32_t, as all distances here */
+    int odd;  /* from codes for two limbs to their odd bytes */
+} tkvi_prefill_products;
+
+/* One group of tokens of a block. */
+typedef struct tkvi_prefill_k_args {
+    const float *q;            /* [position][lanes] */
+    const float *scale, *zero; /* by position. zero: less the reference, plus the centre of the codes */
+    int lanes, pad;
+    int end[TKVI_MAX_WIDTH + 1]; /* end of the positions with codes of so many bits; widest first */
+    int wide, n_limbs;           /* the first `wide` positions have two limbs; n_limbs: see tkvi_n_limbs */
+    float coarse;                /* see tkvi_coarse_k */
+} tkvi_prefill_k_args;
+
+/* Channels of V that have one width and one group. */
+typedef struct tkvi_prefill_v_args {
+    const float *p, *scale, *zero; /* p: [token][lanes] */
+    int lanes, is_wide;            /* is_wide: 1: two limbs */
+    float centre;                  /* tkvi_centre of the codes */
+    int middle;                    /* twice the centre of the codes that are multiplied */
+    float coarse;                  /* see tkvi_coarse_v */
+} tkvi_prefill_v_args;
+
+static int tkvi_prefill_lanes(int pad) {
+    return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
+}
+
+static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
+
+/* Sorts queries and reference by position. */
+static void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
+    int c;
+    if (!s->order || q->order == s->order) return;
+    q->order = s->order;
+    for (c = 0; c < s->pad; c++) {
+        memcpy(q->sorted_q + c * q->lanes, q->q + s->order[c] * q->lanes, (size_t)q->lanes * sizeof *q->q);
+        q->sorted_ref[c] = q->ref[s->order[c]];
+    }
+}
+
+/* Adds n quads to a list of runs. each: the most that a quad adds to a sum; room: what fits into the last run. */
+static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, int *room) {
+    while (n > 0) {
+        const int m = tkvi_min(n, *room / each);
+        *run = (uint8_t)(*run + m);
+        *room -= m * each;
+        n -= m;
+        if (n > 0) {
+            if (*run) *++run = 0;
+            *room = most;
+        }
+    }
+    return run;
+}
+
+#endif /* TKVI_KERNELS_PREFILL_H */
 /* ======== kernels/tiles.h ======== */
 /*
  * kernels/tiles.h - shared by the instances of kernels/tiles.inc: parameters of folding and of products.
@@ -10294,11 +10616,20 @@ typedef struct tkvi_weights_k {
 #define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
 #define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
 #define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
+#define tkvi_vf_div(a, b) _mm256_div_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+
+/* x in lanes where a > b, else y */
+#define tkvi_vf_above(a, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ))
+#define tkvi_vf_any_above(a, b) (_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0)
+#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
+    _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)))
+#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
+#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
@@ -10307,6 +10638,7 @@ typedef struct tkvi_weights_k {
 #define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
 #define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
+#define tkvi_vi_mul(a, b) _mm256_mullo_epi32(a, b)
 #define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
 #define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
@@ -10365,7 +10697,8 @@ typedef struct tkvi_weights_k {
 
 #define tkvi_sums __m256i
 #define tkvi_sums_zero() _mm256_setzero_si256()
-#define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
+#define TKVI_SUM_MAX 32767   /* K */
+#define TKVI_V_SUM_MAX 65535 /* sums of V have no sign */
 #define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
 #define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
 #define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
@@ -10392,6 +10725,21 @@ typedef struct tkvi_weights_k {
     _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
+
+/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows. x: codes in memory. */
+#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_TOKENS 4
+#define TKVI_ROWS_NEW(j) 1 /* 1: token j needs a vector of codes of its own */
+#define tkvi_rows_codes(x) _mm256_set1_epi32(*(x))
+#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_add_16_avx2(sum, _mm256_maddubs_epi16(codes, w))
+#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_add_16_avx2(sum, _mm256_maddubs_epi16(w, codes))
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
+    tkvi_add_32_avx2(sum, _mm256_add_epi32(_mm256_madd_epi16(even, u), _mm256_madd_epi16(odd, v)))
+/* Weights of four channels or tokens, as the products take them. */
+#define tkvi_pack_rows_k(x) tkvi_pack_rows_avx2(x, 1)
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_avx2(x, 0)
+#define tkvi_pack_rows_even(x) _mm256_blend_epi16((x)[0], _mm256_slli_epi32((x)[2], 16), 0xaa)
+#define tkvi_pack_rows_odd(x) _mm256_blend_epi16((x)[1], _mm256_slli_epi32((x)[3], 16), 0xaa)
 /* ======== kernels/avx2.h ======== */
 
 /* >>pieces */
@@ -11936,6 +12284,682 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     }
 }
 /* ======== kernels/avx2.h ======== */
+/* ======== kernels/prefill.inc ======== */
+/*
+ * kernels/prefill.inc - a template: the kernels of kernels/prefill.h in a vector vocabulary.
+ *
+ * A vector has TKVI_VF query rows. A pass multiplies TKVI_ROW_VECTORS such vectors by TKVI_ROW_TOKENS tokens (K) or
+ * channels (V), so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four
+ * channels of a token (K), or four tokens of a channel (V).
+ */
+
+/* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
+    X(a##j, 0, j)                                                                                            \
+    if (nv > 1) { X(b##j, 1, j) }                                                                            \
+    if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
+#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#if TKVI_ROW_TOKENS == 8
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 1)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
+#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
+    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 2)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 3)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 4)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 5)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 6) TKVI_ROW_DECLARE_OF_(type, zero, 7)
+#else
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
+#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
+    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 2) TKVI_ROW_DECLARE_OF_(type, zero, 3)
+#endif
+
+#define TKVI_ROW_DOT_(sum, v, j)                                                                             \
+    if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
+    sum = is_key ? tkvi_rows_dot_k(sum, codes, weights[v], j) : tkvi_rows_dot_v(sum, codes, weights[v], j);
+#define TKVI_ROW_WIDE_DOT_(sum, v, j)                                                                        \
+    if (v == 0 && TKVI_ROWS_NEW(j)) {                                                                        \
+        even = tkvi_rows_codes(x + j);                                                                       \
+        odd = tkvi_rows_codes(x + d->odd + j);                                                               \
+    }                                                                                                        \
+    sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
+#define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
+#define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
+#define TKVI_ROW_SPILL_(sum, v, j) TKVI_ROW_TOTAL_(v, j) = sum;
+#define TKVI_ROW_OUT_(v, j) (out + j * lanes + v * TKVI_VF)
+#define TKVI_ROW_ANSWER_(sum, v, j)                                                                          \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(sum), by[v], rest[v]));
+#define TKVI_ROW_ADD_ANSWER_(sum, v, j)                                                                      \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
+                  tkvi_vf_madd(tkvi_vi_to_float(sum), by[v],                                                 \
+                               tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_WIDE_ANSWER_(sum, v, j) TKVI_ROW_ANSWER_(tkvi_widen_wide(sum), v, j)
+#define TKVI_ROW_WIDE_ADD_ANSWER_(sum, v, j) TKVI_ROW_ADD_ANSWER_(tkvi_widen_wide(sum), v, j)
+
+/* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
+TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
+                                 const int nv, float *out) {
+    TKVI_ALIGNED tkvi_vi total[TKVI_ROW_TOKENS * TKVI_ROW_VECTORS];
+    const uint8_t *w = (const uint8_t *)d->w, *run = d->run;
+    const int lanes = d->lanes, w_step = 4 * lanes, x_step = d->step;
+    tkvi_vb weights[TKVI_ROW_VECTORS], codes = tkvi_vb_splat(0);
+    tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
+    int i, v;
+    for (;; run++) {
+        TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
+        tkvi_forget_memory(); /* gcc keeps `total` in registers otherwise, and runs out of them */
+        for (i = *run; i > 0; i--, w += w_step, x += x_step) {
+            TKVI_UNROLL
+            for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
+            TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
+        }
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
+        if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
+        if (run[1]) {
+            TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
+            continue;
+        }
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
+            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
+        }
+        if (d->add) {
+            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
+        } else {
+            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
+        }
+        return;
+    }
+}
+
+/* The same from n quads of two-limb weights. */
+TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x, const int nv, float *out) {
+    const int32_t *w = d->w, *w2 = d->odd_w;
+    const int lanes = d->lanes;
+    tkvi_wide_vb even_w[TKVI_ROW_VECTORS], odd_w[TKVI_ROW_VECTORS], even = tkvi_wide_none(), odd = even;
+    tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
+    int i, v;
+    TKVI_ROW_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
+    for (i = d->n_wide; i > 0; i--, w += lanes, w2 += lanes, x += d->step) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            even_w[v] = tkvi_vb_load((const uint8_t *)w + v * TKVI_VB);
+            odd_w[v] = tkvi_vb_load((const uint8_t *)w2 + v * TKVI_VB);
+        }
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
+    }
+    TKVI_UNROLL
+    for (v = 0; v < nv; v++) {
+        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
+    }
+    if (d->add) {
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ADD_ANSWER_)
+    } else {
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ANSWER_)
+    }
+}
+
+/* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
+#define TKVI_ROW_FLOAT_DOT_(sum, v, j)                                                                       \
+    if (v == 0) one = tkvi_vf_splat(x[j * apart]);                                                           \
+    sum = tkvi_vf_madd(rows[v], one, sum);
+#define TKVI_ROW_FLOAT_ANSWER_(sum, v, j)                                                                    \
+    tkvi_vf_store(out + j * lanes + v * TKVI_VF,                                                             \
+                  add ? tkvi_vf_add(sum, tkvi_vf_load(out + j * lanes + v * TKVI_VF)) : sum);
+TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int n, const int step,
+                                 const int apart, const int add, const int nv, float *out) {
+    tkvi_vf rows[TKVI_ROW_VECTORS], one = tkvi_vf_splat(0.0f);
+    int i, v;
+    TKVI_ROW_DECLARE_(tkvi_vf, tkvi_vf_splat(0.0f))
+    for (i = 0; i < n; i++, y += lanes, x += step) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) rows[v] = tkvi_vf_load(y + v * TKVI_VF);
+        TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_DOT_)
+    }
+    TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_ANSWER_)
+}
+
+/* Instances by the number of vectors. Functions of their own, so that sums stay in registers. */
+#define TKVI_EACH_VECTORS_(nv)                                                                               \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
+                                                      float *out) {                                          \
+        TKVI_N(rows_narrow)(d, x, 1, nv, out);                                                               \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
+                                                      float *out) {                                          \
+        TKVI_N(rows_narrow)(d, x, 0, nv, out);                                                               \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##nv)(const float *q, int lanes, const float *x, int n,    \
+                                                        float *out) {                                        \
+        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, nv, out);                         \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##nv)(const float *p, int lanes, const float *x, int n,  \
+                                                          float *out) {                                      \
+        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, nv, out);                                              \
+    }
+#define TKVI_EACH_WIDE_VECTORS_(nv)                                                                          \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##nv)(const tkvi_prefill_products *d, const int32_t *x,   \
+                                                         float *out) {                                       \
+        TKVI_N(rows_wide)(d, x, nv, out);                                                                    \
+    }
+TKVI_EACH_WIDE_VECTORS_(2)
+#if TKVI_ROW_VECTORS == 4
+TKVI_EACH_VECTORS_(4)
+#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##4)(__VA_ARGS__)
+#define TKVI_BY_WIDE_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
+#define TKVI_WIDE_VECTORS 2 /* a sum takes two registers */
+#elif TKVI_VF < 16
+TKVI_EACH_VECTORS_(2)
+#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
+#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
+#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#else
+TKVI_EACH_VECTORS_(1)
+TKVI_EACH_WIDE_VECTORS_(1)
+TKVI_EACH_VECTORS_(2)
+#define TKVI_BY_VECTORS_(f, ...) (lanes > 16 ? TKVI_N(f##2)(__VA_ARGS__) : TKVI_N(f##1)(__VA_ARGS__))
+#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
+#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#endif
+
+/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
+TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_products *d, const int32_t *x,
+                                  int n, const int is_key, float *out) {
+    const int lanes = d->lanes;
+    int i, lane;
+    for (lane = 0; f->n_wide && lane < lanes; lane += TKVI_WIDE_VECTORS * TKVI_VF) {
+        d->add = !is_key;
+        d->w = f->w + lane;
+        d->odd_w = f->odd_w + lane;
+        d->wide_by = f->wide_by + lane;
+        d->rest = f->rest + lane;
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS)
+            TKVI_BY_WIDE_VECTORS_(rows_wide, d, x + i, out + i * lanes + lane);
+    }
+    x += d->n_wide * d->step;
+    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF) {
+        d->add = !is_key || d->n_wide;
+        d->w = f->w + d->n_wide * lanes + lane;
+        d->by = f->by + lane;
+        d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS) {
+            if (is_key) TKVI_BY_VECTORS_(rows_k, d, x + i, out + i * lanes + lane);
+            else TKVI_BY_VECTORS_(rows_v, d, x + i, out + i * lanes + lane);
+        }
+    }
+}
+
+/* >>exact tiers */
+/* 8 tokens at a time. Tokens beyond n repeat the last one. */
+TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *q, const float *ref, int lanes, int n, float *scores) {
+    TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
+    const int row_bytes = s->pad * s->format->bits / 8;
+    int t, j, c, lane;
+    for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
+        if (t >= n) {
+            memset(scores, 0, (size_t)(8 * lanes) * sizeof(float));
+            continue;
+        }
+        for (j = 0; j < 8; j++) {
+            const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
+            tkvi_ahead(row, row_bytes, ahead);
+            for (c = 0; c < s->pad; c += TKVI_VF)
+                tkvi_vf_store(
+                    x + j * TKVI_PREFILL_KEY_STRIDE + c,
+                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
+        }
+        for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
+            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
+                TKVI_BY_VECTORS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                                 scores + j * lanes + lane);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *p, int lanes, int n, float *out) {
+    TKVI_ALIGNED float x[16 * TKVI_BLOCK];
+    const int row_bytes = s->pad * s->format->bits / 8;
+    int t, c, j, lane;
+    for (c = 0; c < s->pad; c += 16, out += 16 * lanes) {
+        for (t = 0; t < n; t++) {
+            for (j = 0; j < 16; j += TKVI_VF)
+                tkvi_vf_store(x + 16 * t + j,
+                              TKVI_N(load_values)(s->format->stored, src + t * row_bytes, c + j));
+            tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
+        }
+        for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
+            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
+                TKVI_BY_VECTORS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+    }
+}
+
+/* >>tiles */
+/* top / most, or 0 where most is at most 1e-34: such weights contribute nothing. */
+TKVI_OP tkvi_vf TKVI_N(rows_inverse)(tkvi_vf most, float top) {
+    const tkvi_vf none = tkvi_vf_splat(1e-34f);
+    return tkvi_vf_above(most, none, tkvi_vf_div(tkvi_vf_splat(top), tkvi_vf_max(most, none)),
+                         tkvi_vf_splat(0.0f));
+}
+
+/* Stores factors and rest of a vector of rows. wide: one unit of two limbs. twice: sum of weights in the unit `wide`,
+ * times twice the centre of their codes. */
+TKVI_OP void TKVI_N(rows_finish)(tkvi_prefill_fold *f, int lane, tkvi_vf narrow, tkvi_vf wide, tkvi_vf rest,
+                                 tkvi_vf twice) {
+    tkvi_vf_store(f->by + lane, narrow);
+    tkvi_vf_store(f->wide_by + lane, wide);
+    tkvi_vf_store(f->rest + lane, tkvi_vf_madd(tkvi_vf_mul(wide, tkvi_vf_splat(-0.5f)), twice, rest));
+}
+
+TKVI_OP int TKVI_N(rows_need_two)(float coarse, tkvi_vf most, tkvi_vf squares, int top) {
+    return tkvi_vf_any_above(tkvi_vf_mul(tkvi_vf_mul(tkvi_vf_splat(coarse), most), most),
+                             tkvi_vf_mul(tkvi_vf_splat(TKVI_ERR_LIMIT(top)), squares));
+}
+
+/* The largest weight of each row, and the part of answers that does not depend on codes. Returns 1 if a row needs two
+ * limbs. */
+TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *most, float *rest) {
+    int lane, c, j, two = 0;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *q = a->q + lane;
+        tkvi_vf top[2], plus[2], squares[2];
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) top[j] = plus[j] = squares[j] = tkvi_vf_splat(0.0f);
+        for (c = 0; c < a->end[1]; c += 2) {
+            TKVI_UNROLL
+            for (j = 0; j < 2; j++, q += a->lanes) {
+                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(a->scale[c + j]));
+                top[j] = tkvi_vf_max(top[j], tkvi_vf_abs(y));
+                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(a->zero[c + j]), plus[j]);
+                squares[j] = tkvi_vf_madd(y, y, squares[j]);
+            }
+        }
+        for (; c < a->pad; c++, q += a->lanes)
+            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(a->zero[c]), plus[0]);
+        top[0] = tkvi_vf_max(top[0], top[1]);
+        tkvi_vf_store(most + lane, top[0]);
+        tkvi_vf_store(rest + lane, tkvi_vf_add(plus[0], plus[1]));
+        two |= TKVI_N(rows_need_two)(a->coarse, top[0], tkvi_vf_add(squares[0], squares[1]), TKVI_LIMB_MAX_K);
+    }
+    return two;
+}
+
+/* Weights of all rows for one group of tokens. */
+TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefill_fold *f) {
+    TKVI_ALIGNED float most[TKVI_PREFILL], rest[TKVI_PREFILL];
+    const int two = TKVI_N(prefill_measure_k)(a, most, rest) || a->n_limbs == 2 || !TKVI_HAS_NARROW;
+    const int wide = two ? a->end[1] : a->wide;
+    int lane, width, c, j;
+    f->n_wide = wide / 4;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *q = a->q + lane;
+        const tkvi_vf top = tkvi_vf_load(most + lane);
+        const tkvi_vf by = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_K);
+        const tkvi_vf wide_by = tkvi_vf_mul(by, tkvi_vf_splat(128.0f));
+        int32_t *w = f->w + lane, *odd = f->odd_w + lane;
+        tkvi_vi middle = tkvi_vi_splat(0),
+                wide_middle = middle; /* sums of w, times twice the centre of its codes */
+        tkvi_vi x[4];
+        for (width = TKVI_MAX_WIDTH, c = 0; width > 0; width--) {
+            const int end = a->end[width], centre2 = (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+            for (; c < tkvi_min(end, wide); c += 4, w += a->lanes, odd += a->lanes) {
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++, q += a->lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                    x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
+                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
+                }
+                tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
+                tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
+            }
+            for (; TKVI_HAS_NARROW && c < end; c += 4, w += a->lanes) {
+                tkvi_vb four;
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++, q += a->lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                    x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
+                }
+                four = tkvi_pack_rows_k(x);
+                middle = tkvi_vi_add(
+                    middle, tkvi_widen_k(tkvi_rows_dot_k(tkvi_sums_zero(), tkvi_vb_splat(centre2), four, 0)));
+                tkvi_vb_store((uint8_t *)w, four);
+            }
+        }
+        TKVI_N(rows_finish)
+        (f, lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_LIMB_MAX_K)),
+         tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_TWO_LIMBS_MAX)), tkvi_vf_load(rest + lane),
+         tkvi_vf_madd(tkvi_vi_to_float(middle), tkvi_vf_splat(128.0f), tkvi_vi_to_float(wide_middle)));
+    }
+}
+
+/* Splits the codes of n tokens or channels into even and odd bytes, of 16 bits, for wide weights. */
+TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width,
+                                     int is_signed) {
+    int i;
+    for (i = 0; i < n; i += TKVI_VB / 4, x += TKVI_VB / 4) {
+        tkvi_vb c = tkvi_vb_load((const uint8_t *)x);
+        if (width == 8 && !is_signed) c = tkvi_vb_biased(c);
+        tkvi_vb_store((uint8_t *)(x + d->odd), is_signed ? tkvi_odd_levels(c) : tkvi_odd(c));
+        tkvi_vb_store((uint8_t *)x, is_signed ? tkvi_even_levels(c) : tkvi_even(c));
+    }
+}
+
+/* Codes and weights of a group are there: splits codes for wide weights, and lists the runs of the others. */
+TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi_prefill_products *d,
+                                        int32_t *x, int tokens, uint8_t *run) {
+    int width, i = 0, room = TKVI_SUM_MAX;
+    *run = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
+            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width, 0);
+        run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
+                                   TKVI_SUM_MAX, &room);
+        i = a->end[width] / 4;
+    }
+    run[1] = 0;
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
+    const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
+    const float *ref = s->order ? q->sorted_ref : q->ref;
+    const uint8_t *tile = src;
+    tkvi_prefill_fold f;
+    tkvi_prefill_products d;
+    tkvi_prefill_k_args a;
+    int width, g, i, c = 0;
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    tkvi_prefill_sort(s, q);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        const float centre = 0.5f * (float)((1 << width) - 1);
+        const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
+            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
+        }
+        for (; c < end; c++)
+            for (g = 0; g < s->groups; g++)
+                zero[g * s->pad + c] += (width ? centre * scale[g * s->pad + c] : 0.0f) - ref[c];
+        a.end[width] = end;
+    }
+    a.q = s->order ? q->sorted_q : q->q;
+    a.lanes = lanes;
+    a.pad = s->pad;
+    a.wide = tkvi_n_wide_positions(s);
+    a.n_limbs = n_limbs;
+    a.coarse = tkvi_coarse_k(s);
+    d.lanes = lanes;
+    d.step = TKVI_BLOCK;
+    d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
+    d.run = run;
+    for (g = 0; g < s->groups; g++) {
+        a.scale = scale + g * s->pad;
+        a.zero = zero + g * s->pad;
+        TKVI_N(prefill_fold_k)(&a, &f);
+        d.n_wide = f.n_wide;
+        TKVI_N(prefill_runs_k)(&a, &d, x[0] + g * tokens, tokens, run);
+        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, scores + g * tokens * lanes);
+    }
+}
+
+/* Weights of all rows for channels of V that have one width and one group. */
+TKVI_KERNEL void TKVI_N(prefill_fold_v)(const tkvi_prefill_v_args *a, tkvi_prefill_fold *f) {
+    TKVI_ALIGNED float rest[TKVI_BLOCK], most[TKVI_PREFILL], sum[TKVI_PREFILL];
+    const int measures = a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V); /* else no row needs two limbs */
+    int lane, t, j, two = a->is_wide || !TKVI_HAS_NARROW, some = 0;
+    float top;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        rest[t] = a->zero[t] + a->centre * a->scale[t];
+        some |= rest[t] != 0.0f;
+    }
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *p = a->p + lane;
+        tkvi_vf tops = tkvi_vf_splat(0.0f), squares = tops, plus = tops;
+        for (t = 0; t < TKVI_BLOCK; t++, p += a->lanes)
+            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t])));
+        tkvi_vf_store(most + lane, tops);
+        for (t = 0, p = a->p + lane; measures && t < TKVI_BLOCK; t++, p += a->lanes) {
+            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t]));
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (measures) two |= TKVI_N(rows_need_two)(a->coarse, tops, squares, TKVI_LIMB_MAX_V);
+        for (t = 0, p = a->p + lane; some && t < TKVI_BLOCK; t++, p += a->lanes)
+            plus = tkvi_vf_madd(tkvi_vf_load(p), tkvi_vf_splat(rest[t]), plus);
+        tkvi_vf_store(sum + lane, plus);
+    }
+    f->n_wide = two ? TKVI_BLOCK / 4 : 0;
+    top = (float)(two ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_V);
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *p = a->p + lane;
+        const tkvi_vf unit = tkvi_vf_mul(tkvi_vf_load(most + lane), tkvi_vf_splat(1.0f / top));
+        const tkvi_vf by = TKVI_N(rows_inverse)(tkvi_vf_load(most + lane), top);
+        int32_t *w = f->w + lane, *odd = f->odd_w + lane;
+        tkvi_vi all = tkvi_vi_splat(0), x[4];
+        for (t = 0; t < TKVI_BLOCK; t += 4, w += a->lanes, odd += a->lanes) {
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++, p += a->lanes) {
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t + j]));
+                x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
+                all = tkvi_vi_add(all, x[j]);
+            }
+            if (two) {
+                tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
+                tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
+            } else tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_v(x));
+        }
+        TKVI_N(rows_finish)
+        (f, lane, unit, unit, tkvi_vf_load(sum + lane),
+         tkvi_vi_to_float(tkvi_vi_mul(all, tkvi_vi_splat(a->middle))));
+    }
+}
+
+/* Unpacks a slab of 16 channels, or of 32 if lanes are pairs: [16 channels][quad of tokens][channel][4 tokens]. */
+TKVI_KERNEL void TKVI_N(prefill_unpack_v)(const tkvi_side *s, int width, int slabs, const uint8_t *tile,
+                                          int32_t *x) {
+    int i, j, k;
+    for (i = 0; i < 4; i++)
+        TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(width), width, (uint8_t *)(x + i * 64));
+    for (k = slabs - 1; s->levels && k >= 0; k--) {
+        const tkvi_vb table = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        uint8_t *from = (uint8_t *)x, *to = from + k * 4 * TKVI_TILE_CODES;
+        for (j = 0; j < 4 * TKVI_TILE_CODES; j += TKVI_VB)
+            tkvi_vb_store(to + j, tkvi_vb_look_up(table, tkvi_vb_load(from + j)));
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *p, int lanes, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t x[2][2 * TKVI_TILE_CODES]; /* [16 channels][quad of tokens][channel]; odd codes */
+    uint8_t run[TKVI_BLOCK / 4 + 1];
+    const uint8_t *tile = src;
+    const int quads = (n + 15) / 16 * 4;
+    tkvi_prefill_fold f;
+    tkvi_prefill_products d;
+    tkvi_prefill_v_args a;
+    int width, i, k, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    a.p = p;
+    a.lanes = lanes;
+    a.is_wide = n_limbs == 2 || s->levels;
+    d.lanes = lanes;
+    d.step = 16;
+    d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
+    d.run = run;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int slabs = tkvi_slab_channels(s, width) / 16;
+        for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs, tile += 4 * TKVI_TILE_BYTES(width)) {
+            if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
+                int room = TKVI_V_SUM_MAX;
+                a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
+                a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
+                a.centre = tkvi_centre(s, width);
+                a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+                a.coarse = tkvi_coarse_v(s, width);
+                TKVI_N(prefill_fold_v)(&a, &f);
+                d.n_wide = tkvi_min(f.n_wide, quads);
+                run[0] = run[1] = 0;
+                if (!d.n_wide)
+                    tkvi_prefill_add_run(run, quads, 2 * TKVI_LIMB_MAX_V * ((1 << width) - 1), TKVI_V_SUM_MAX,
+                                         &room)[1] = 0;
+            }
+            tkvi_ahead(tile, 4 * TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
+            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width, s->levels != NULL);
+            for (k = 0; k < slabs; k++, out += 16 * lanes)
+                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
+        }
+    }
+}
+
+/* >>softmax, rotation, layout */
+/* exp(s) for a score s of log2 e * s = x, or 0 where x is below -125. */
+TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
+    const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
+    const tkvi_vi n = tkvi_vi_nearest(z);
+    const tkvi_vf r = tkvi_vf_sub(z, tkvi_vi_to_float(n));
+    const tkvi_vf y = tkvi_vf_pow2(TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r), n);
+    return tkvi_vf_above(least, x, tkvi_vf_splat(0.0f), y);
+}
+
+/* Hides scores of tokens outside low .. high - 1. */
+TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
+    const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN);
+    const tkvi_vf low = tkvi_vi_to_float(tkvi_vi_load(a->low + lane));
+    const tkvi_vf high = tkvi_vi_to_float(tkvi_vi_load(a->high + lane));
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        float *s = a->s + t * a->lanes + lane;
+        const tkvi_vf at = tkvi_vf_splat((float)t);
+        const tkvi_vf x = tkvi_vf_above(low, at, hidden, tkvi_vf_load(s));
+        tkvi_vf_store(s, tkvi_vf_above(high, at, x, hidden));
+    }
+}
+
+TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
+    const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
+    const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
+    int lane, t, k, shrinks = 0;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        float *s = a->s + lane;
+        tkvi_vf top[2], by = tkvi_vf_splat(1.0f), before = tkvi_vf_load(a->m + lane), m, sum = none,
+                        squares = none;
+        if (a->low) TKVI_N(prefill_hide)(a, lane);
+        top[0] = top[1] = hidden;
+        for (t = 0; t < TKVI_BLOCK; t += 2) {
+            TKVI_UNROLL
+            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * a->lanes));
+        }
+        top[0] = tkvi_vf_max(top[0], top[1]);
+        m = tkvi_vf_above(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
+        if (tkvi_vf_any_above(m, before)) { /* hidden before: sums are zero, and shrink by 1 */
+            by = TKVI_N(prefill_exp)(tkvi_vf_mul(tkvi_vf_sub(before, m), log2e));
+            by = tkvi_vf_above(before, hidden, by, tkvi_vf_splat(1.0f));
+            shrinks |= tkvi_vf_any_above(tkvi_vf_splat(1.0f), by);
+            tkvi_vf_store(a->m + lane, m);
+        }
+        tkvi_vf_store(a->shrink + lane, by);
+        /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
+        m = tkvi_vf_sub(none, tkvi_vf_above(m, hidden, tkvi_vf_mul(m, log2e), none));
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * a->lanes), log2e, m));
+            tkvi_vf_store(s + t * a->lanes, y);
+            sum = tkvi_vf_add(sum, y);
+        }
+        tkvi_vf_store(a->l + lane, tkvi_vf_madd(tkvi_vf_load(a->l + lane), by, sum));
+        if (!a->far_attention) continue;
+        for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
+            const tkvi_vf y = tkvi_vf_load(s + t * a->lanes);
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));
+        by = tkvi_vf_mul(by, by);
+        tkvi_vf_store(a->far_attention + lane,
+                      tkvi_vf_madd(tkvi_vf_load(a->far_attention + lane), by, squares));
+    }
+    return shrinks;
+}
+
+TKVI_KERNEL void TKVI_N(prefill_shrink)(float *x, int n, int lanes, const float *by) {
+    int i, lane;
+    for (i = 0; i < n; i++, x += lanes)
+        for (lane = 0; lane < lanes; lane += TKVI_VF)
+            tkvi_vf_store(x + lane, tkvi_vf_mul(tkvi_vf_load(x + lane), tkvi_vf_load(by + lane)));
+}
+
+/* tkvi_butterflies of core/rotate.h, with rows in lanes. */
+TKVI_KERNEL void TKVI_N(prefill_butterflies)(float *x, int n, int lanes) {
+    int h, i, j, end;
+    for (h = lanes, end = n * lanes; h < end; h *= 2)
+        for (i = 0; i < end; i += 2 * h)
+            for (j = i; j < i + h; j += TKVI_VF) {
+                const tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(x + j + h);
+                tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+                tkvi_vf_store(x + j + h, tkvi_vf_sub(a, b));
+            }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_rotate_back)(float *x, int dim, int lanes) {
+    const int k = tkvi_log2_floor(dim), n = 1 << k;
+    int i, lane;
+    if (n < dim) {
+        float *last = x + (dim - n) * lanes;
+        TKVI_N(prefill_butterflies)(last, n, lanes);
+        for (i = 0; i < n * lanes; i += TKVI_VF)
+            tkvi_vf_store(last + i,
+                          tkvi_vf_mul(tkvi_vf_load(last + i), tkvi_vf_splat(tkvi_hadamard_norm[k])));
+    }
+    TKVI_N(prefill_butterflies)(x, n, lanes);
+    for (i = 0; i < dim; i++, x += lanes) {
+        const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
+        const tkvi_vf by = tkvi_vf_splat(i < n ? sign * tkvi_hadamard_norm[k] : sign);
+        for (lane = 0; lane < lanes; lane += TKVI_VF)
+            tkvi_vf_store(x + lane, tkvi_vf_mul(tkvi_vf_load(x + lane), by));
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, float *y, int y_stride) {
+    int i, r;
+    for (i = 0; i < n; i += TKVI_SQUARE)
+        for (r = 0; r < 16; r += TKVI_SQUARE)
+            tkvi_transpose_square(x + r * x_stride + i, x_stride, y + i * y_stride + r, y_stride);
+}
+
+TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
+    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
+}
+
+TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int lanes, int n, int n_limbs, float *out) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
+    else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
+}
+
+static const tkvi_prefill TKVI_N(prefill) = {
+    TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
+    TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
+/* ======== kernels/avx2.h ======== */
 
 static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
@@ -11952,6 +12976,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
     tkvi_softmax_step_avx2,
+    &tkvi_prefill_avx2,
 };
 
 /* ======== kernels/simd_end.inc ======== */
@@ -12077,6 +13102,41 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_div
+#undef tkvi_vf_above
+#undef tkvi_vf_any_above
+#undef tkvi_vf_pow2
+#undef TKVI_SQUARE
+#undef tkvi_transpose_square
+#undef tkvi_vi_mul
+#undef TKVI_V_SUM_MAX
+#undef TKVI_ROW_VECTORS
+#undef TKVI_ROW_TOKENS
+#undef TKVI_ROWS_NEW
+#undef tkvi_rows_codes
+#undef tkvi_rows_dot_k
+#undef tkvi_rows_dot_v
+#undef tkvi_rows_dot_wide
+#undef tkvi_pack_rows_k
+#undef tkvi_pack_rows_v
+#undef tkvi_pack_rows_even
+#undef tkvi_pack_rows_odd
+#undef TKVI_ROW_SUMS_OF_
+#undef TKVI_ROW_DECLARE_OF_
+#undef TKVI_ROW_SUMS_
+#undef TKVI_ROW_DECLARE_
+#undef TKVI_ROW_TOTAL_
+#undef TKVI_ROW_DOT_
+#undef TKVI_ROW_ADD_
+#undef TKVI_ROW_WIDE_DOT_
+#undef TKVI_ROW_WIDE_ADD_
+#undef TKVI_ROW_FLOAT_DOT_
+#undef TKVI_ROW_FLOAT_ANSWER_
+#undef TKVI_EACH_VECTORS_
+#undef TKVI_BY_VECTORS_
+#undef TKVI_EACH_WIDE_VECTORS_
+#undef TKVI_BY_WIDE_VECTORS_
+#undef TKVI_WIDE_VECTORS
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -12131,11 +13191,20 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
 #define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
 #define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
+#define tkvi_vf_div(a, b) _mm512_div_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+
+/* x in lanes where a > b, else y */
+#define tkvi_vf_above(a, b, x, y) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x)
+#define tkvi_vf_any_above(a, b) (_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0)
+#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
+    _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(n, 23)))
+#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
+#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
@@ -12144,6 +13213,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
 #define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
+#define tkvi_vi_mul(a, b) _mm512_mullo_epi32(a, b)
 #define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
 #define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
@@ -12202,6 +13272,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_sums __m512i
 #define tkvi_sums_zero() _mm512_setzero_si512()
 #define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
 #define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
 #define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
 #define tkvi_widen_k(sum) (sum)
@@ -12225,6 +13296,19 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
+
+/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows */
+#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_TOKENS 8
+#define TKVI_ROWS_NEW(j) 1
+#define tkvi_rows_codes(x) _mm512_set1_epi32(*(x))
+#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_dot_k(sum, codes, w, 0)
+#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, codes, w, 0)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) tkvi_dot_wide(sum, even, odd, u, v, 0)
+#define tkvi_pack_rows_k(x) tkvi_pack_rows_avx512(x, 1)
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_avx512(x, 0)
+#define tkvi_pack_rows_even(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[0], _mm512_slli_epi32((x)[2], 16))
+#define tkvi_pack_rows_odd(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[1], _mm512_slli_epi32((x)[3], 16))
 /* ======== kernels/avx512.h ======== */
 
 /* >>pieces */
@@ -13673,6 +14757,682 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     }
 }
 /* ======== kernels/avx512.h ======== */
+/* ======== kernels/prefill.inc ======== */
+/*
+ * kernels/prefill.inc - a template: the kernels of kernels/prefill.h in a vector vocabulary.
+ *
+ * A vector has TKVI_VF query rows. A pass multiplies TKVI_ROW_VECTORS such vectors by TKVI_ROW_TOKENS tokens (K) or
+ * channels (V), so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four
+ * channels of a token (K), or four tokens of a channel (V).
+ */
+
+/* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
+    X(a##j, 0, j)                                                                                            \
+    if (nv > 1) { X(b##j, 1, j) }                                                                            \
+    if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
+#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#if TKVI_ROW_TOKENS == 8
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 1)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
+#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
+    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 2)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 3)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 4)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 5)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 6) TKVI_ROW_DECLARE_OF_(type, zero, 7)
+#else
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
+#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
+    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 2) TKVI_ROW_DECLARE_OF_(type, zero, 3)
+#endif
+
+#define TKVI_ROW_DOT_(sum, v, j)                                                                             \
+    if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
+    sum = is_key ? tkvi_rows_dot_k(sum, codes, weights[v], j) : tkvi_rows_dot_v(sum, codes, weights[v], j);
+#define TKVI_ROW_WIDE_DOT_(sum, v, j)                                                                        \
+    if (v == 0 && TKVI_ROWS_NEW(j)) {                                                                        \
+        even = tkvi_rows_codes(x + j);                                                                       \
+        odd = tkvi_rows_codes(x + d->odd + j);                                                               \
+    }                                                                                                        \
+    sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
+#define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
+#define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
+#define TKVI_ROW_SPILL_(sum, v, j) TKVI_ROW_TOTAL_(v, j) = sum;
+#define TKVI_ROW_OUT_(v, j) (out + j * lanes + v * TKVI_VF)
+#define TKVI_ROW_ANSWER_(sum, v, j)                                                                          \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(sum), by[v], rest[v]));
+#define TKVI_ROW_ADD_ANSWER_(sum, v, j)                                                                      \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
+                  tkvi_vf_madd(tkvi_vi_to_float(sum), by[v],                                                 \
+                               tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_WIDE_ANSWER_(sum, v, j) TKVI_ROW_ANSWER_(tkvi_widen_wide(sum), v, j)
+#define TKVI_ROW_WIDE_ADD_ANSWER_(sum, v, j) TKVI_ROW_ADD_ANSWER_(tkvi_widen_wide(sum), v, j)
+
+/* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
+TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
+                                 const int nv, float *out) {
+    TKVI_ALIGNED tkvi_vi total[TKVI_ROW_TOKENS * TKVI_ROW_VECTORS];
+    const uint8_t *w = (const uint8_t *)d->w, *run = d->run;
+    const int lanes = d->lanes, w_step = 4 * lanes, x_step = d->step;
+    tkvi_vb weights[TKVI_ROW_VECTORS], codes = tkvi_vb_splat(0);
+    tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
+    int i, v;
+    for (;; run++) {
+        TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
+        tkvi_forget_memory(); /* gcc keeps `total` in registers otherwise, and runs out of them */
+        for (i = *run; i > 0; i--, w += w_step, x += x_step) {
+            TKVI_UNROLL
+            for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
+            TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
+        }
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
+        if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
+        if (run[1]) {
+            TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
+            continue;
+        }
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
+            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
+        }
+        if (d->add) {
+            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
+        } else {
+            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
+        }
+        return;
+    }
+}
+
+/* The same from n quads of two-limb weights. */
+TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x, const int nv, float *out) {
+    const int32_t *w = d->w, *w2 = d->odd_w;
+    const int lanes = d->lanes;
+    tkvi_wide_vb even_w[TKVI_ROW_VECTORS], odd_w[TKVI_ROW_VECTORS], even = tkvi_wide_none(), odd = even;
+    tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
+    int i, v;
+    TKVI_ROW_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
+    for (i = d->n_wide; i > 0; i--, w += lanes, w2 += lanes, x += d->step) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            even_w[v] = tkvi_vb_load((const uint8_t *)w + v * TKVI_VB);
+            odd_w[v] = tkvi_vb_load((const uint8_t *)w2 + v * TKVI_VB);
+        }
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
+    }
+    TKVI_UNROLL
+    for (v = 0; v < nv; v++) {
+        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
+    }
+    if (d->add) {
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ADD_ANSWER_)
+    } else {
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ANSWER_)
+    }
+}
+
+/* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
+#define TKVI_ROW_FLOAT_DOT_(sum, v, j)                                                                       \
+    if (v == 0) one = tkvi_vf_splat(x[j * apart]);                                                           \
+    sum = tkvi_vf_madd(rows[v], one, sum);
+#define TKVI_ROW_FLOAT_ANSWER_(sum, v, j)                                                                    \
+    tkvi_vf_store(out + j * lanes + v * TKVI_VF,                                                             \
+                  add ? tkvi_vf_add(sum, tkvi_vf_load(out + j * lanes + v * TKVI_VF)) : sum);
+TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int n, const int step,
+                                 const int apart, const int add, const int nv, float *out) {
+    tkvi_vf rows[TKVI_ROW_VECTORS], one = tkvi_vf_splat(0.0f);
+    int i, v;
+    TKVI_ROW_DECLARE_(tkvi_vf, tkvi_vf_splat(0.0f))
+    for (i = 0; i < n; i++, y += lanes, x += step) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) rows[v] = tkvi_vf_load(y + v * TKVI_VF);
+        TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_DOT_)
+    }
+    TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_ANSWER_)
+}
+
+/* Instances by the number of vectors. Functions of their own, so that sums stay in registers. */
+#define TKVI_EACH_VECTORS_(nv)                                                                               \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
+                                                      float *out) {                                          \
+        TKVI_N(rows_narrow)(d, x, 1, nv, out);                                                               \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
+                                                      float *out) {                                          \
+        TKVI_N(rows_narrow)(d, x, 0, nv, out);                                                               \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##nv)(const float *q, int lanes, const float *x, int n,    \
+                                                        float *out) {                                        \
+        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, nv, out);                         \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##nv)(const float *p, int lanes, const float *x, int n,  \
+                                                          float *out) {                                      \
+        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, nv, out);                                              \
+    }
+#define TKVI_EACH_WIDE_VECTORS_(nv)                                                                          \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##nv)(const tkvi_prefill_products *d, const int32_t *x,   \
+                                                         float *out) {                                       \
+        TKVI_N(rows_wide)(d, x, nv, out);                                                                    \
+    }
+TKVI_EACH_WIDE_VECTORS_(2)
+#if TKVI_ROW_VECTORS == 4
+TKVI_EACH_VECTORS_(4)
+#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##4)(__VA_ARGS__)
+#define TKVI_BY_WIDE_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
+#define TKVI_WIDE_VECTORS 2 /* a sum takes two registers */
+#elif TKVI_VF < 16
+TKVI_EACH_VECTORS_(2)
+#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
+#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
+#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#else
+TKVI_EACH_VECTORS_(1)
+TKVI_EACH_WIDE_VECTORS_(1)
+TKVI_EACH_VECTORS_(2)
+#define TKVI_BY_VECTORS_(f, ...) (lanes > 16 ? TKVI_N(f##2)(__VA_ARGS__) : TKVI_N(f##1)(__VA_ARGS__))
+#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
+#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#endif
+
+/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
+TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_products *d, const int32_t *x,
+                                  int n, const int is_key, float *out) {
+    const int lanes = d->lanes;
+    int i, lane;
+    for (lane = 0; f->n_wide && lane < lanes; lane += TKVI_WIDE_VECTORS * TKVI_VF) {
+        d->add = !is_key;
+        d->w = f->w + lane;
+        d->odd_w = f->odd_w + lane;
+        d->wide_by = f->wide_by + lane;
+        d->rest = f->rest + lane;
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS)
+            TKVI_BY_WIDE_VECTORS_(rows_wide, d, x + i, out + i * lanes + lane);
+    }
+    x += d->n_wide * d->step;
+    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF) {
+        d->add = !is_key || d->n_wide;
+        d->w = f->w + d->n_wide * lanes + lane;
+        d->by = f->by + lane;
+        d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS) {
+            if (is_key) TKVI_BY_VECTORS_(rows_k, d, x + i, out + i * lanes + lane);
+            else TKVI_BY_VECTORS_(rows_v, d, x + i, out + i * lanes + lane);
+        }
+    }
+}
+
+/* >>exact tiers */
+/* 8 tokens at a time. Tokens beyond n repeat the last one. */
+TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *q, const float *ref, int lanes, int n, float *scores) {
+    TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
+    const int row_bytes = s->pad * s->format->bits / 8;
+    int t, j, c, lane;
+    for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
+        if (t >= n) {
+            memset(scores, 0, (size_t)(8 * lanes) * sizeof(float));
+            continue;
+        }
+        for (j = 0; j < 8; j++) {
+            const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
+            tkvi_ahead(row, row_bytes, ahead);
+            for (c = 0; c < s->pad; c += TKVI_VF)
+                tkvi_vf_store(
+                    x + j * TKVI_PREFILL_KEY_STRIDE + c,
+                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
+        }
+        for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
+            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
+                TKVI_BY_VECTORS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                                 scores + j * lanes + lane);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *p, int lanes, int n, float *out) {
+    TKVI_ALIGNED float x[16 * TKVI_BLOCK];
+    const int row_bytes = s->pad * s->format->bits / 8;
+    int t, c, j, lane;
+    for (c = 0; c < s->pad; c += 16, out += 16 * lanes) {
+        for (t = 0; t < n; t++) {
+            for (j = 0; j < 16; j += TKVI_VF)
+                tkvi_vf_store(x + 16 * t + j,
+                              TKVI_N(load_values)(s->format->stored, src + t * row_bytes, c + j));
+            tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
+        }
+        for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
+            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
+                TKVI_BY_VECTORS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+    }
+}
+
+/* >>tiles */
+/* top / most, or 0 where most is at most 1e-34: such weights contribute nothing. */
+TKVI_OP tkvi_vf TKVI_N(rows_inverse)(tkvi_vf most, float top) {
+    const tkvi_vf none = tkvi_vf_splat(1e-34f);
+    return tkvi_vf_above(most, none, tkvi_vf_div(tkvi_vf_splat(top), tkvi_vf_max(most, none)),
+                         tkvi_vf_splat(0.0f));
+}
+
+/* Stores factors and rest of a vector of rows. wide: one unit of two limbs. twice: sum of weights in the unit `wide`,
+ * times twice the centre of their codes. */
+TKVI_OP void TKVI_N(rows_finish)(tkvi_prefill_fold *f, int lane, tkvi_vf narrow, tkvi_vf wide, tkvi_vf rest,
+                                 tkvi_vf twice) {
+    tkvi_vf_store(f->by + lane, narrow);
+    tkvi_vf_store(f->wide_by + lane, wide);
+    tkvi_vf_store(f->rest + lane, tkvi_vf_madd(tkvi_vf_mul(wide, tkvi_vf_splat(-0.5f)), twice, rest));
+}
+
+TKVI_OP int TKVI_N(rows_need_two)(float coarse, tkvi_vf most, tkvi_vf squares, int top) {
+    return tkvi_vf_any_above(tkvi_vf_mul(tkvi_vf_mul(tkvi_vf_splat(coarse), most), most),
+                             tkvi_vf_mul(tkvi_vf_splat(TKVI_ERR_LIMIT(top)), squares));
+}
+
+/* The largest weight of each row, and the part of answers that does not depend on codes. Returns 1 if a row needs two
+ * limbs. */
+TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *most, float *rest) {
+    int lane, c, j, two = 0;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *q = a->q + lane;
+        tkvi_vf top[2], plus[2], squares[2];
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) top[j] = plus[j] = squares[j] = tkvi_vf_splat(0.0f);
+        for (c = 0; c < a->end[1]; c += 2) {
+            TKVI_UNROLL
+            for (j = 0; j < 2; j++, q += a->lanes) {
+                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(a->scale[c + j]));
+                top[j] = tkvi_vf_max(top[j], tkvi_vf_abs(y));
+                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(a->zero[c + j]), plus[j]);
+                squares[j] = tkvi_vf_madd(y, y, squares[j]);
+            }
+        }
+        for (; c < a->pad; c++, q += a->lanes)
+            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(a->zero[c]), plus[0]);
+        top[0] = tkvi_vf_max(top[0], top[1]);
+        tkvi_vf_store(most + lane, top[0]);
+        tkvi_vf_store(rest + lane, tkvi_vf_add(plus[0], plus[1]));
+        two |= TKVI_N(rows_need_two)(a->coarse, top[0], tkvi_vf_add(squares[0], squares[1]), TKVI_LIMB_MAX_K);
+    }
+    return two;
+}
+
+/* Weights of all rows for one group of tokens. */
+TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefill_fold *f) {
+    TKVI_ALIGNED float most[TKVI_PREFILL], rest[TKVI_PREFILL];
+    const int two = TKVI_N(prefill_measure_k)(a, most, rest) || a->n_limbs == 2 || !TKVI_HAS_NARROW;
+    const int wide = two ? a->end[1] : a->wide;
+    int lane, width, c, j;
+    f->n_wide = wide / 4;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *q = a->q + lane;
+        const tkvi_vf top = tkvi_vf_load(most + lane);
+        const tkvi_vf by = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_K);
+        const tkvi_vf wide_by = tkvi_vf_mul(by, tkvi_vf_splat(128.0f));
+        int32_t *w = f->w + lane, *odd = f->odd_w + lane;
+        tkvi_vi middle = tkvi_vi_splat(0),
+                wide_middle = middle; /* sums of w, times twice the centre of its codes */
+        tkvi_vi x[4];
+        for (width = TKVI_MAX_WIDTH, c = 0; width > 0; width--) {
+            const int end = a->end[width], centre2 = (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+            for (; c < tkvi_min(end, wide); c += 4, w += a->lanes, odd += a->lanes) {
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++, q += a->lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                    x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
+                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
+                }
+                tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
+                tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
+            }
+            for (; TKVI_HAS_NARROW && c < end; c += 4, w += a->lanes) {
+                tkvi_vb four;
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++, q += a->lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                    x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
+                }
+                four = tkvi_pack_rows_k(x);
+                middle = tkvi_vi_add(
+                    middle, tkvi_widen_k(tkvi_rows_dot_k(tkvi_sums_zero(), tkvi_vb_splat(centre2), four, 0)));
+                tkvi_vb_store((uint8_t *)w, four);
+            }
+        }
+        TKVI_N(rows_finish)
+        (f, lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_LIMB_MAX_K)),
+         tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_TWO_LIMBS_MAX)), tkvi_vf_load(rest + lane),
+         tkvi_vf_madd(tkvi_vi_to_float(middle), tkvi_vf_splat(128.0f), tkvi_vi_to_float(wide_middle)));
+    }
+}
+
+/* Splits the codes of n tokens or channels into even and odd bytes, of 16 bits, for wide weights. */
+TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width,
+                                     int is_signed) {
+    int i;
+    for (i = 0; i < n; i += TKVI_VB / 4, x += TKVI_VB / 4) {
+        tkvi_vb c = tkvi_vb_load((const uint8_t *)x);
+        if (width == 8 && !is_signed) c = tkvi_vb_biased(c);
+        tkvi_vb_store((uint8_t *)(x + d->odd), is_signed ? tkvi_odd_levels(c) : tkvi_odd(c));
+        tkvi_vb_store((uint8_t *)x, is_signed ? tkvi_even_levels(c) : tkvi_even(c));
+    }
+}
+
+/* Codes and weights of a group are there: splits codes for wide weights, and lists the runs of the others. */
+TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi_prefill_products *d,
+                                        int32_t *x, int tokens, uint8_t *run) {
+    int width, i = 0, room = TKVI_SUM_MAX;
+    *run = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
+            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width, 0);
+        run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
+                                   TKVI_SUM_MAX, &room);
+        i = a->end[width] / 4;
+    }
+    run[1] = 0;
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
+    const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
+    const float *ref = s->order ? q->sorted_ref : q->ref;
+    const uint8_t *tile = src;
+    tkvi_prefill_fold f;
+    tkvi_prefill_products d;
+    tkvi_prefill_k_args a;
+    int width, g, i, c = 0;
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    tkvi_prefill_sort(s, q);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        const float centre = 0.5f * (float)((1 << width) - 1);
+        const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
+            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
+        }
+        for (; c < end; c++)
+            for (g = 0; g < s->groups; g++)
+                zero[g * s->pad + c] += (width ? centre * scale[g * s->pad + c] : 0.0f) - ref[c];
+        a.end[width] = end;
+    }
+    a.q = s->order ? q->sorted_q : q->q;
+    a.lanes = lanes;
+    a.pad = s->pad;
+    a.wide = tkvi_n_wide_positions(s);
+    a.n_limbs = n_limbs;
+    a.coarse = tkvi_coarse_k(s);
+    d.lanes = lanes;
+    d.step = TKVI_BLOCK;
+    d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
+    d.run = run;
+    for (g = 0; g < s->groups; g++) {
+        a.scale = scale + g * s->pad;
+        a.zero = zero + g * s->pad;
+        TKVI_N(prefill_fold_k)(&a, &f);
+        d.n_wide = f.n_wide;
+        TKVI_N(prefill_runs_k)(&a, &d, x[0] + g * tokens, tokens, run);
+        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, scores + g * tokens * lanes);
+    }
+}
+
+/* Weights of all rows for channels of V that have one width and one group. */
+TKVI_KERNEL void TKVI_N(prefill_fold_v)(const tkvi_prefill_v_args *a, tkvi_prefill_fold *f) {
+    TKVI_ALIGNED float rest[TKVI_BLOCK], most[TKVI_PREFILL], sum[TKVI_PREFILL];
+    const int measures = a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V); /* else no row needs two limbs */
+    int lane, t, j, two = a->is_wide || !TKVI_HAS_NARROW, some = 0;
+    float top;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        rest[t] = a->zero[t] + a->centre * a->scale[t];
+        some |= rest[t] != 0.0f;
+    }
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *p = a->p + lane;
+        tkvi_vf tops = tkvi_vf_splat(0.0f), squares = tops, plus = tops;
+        for (t = 0; t < TKVI_BLOCK; t++, p += a->lanes)
+            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t])));
+        tkvi_vf_store(most + lane, tops);
+        for (t = 0, p = a->p + lane; measures && t < TKVI_BLOCK; t++, p += a->lanes) {
+            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t]));
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (measures) two |= TKVI_N(rows_need_two)(a->coarse, tops, squares, TKVI_LIMB_MAX_V);
+        for (t = 0, p = a->p + lane; some && t < TKVI_BLOCK; t++, p += a->lanes)
+            plus = tkvi_vf_madd(tkvi_vf_load(p), tkvi_vf_splat(rest[t]), plus);
+        tkvi_vf_store(sum + lane, plus);
+    }
+    f->n_wide = two ? TKVI_BLOCK / 4 : 0;
+    top = (float)(two ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_V);
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *p = a->p + lane;
+        const tkvi_vf unit = tkvi_vf_mul(tkvi_vf_load(most + lane), tkvi_vf_splat(1.0f / top));
+        const tkvi_vf by = TKVI_N(rows_inverse)(tkvi_vf_load(most + lane), top);
+        int32_t *w = f->w + lane, *odd = f->odd_w + lane;
+        tkvi_vi all = tkvi_vi_splat(0), x[4];
+        for (t = 0; t < TKVI_BLOCK; t += 4, w += a->lanes, odd += a->lanes) {
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++, p += a->lanes) {
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t + j]));
+                x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
+                all = tkvi_vi_add(all, x[j]);
+            }
+            if (two) {
+                tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
+                tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
+            } else tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_v(x));
+        }
+        TKVI_N(rows_finish)
+        (f, lane, unit, unit, tkvi_vf_load(sum + lane),
+         tkvi_vi_to_float(tkvi_vi_mul(all, tkvi_vi_splat(a->middle))));
+    }
+}
+
+/* Unpacks a slab of 16 channels, or of 32 if lanes are pairs: [16 channels][quad of tokens][channel][4 tokens]. */
+TKVI_KERNEL void TKVI_N(prefill_unpack_v)(const tkvi_side *s, int width, int slabs, const uint8_t *tile,
+                                          int32_t *x) {
+    int i, j, k;
+    for (i = 0; i < 4; i++)
+        TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(width), width, (uint8_t *)(x + i * 64));
+    for (k = slabs - 1; s->levels && k >= 0; k--) {
+        const tkvi_vb table = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        uint8_t *from = (uint8_t *)x, *to = from + k * 4 * TKVI_TILE_CODES;
+        for (j = 0; j < 4 * TKVI_TILE_CODES; j += TKVI_VB)
+            tkvi_vb_store(to + j, tkvi_vb_look_up(table, tkvi_vb_load(from + j)));
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *p, int lanes, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t x[2][2 * TKVI_TILE_CODES]; /* [16 channels][quad of tokens][channel]; odd codes */
+    uint8_t run[TKVI_BLOCK / 4 + 1];
+    const uint8_t *tile = src;
+    const int quads = (n + 15) / 16 * 4;
+    tkvi_prefill_fold f;
+    tkvi_prefill_products d;
+    tkvi_prefill_v_args a;
+    int width, i, k, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    a.p = p;
+    a.lanes = lanes;
+    a.is_wide = n_limbs == 2 || s->levels;
+    d.lanes = lanes;
+    d.step = 16;
+    d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
+    d.run = run;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int slabs = tkvi_slab_channels(s, width) / 16;
+        for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs, tile += 4 * TKVI_TILE_BYTES(width)) {
+            if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
+                int room = TKVI_V_SUM_MAX;
+                a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
+                a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
+                a.centre = tkvi_centre(s, width);
+                a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+                a.coarse = tkvi_coarse_v(s, width);
+                TKVI_N(prefill_fold_v)(&a, &f);
+                d.n_wide = tkvi_min(f.n_wide, quads);
+                run[0] = run[1] = 0;
+                if (!d.n_wide)
+                    tkvi_prefill_add_run(run, quads, 2 * TKVI_LIMB_MAX_V * ((1 << width) - 1), TKVI_V_SUM_MAX,
+                                         &room)[1] = 0;
+            }
+            tkvi_ahead(tile, 4 * TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
+            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width, s->levels != NULL);
+            for (k = 0; k < slabs; k++, out += 16 * lanes)
+                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
+        }
+    }
+}
+
+/* >>softmax, rotation, layout */
+/* exp(s) for a score s of log2 e * s = x, or 0 where x is below -125. */
+TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
+    const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
+    const tkvi_vi n = tkvi_vi_nearest(z);
+    const tkvi_vf r = tkvi_vf_sub(z, tkvi_vi_to_float(n));
+    const tkvi_vf y = tkvi_vf_pow2(TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r), n);
+    return tkvi_vf_above(least, x, tkvi_vf_splat(0.0f), y);
+}
+
+/* Hides scores of tokens outside low .. high - 1. */
+TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
+    const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN);
+    const tkvi_vf low = tkvi_vi_to_float(tkvi_vi_load(a->low + lane));
+    const tkvi_vf high = tkvi_vi_to_float(tkvi_vi_load(a->high + lane));
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        float *s = a->s + t * a->lanes + lane;
+        const tkvi_vf at = tkvi_vf_splat((float)t);
+        const tkvi_vf x = tkvi_vf_above(low, at, hidden, tkvi_vf_load(s));
+        tkvi_vf_store(s, tkvi_vf_above(high, at, x, hidden));
+    }
+}
+
+TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
+    const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
+    const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
+    int lane, t, k, shrinks = 0;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        float *s = a->s + lane;
+        tkvi_vf top[2], by = tkvi_vf_splat(1.0f), before = tkvi_vf_load(a->m + lane), m, sum = none,
+                        squares = none;
+        if (a->low) TKVI_N(prefill_hide)(a, lane);
+        top[0] = top[1] = hidden;
+        for (t = 0; t < TKVI_BLOCK; t += 2) {
+            TKVI_UNROLL
+            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * a->lanes));
+        }
+        top[0] = tkvi_vf_max(top[0], top[1]);
+        m = tkvi_vf_above(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
+        if (tkvi_vf_any_above(m, before)) { /* hidden before: sums are zero, and shrink by 1 */
+            by = TKVI_N(prefill_exp)(tkvi_vf_mul(tkvi_vf_sub(before, m), log2e));
+            by = tkvi_vf_above(before, hidden, by, tkvi_vf_splat(1.0f));
+            shrinks |= tkvi_vf_any_above(tkvi_vf_splat(1.0f), by);
+            tkvi_vf_store(a->m + lane, m);
+        }
+        tkvi_vf_store(a->shrink + lane, by);
+        /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
+        m = tkvi_vf_sub(none, tkvi_vf_above(m, hidden, tkvi_vf_mul(m, log2e), none));
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * a->lanes), log2e, m));
+            tkvi_vf_store(s + t * a->lanes, y);
+            sum = tkvi_vf_add(sum, y);
+        }
+        tkvi_vf_store(a->l + lane, tkvi_vf_madd(tkvi_vf_load(a->l + lane), by, sum));
+        if (!a->far_attention) continue;
+        for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
+            const tkvi_vf y = tkvi_vf_load(s + t * a->lanes);
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));
+        by = tkvi_vf_mul(by, by);
+        tkvi_vf_store(a->far_attention + lane,
+                      tkvi_vf_madd(tkvi_vf_load(a->far_attention + lane), by, squares));
+    }
+    return shrinks;
+}
+
+TKVI_KERNEL void TKVI_N(prefill_shrink)(float *x, int n, int lanes, const float *by) {
+    int i, lane;
+    for (i = 0; i < n; i++, x += lanes)
+        for (lane = 0; lane < lanes; lane += TKVI_VF)
+            tkvi_vf_store(x + lane, tkvi_vf_mul(tkvi_vf_load(x + lane), tkvi_vf_load(by + lane)));
+}
+
+/* tkvi_butterflies of core/rotate.h, with rows in lanes. */
+TKVI_KERNEL void TKVI_N(prefill_butterflies)(float *x, int n, int lanes) {
+    int h, i, j, end;
+    for (h = lanes, end = n * lanes; h < end; h *= 2)
+        for (i = 0; i < end; i += 2 * h)
+            for (j = i; j < i + h; j += TKVI_VF) {
+                const tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(x + j + h);
+                tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+                tkvi_vf_store(x + j + h, tkvi_vf_sub(a, b));
+            }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_rotate_back)(float *x, int dim, int lanes) {
+    const int k = tkvi_log2_floor(dim), n = 1 << k;
+    int i, lane;
+    if (n < dim) {
+        float *last = x + (dim - n) * lanes;
+        TKVI_N(prefill_butterflies)(last, n, lanes);
+        for (i = 0; i < n * lanes; i += TKVI_VF)
+            tkvi_vf_store(last + i,
+                          tkvi_vf_mul(tkvi_vf_load(last + i), tkvi_vf_splat(tkvi_hadamard_norm[k])));
+    }
+    TKVI_N(prefill_butterflies)(x, n, lanes);
+    for (i = 0; i < dim; i++, x += lanes) {
+        const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
+        const tkvi_vf by = tkvi_vf_splat(i < n ? sign * tkvi_hadamard_norm[k] : sign);
+        for (lane = 0; lane < lanes; lane += TKVI_VF)
+            tkvi_vf_store(x + lane, tkvi_vf_mul(tkvi_vf_load(x + lane), by));
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, float *y, int y_stride) {
+    int i, r;
+    for (i = 0; i < n; i += TKVI_SQUARE)
+        for (r = 0; r < 16; r += TKVI_SQUARE)
+            tkvi_transpose_square(x + r * x_stride + i, x_stride, y + i * y_stride + r, y_stride);
+}
+
+TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
+    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
+}
+
+TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int lanes, int n, int n_limbs, float *out) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
+    else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
+}
+
+static const tkvi_prefill TKVI_N(prefill) = {
+    TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
+    TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
+/* ======== kernels/avx512.h ======== */
 
 /* Four rows at once. Missing rows repeat the last one. */
 static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
@@ -13724,6 +15484,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
     tkvi_softmax_step_avx512,
+    &tkvi_prefill_avx512,
 };
 
 /* ======== kernels/simd_end.inc ======== */
@@ -13849,6 +15610,41 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_div
+#undef tkvi_vf_above
+#undef tkvi_vf_any_above
+#undef tkvi_vf_pow2
+#undef TKVI_SQUARE
+#undef tkvi_transpose_square
+#undef tkvi_vi_mul
+#undef TKVI_V_SUM_MAX
+#undef TKVI_ROW_VECTORS
+#undef TKVI_ROW_TOKENS
+#undef TKVI_ROWS_NEW
+#undef tkvi_rows_codes
+#undef tkvi_rows_dot_k
+#undef tkvi_rows_dot_v
+#undef tkvi_rows_dot_wide
+#undef tkvi_pack_rows_k
+#undef tkvi_pack_rows_v
+#undef tkvi_pack_rows_even
+#undef tkvi_pack_rows_odd
+#undef TKVI_ROW_SUMS_OF_
+#undef TKVI_ROW_DECLARE_OF_
+#undef TKVI_ROW_SUMS_
+#undef TKVI_ROW_DECLARE_
+#undef TKVI_ROW_TOTAL_
+#undef TKVI_ROW_DOT_
+#undef TKVI_ROW_ADD_
+#undef TKVI_ROW_WIDE_DOT_
+#undef TKVI_ROW_WIDE_ADD_
+#undef TKVI_ROW_FLOAT_DOT_
+#undef TKVI_ROW_FLOAT_ANSWER_
+#undef TKVI_EACH_VECTORS_
+#undef TKVI_BY_VECTORS_
+#undef TKVI_EACH_WIDE_VECTORS_
+#undef TKVI_BY_WIDE_VECTORS_
+#undef TKVI_WIDE_VECTORS
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -13899,6 +15695,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return vdupq_n_f32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return vaddq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return vsubq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) { return vdivq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
@@ -13908,6 +15705,21 @@ TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
+}
+
+TKVI_FLAT_128 tkvi_f4 tkvi_above_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 x, tkvi_f4 y) {
+    return vbslq_f32(vcgtq_f32(a, b), x, y);
+}
+TKVI_FLAT_128 int tkvi_any_above_128(tkvi_f4 a, tkvi_f4 b) { return vmaxvq_u32(vcgtq_f32(a, b)) != 0; }
+
+/* Transposes 4 x 4 floats. */
+TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+    const float32x4x2_t a = vzipq_f32(vld1q_f32(x), vld1q_f32(x + 2 * x_stride));
+    const float32x4x2_t b = vzipq_f32(vld1q_f32(x + x_stride), vld1q_f32(x + 3 * x_stride));
+    vst1q_f32(y, vzip1q_f32(a.val[0], b.val[0]));
+    vst1q_f32(y + y_stride, vzip2q_f32(a.val[0], b.val[0]));
+    vst1q_f32(y + 2 * y_stride, vzip1q_f32(a.val[1], b.val[1]));
+    vst1q_f32(y + 3 * y_stride, vzip2q_f32(a.val[1], b.val[1]));
 }
 
 /* Four horizontal sums. */
@@ -13937,6 +15749,8 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
 
 /* Four signed bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
@@ -14002,6 +15816,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_sums int32x4_t
 #define tkvi_sums_zero() vdupq_n_s32(0)
 #define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
 #define tkvi_dot_k(sum, codes, u, r)                                                                         \
     TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
 #define tkvi_dot_v(sum, codes, u, r)                                                                         \
@@ -14028,6 +15843,37 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
 #define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
+
+/* Rows in lanes (kernels/prefill.inc): a vector has the codes of four tokens. u, v: the weights' limbs. */
+#define TKVI_ROW_VECTORS 4
+#define TKVI_ROW_TOKENS 4
+#define TKVI_ROWS_NEW(j) ((j) == 0)
+#define tkvi_rows_codes(x) vreinterpretq_u8_s32(vld1q_s32(x))
+#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_dot_k(sum, w, codes, j)
+#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, w, codes, j)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
+    ((void)(odd),                                                                                            \
+     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j),       \
+                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j)))
+#define tkvi_pack_rows_k(x) tkvi_pack_rows_128(x)
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_128(x)
+#define tkvi_pack_rows_even(x) tkvi_pack_limb_128(x, 1)
+#define tkvi_pack_rows_odd(x) tkvi_pack_limb_128(x, 0)
+
+/* The low bytes of four integers each, transposed: lane l has those of x[0][l] .. x[3][l]. */
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_rows_128(const tkvi_i4 *x) {
+    static const uint8_t order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(x[0]), vreinterpretq_s16_s32(x[1]));
+    const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(x[2]), vreinterpretq_s16_s32(x[3]));
+    return vqtbl1q_u8(vuzp1q_u8(vreinterpretq_u8_s16(a), vreinterpretq_u8_s16(b)), vld1q_u8(order));
+}
+
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_limb_128(const tkvi_i4 *x, const int high) {
+    tkvi_i4 y[4];
+    int i;
+    for (i = 0; i < 4; i++) y[i] = high ? vshrq_n_s32(x[i], 7) : vandq_s32(x[i], vdupq_n_s32(127));
+    return tkvi_pack_rows_128(y);
+}
 
 typedef struct tkvi_limb_sums {
     int32x4_t high, low;
@@ -14124,11 +15970,29 @@ TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_div(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
     return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+
+TKVI_FLAT_128 tkvi_f4 tkvi_above_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 x, tkvi_f4 y) {
+    return wasm_v128_bitselect(x, y, wasm_f32x4_gt(a, b));
+}
+TKVI_FLAT_128 int tkvi_any_above_128(tkvi_f4 a, tkvi_f4 b) { return wasm_v128_any_true(wasm_f32x4_gt(a, b)); }
+
+/* Transposes 4 x 4 floats. */
+TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+    const v128_t x0 = wasm_v128_load(x), x1 = wasm_v128_load(x + x_stride);
+    const v128_t x2 = wasm_v128_load(x + 2 * x_stride), x3 = wasm_v128_load(x + 3 * x_stride);
+    const v128_t a = wasm_i32x4_shuffle(x0, x1, 0, 4, 1, 5), b = wasm_i32x4_shuffle(x0, x1, 2, 6, 3, 7);
+    const v128_t c = wasm_i32x4_shuffle(x2, x3, 0, 4, 1, 5), d = wasm_i32x4_shuffle(x2, x3, 2, 6, 3, 7);
+    wasm_v128_store(y, wasm_i64x2_shuffle(a, c, 0, 2));
+    wasm_v128_store(y + y_stride, wasm_i64x2_shuffle(a, c, 1, 3));
+    wasm_v128_store(y + 2 * y_stride, wasm_i64x2_shuffle(b, d, 0, 2));
+    wasm_v128_store(y + 3 * y_stride, wasm_i64x2_shuffle(b, d, 1, 3));
+}
 
 /* Four horizontal sums. */
 TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
@@ -14190,6 +16054,8 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
 }
+
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
 
 /* Four signed bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
@@ -14254,6 +16120,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_sums v128_t
 #define tkvi_sums_zero() wasm_i32x4_const_splat(0)
 #define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
 #define tkvi_dot_k(sum, codes, u, r) ((void)(codes), (void)(u), sum)
 #define tkvi_dot_v(sum, codes, u, r) ((void)(codes), (void)(u), sum)
 #define tkvi_dot_levels(sum, levels, u, r) ((void)(levels), (void)(u), sum)
@@ -14276,6 +16143,23 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
     wasm_i32x4_add(wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(even, u)), wasm_i32x4_dot_i16x8(odd, v))
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((w) + (r) * (stride), k)
+
+/* Rows in lanes (kernels/prefill.inc). */
+#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_TOKENS 4
+#define TKVI_ROWS_NEW(j) 1
+#define tkvi_rows_codes(x) wasm_v128_load32_splat(x)
+#define tkvi_rows_dot_k(sum, codes, w, j) ((void)(codes), (void)(w), sum)
+#define tkvi_rows_dot_v(sum, codes, w, j) ((void)(codes), (void)(w), sum)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) tkvi_dot_wide(sum, even, odd, u, v, 0)
+#define tkvi_pack_rows_k(x) (x)[0]
+#define tkvi_pack_rows_v(x) (x)[0]
+#define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
+#define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
+
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_pairs_128(tkvi_i4 a, tkvi_i4 b) {
+    return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+}
 
 /* Stores 16 weights of a row. */
 TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
@@ -14325,11 +16209,19 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vf_add(a, b) tkvi_add_128(a, b)
 #define tkvi_vf_sub(a, b) tkvi_sub_128(a, b)
 #define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
+#define tkvi_vf_div(a, b) tkvi_div_128(a, b)
 #define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
 #define tkvi_vf_max(a, b) tkvi_max_128(a, b)
 #define tkvi_vf_abs(x) tkvi_abs_128(x)
 #define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
 #define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
+
+#define tkvi_vf_above(a, b, x, y) tkvi_above_128(a, b, x, y) /* x in lanes where a > b, else y */
+#define tkvi_vf_any_above(a, b) tkvi_any_above_128(a, b)
+#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
+    tkvi_as_float_128(tkvi_add_ints_128(tkvi_as_ints_128(x), TKVI_LEFT_INTS_128(n, 23)))
+#define TKVI_SQUARE 4 /* size of the matrix that tkvi_transpose_square transposes */
+#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_128(x, x_stride, y, y_stride)
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_128(p)
@@ -14338,6 +16230,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
 #define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
 #define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
+#define tkvi_vi_mul(a, b) tkvi_mul_ints_128(a, b)
 #define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
 #define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
 #define tkvi_vi_to_float(x) tkvi_to_float_128(x)
@@ -15273,6 +17166,682 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     }
 }
 /* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/prefill.inc ======== */
+/*
+ * kernels/prefill.inc - a template: the kernels of kernels/prefill.h in a vector vocabulary.
+ *
+ * A vector has TKVI_VF query rows. A pass multiplies TKVI_ROW_VECTORS such vectors by TKVI_ROW_TOKENS tokens (K) or
+ * channels (V), so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four
+ * channels of a token (K), or four tokens of a channel (V).
+ */
+
+/* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
+    X(a##j, 0, j)                                                                                            \
+    if (nv > 1) { X(b##j, 1, j) }                                                                            \
+    if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
+#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#if TKVI_ROW_TOKENS == 8
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 1)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
+    TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
+#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
+    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 2)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 3)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 4)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 5)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 6) TKVI_ROW_DECLARE_OF_(type, zero, 7)
+#else
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
+#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
+    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
+    TKVI_ROW_DECLARE_OF_(type, zero, 2) TKVI_ROW_DECLARE_OF_(type, zero, 3)
+#endif
+
+#define TKVI_ROW_DOT_(sum, v, j)                                                                             \
+    if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
+    sum = is_key ? tkvi_rows_dot_k(sum, codes, weights[v], j) : tkvi_rows_dot_v(sum, codes, weights[v], j);
+#define TKVI_ROW_WIDE_DOT_(sum, v, j)                                                                        \
+    if (v == 0 && TKVI_ROWS_NEW(j)) {                                                                        \
+        even = tkvi_rows_codes(x + j);                                                                       \
+        odd = tkvi_rows_codes(x + d->odd + j);                                                               \
+    }                                                                                                        \
+    sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
+#define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
+#define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
+#define TKVI_ROW_SPILL_(sum, v, j) TKVI_ROW_TOTAL_(v, j) = sum;
+#define TKVI_ROW_OUT_(v, j) (out + j * lanes + v * TKVI_VF)
+#define TKVI_ROW_ANSWER_(sum, v, j)                                                                          \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(sum), by[v], rest[v]));
+#define TKVI_ROW_ADD_ANSWER_(sum, v, j)                                                                      \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
+                  tkvi_vf_madd(tkvi_vi_to_float(sum), by[v],                                                 \
+                               tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_WIDE_ANSWER_(sum, v, j) TKVI_ROW_ANSWER_(tkvi_widen_wide(sum), v, j)
+#define TKVI_ROW_WIDE_ADD_ANSWER_(sum, v, j) TKVI_ROW_ADD_ANSWER_(tkvi_widen_wide(sum), v, j)
+
+/* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
+TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
+                                 const int nv, float *out) {
+    TKVI_ALIGNED tkvi_vi total[TKVI_ROW_TOKENS * TKVI_ROW_VECTORS];
+    const uint8_t *w = (const uint8_t *)d->w, *run = d->run;
+    const int lanes = d->lanes, w_step = 4 * lanes, x_step = d->step;
+    tkvi_vb weights[TKVI_ROW_VECTORS], codes = tkvi_vb_splat(0);
+    tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
+    int i, v;
+    for (;; run++) {
+        TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
+        tkvi_forget_memory(); /* gcc keeps `total` in registers otherwise, and runs out of them */
+        for (i = *run; i > 0; i--, w += w_step, x += x_step) {
+            TKVI_UNROLL
+            for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
+            TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
+        }
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
+        if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
+        if (run[1]) {
+            TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
+            continue;
+        }
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
+            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
+        }
+        if (d->add) {
+            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
+        } else {
+            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
+        }
+        return;
+    }
+}
+
+/* The same from n quads of two-limb weights. */
+TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x, const int nv, float *out) {
+    const int32_t *w = d->w, *w2 = d->odd_w;
+    const int lanes = d->lanes;
+    tkvi_wide_vb even_w[TKVI_ROW_VECTORS], odd_w[TKVI_ROW_VECTORS], even = tkvi_wide_none(), odd = even;
+    tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
+    int i, v;
+    TKVI_ROW_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
+    for (i = d->n_wide; i > 0; i--, w += lanes, w2 += lanes, x += d->step) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) {
+            even_w[v] = tkvi_vb_load((const uint8_t *)w + v * TKVI_VB);
+            odd_w[v] = tkvi_vb_load((const uint8_t *)w2 + v * TKVI_VB);
+        }
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
+    }
+    TKVI_UNROLL
+    for (v = 0; v < nv; v++) {
+        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
+    }
+    if (d->add) {
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ADD_ANSWER_)
+    } else {
+        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ANSWER_)
+    }
+}
+
+/* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
+#define TKVI_ROW_FLOAT_DOT_(sum, v, j)                                                                       \
+    if (v == 0) one = tkvi_vf_splat(x[j * apart]);                                                           \
+    sum = tkvi_vf_madd(rows[v], one, sum);
+#define TKVI_ROW_FLOAT_ANSWER_(sum, v, j)                                                                    \
+    tkvi_vf_store(out + j * lanes + v * TKVI_VF,                                                             \
+                  add ? tkvi_vf_add(sum, tkvi_vf_load(out + j * lanes + v * TKVI_VF)) : sum);
+TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int n, const int step,
+                                 const int apart, const int add, const int nv, float *out) {
+    tkvi_vf rows[TKVI_ROW_VECTORS], one = tkvi_vf_splat(0.0f);
+    int i, v;
+    TKVI_ROW_DECLARE_(tkvi_vf, tkvi_vf_splat(0.0f))
+    for (i = 0; i < n; i++, y += lanes, x += step) {
+        TKVI_UNROLL
+        for (v = 0; v < nv; v++) rows[v] = tkvi_vf_load(y + v * TKVI_VF);
+        TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_DOT_)
+    }
+    TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_ANSWER_)
+}
+
+/* Instances by the number of vectors. Functions of their own, so that sums stay in registers. */
+#define TKVI_EACH_VECTORS_(nv)                                                                               \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
+                                                      float *out) {                                          \
+        TKVI_N(rows_narrow)(d, x, 1, nv, out);                                                               \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
+                                                      float *out) {                                          \
+        TKVI_N(rows_narrow)(d, x, 0, nv, out);                                                               \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##nv)(const float *q, int lanes, const float *x, int n,    \
+                                                        float *out) {                                        \
+        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, nv, out);                         \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##nv)(const float *p, int lanes, const float *x, int n,  \
+                                                          float *out) {                                      \
+        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, nv, out);                                              \
+    }
+#define TKVI_EACH_WIDE_VECTORS_(nv)                                                                          \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##nv)(const tkvi_prefill_products *d, const int32_t *x,   \
+                                                         float *out) {                                       \
+        TKVI_N(rows_wide)(d, x, nv, out);                                                                    \
+    }
+TKVI_EACH_WIDE_VECTORS_(2)
+#if TKVI_ROW_VECTORS == 4
+TKVI_EACH_VECTORS_(4)
+#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##4)(__VA_ARGS__)
+#define TKVI_BY_WIDE_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
+#define TKVI_WIDE_VECTORS 2 /* a sum takes two registers */
+#elif TKVI_VF < 16
+TKVI_EACH_VECTORS_(2)
+#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
+#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
+#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#else
+TKVI_EACH_VECTORS_(1)
+TKVI_EACH_WIDE_VECTORS_(1)
+TKVI_EACH_VECTORS_(2)
+#define TKVI_BY_VECTORS_(f, ...) (lanes > 16 ? TKVI_N(f##2)(__VA_ARGS__) : TKVI_N(f##1)(__VA_ARGS__))
+#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
+#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#endif
+
+/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
+TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_products *d, const int32_t *x,
+                                  int n, const int is_key, float *out) {
+    const int lanes = d->lanes;
+    int i, lane;
+    for (lane = 0; f->n_wide && lane < lanes; lane += TKVI_WIDE_VECTORS * TKVI_VF) {
+        d->add = !is_key;
+        d->w = f->w + lane;
+        d->odd_w = f->odd_w + lane;
+        d->wide_by = f->wide_by + lane;
+        d->rest = f->rest + lane;
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS)
+            TKVI_BY_WIDE_VECTORS_(rows_wide, d, x + i, out + i * lanes + lane);
+    }
+    x += d->n_wide * d->step;
+    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF) {
+        d->add = !is_key || d->n_wide;
+        d->w = f->w + d->n_wide * lanes + lane;
+        d->by = f->by + lane;
+        d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS) {
+            if (is_key) TKVI_BY_VECTORS_(rows_k, d, x + i, out + i * lanes + lane);
+            else TKVI_BY_VECTORS_(rows_v, d, x + i, out + i * lanes + lane);
+        }
+    }
+}
+
+/* >>exact tiers */
+/* 8 tokens at a time. Tokens beyond n repeat the last one. */
+TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *q, const float *ref, int lanes, int n, float *scores) {
+    TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
+    const int row_bytes = s->pad * s->format->bits / 8;
+    int t, j, c, lane;
+    for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
+        if (t >= n) {
+            memset(scores, 0, (size_t)(8 * lanes) * sizeof(float));
+            continue;
+        }
+        for (j = 0; j < 8; j++) {
+            const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
+            tkvi_ahead(row, row_bytes, ahead);
+            for (c = 0; c < s->pad; c += TKVI_VF)
+                tkvi_vf_store(
+                    x + j * TKVI_PREFILL_KEY_STRIDE + c,
+                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
+        }
+        for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
+            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
+                TKVI_BY_VECTORS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                                 scores + j * lanes + lane);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *p, int lanes, int n, float *out) {
+    TKVI_ALIGNED float x[16 * TKVI_BLOCK];
+    const int row_bytes = s->pad * s->format->bits / 8;
+    int t, c, j, lane;
+    for (c = 0; c < s->pad; c += 16, out += 16 * lanes) {
+        for (t = 0; t < n; t++) {
+            for (j = 0; j < 16; j += TKVI_VF)
+                tkvi_vf_store(x + 16 * t + j,
+                              TKVI_N(load_values)(s->format->stored, src + t * row_bytes, c + j));
+            tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
+        }
+        for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
+            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
+                TKVI_BY_VECTORS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+    }
+}
+
+/* >>tiles */
+/* top / most, or 0 where most is at most 1e-34: such weights contribute nothing. */
+TKVI_OP tkvi_vf TKVI_N(rows_inverse)(tkvi_vf most, float top) {
+    const tkvi_vf none = tkvi_vf_splat(1e-34f);
+    return tkvi_vf_above(most, none, tkvi_vf_div(tkvi_vf_splat(top), tkvi_vf_max(most, none)),
+                         tkvi_vf_splat(0.0f));
+}
+
+/* Stores factors and rest of a vector of rows. wide: one unit of two limbs. twice: sum of weights in the unit `wide`,
+ * times twice the centre of their codes. */
+TKVI_OP void TKVI_N(rows_finish)(tkvi_prefill_fold *f, int lane, tkvi_vf narrow, tkvi_vf wide, tkvi_vf rest,
+                                 tkvi_vf twice) {
+    tkvi_vf_store(f->by + lane, narrow);
+    tkvi_vf_store(f->wide_by + lane, wide);
+    tkvi_vf_store(f->rest + lane, tkvi_vf_madd(tkvi_vf_mul(wide, tkvi_vf_splat(-0.5f)), twice, rest));
+}
+
+TKVI_OP int TKVI_N(rows_need_two)(float coarse, tkvi_vf most, tkvi_vf squares, int top) {
+    return tkvi_vf_any_above(tkvi_vf_mul(tkvi_vf_mul(tkvi_vf_splat(coarse), most), most),
+                             tkvi_vf_mul(tkvi_vf_splat(TKVI_ERR_LIMIT(top)), squares));
+}
+
+/* The largest weight of each row, and the part of answers that does not depend on codes. Returns 1 if a row needs two
+ * limbs. */
+TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *most, float *rest) {
+    int lane, c, j, two = 0;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *q = a->q + lane;
+        tkvi_vf top[2], plus[2], squares[2];
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) top[j] = plus[j] = squares[j] = tkvi_vf_splat(0.0f);
+        for (c = 0; c < a->end[1]; c += 2) {
+            TKVI_UNROLL
+            for (j = 0; j < 2; j++, q += a->lanes) {
+                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(a->scale[c + j]));
+                top[j] = tkvi_vf_max(top[j], tkvi_vf_abs(y));
+                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(a->zero[c + j]), plus[j]);
+                squares[j] = tkvi_vf_madd(y, y, squares[j]);
+            }
+        }
+        for (; c < a->pad; c++, q += a->lanes)
+            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(a->zero[c]), plus[0]);
+        top[0] = tkvi_vf_max(top[0], top[1]);
+        tkvi_vf_store(most + lane, top[0]);
+        tkvi_vf_store(rest + lane, tkvi_vf_add(plus[0], plus[1]));
+        two |= TKVI_N(rows_need_two)(a->coarse, top[0], tkvi_vf_add(squares[0], squares[1]), TKVI_LIMB_MAX_K);
+    }
+    return two;
+}
+
+/* Weights of all rows for one group of tokens. */
+TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefill_fold *f) {
+    TKVI_ALIGNED float most[TKVI_PREFILL], rest[TKVI_PREFILL];
+    const int two = TKVI_N(prefill_measure_k)(a, most, rest) || a->n_limbs == 2 || !TKVI_HAS_NARROW;
+    const int wide = two ? a->end[1] : a->wide;
+    int lane, width, c, j;
+    f->n_wide = wide / 4;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *q = a->q + lane;
+        const tkvi_vf top = tkvi_vf_load(most + lane);
+        const tkvi_vf by = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_K);
+        const tkvi_vf wide_by = tkvi_vf_mul(by, tkvi_vf_splat(128.0f));
+        int32_t *w = f->w + lane, *odd = f->odd_w + lane;
+        tkvi_vi middle = tkvi_vi_splat(0),
+                wide_middle = middle; /* sums of w, times twice the centre of its codes */
+        tkvi_vi x[4];
+        for (width = TKVI_MAX_WIDTH, c = 0; width > 0; width--) {
+            const int end = a->end[width], centre2 = (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+            for (; c < tkvi_min(end, wide); c += 4, w += a->lanes, odd += a->lanes) {
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++, q += a->lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                    x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
+                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
+                }
+                tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
+                tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
+            }
+            for (; TKVI_HAS_NARROW && c < end; c += 4, w += a->lanes) {
+                tkvi_vb four;
+                TKVI_UNROLL
+                for (j = 0; j < 4; j++, q += a->lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                    x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
+                }
+                four = tkvi_pack_rows_k(x);
+                middle = tkvi_vi_add(
+                    middle, tkvi_widen_k(tkvi_rows_dot_k(tkvi_sums_zero(), tkvi_vb_splat(centre2), four, 0)));
+                tkvi_vb_store((uint8_t *)w, four);
+            }
+        }
+        TKVI_N(rows_finish)
+        (f, lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_LIMB_MAX_K)),
+         tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_TWO_LIMBS_MAX)), tkvi_vf_load(rest + lane),
+         tkvi_vf_madd(tkvi_vi_to_float(middle), tkvi_vf_splat(128.0f), tkvi_vi_to_float(wide_middle)));
+    }
+}
+
+/* Splits the codes of n tokens or channels into even and odd bytes, of 16 bits, for wide weights. */
+TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width,
+                                     int is_signed) {
+    int i;
+    for (i = 0; i < n; i += TKVI_VB / 4, x += TKVI_VB / 4) {
+        tkvi_vb c = tkvi_vb_load((const uint8_t *)x);
+        if (width == 8 && !is_signed) c = tkvi_vb_biased(c);
+        tkvi_vb_store((uint8_t *)(x + d->odd), is_signed ? tkvi_odd_levels(c) : tkvi_odd(c));
+        tkvi_vb_store((uint8_t *)x, is_signed ? tkvi_even_levels(c) : tkvi_even(c));
+    }
+}
+
+/* Codes and weights of a group are there: splits codes for wide weights, and lists the runs of the others. */
+TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi_prefill_products *d,
+                                        int32_t *x, int tokens, uint8_t *run) {
+    int width, i = 0, room = TKVI_SUM_MAX;
+    *run = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
+            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width, 0);
+        run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
+                                   TKVI_SUM_MAX, &room);
+        i = a->end[width] / 4;
+    }
+    run[1] = 0;
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
+    const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
+    const float *ref = s->order ? q->sorted_ref : q->ref;
+    const uint8_t *tile = src;
+    tkvi_prefill_fold f;
+    tkvi_prefill_products d;
+    tkvi_prefill_k_args a;
+    int width, g, i, c = 0;
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    tkvi_prefill_sort(s, q);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        const float centre = 0.5f * (float)((1 << width) - 1);
+        const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
+            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
+        }
+        for (; c < end; c++)
+            for (g = 0; g < s->groups; g++)
+                zero[g * s->pad + c] += (width ? centre * scale[g * s->pad + c] : 0.0f) - ref[c];
+        a.end[width] = end;
+    }
+    a.q = s->order ? q->sorted_q : q->q;
+    a.lanes = lanes;
+    a.pad = s->pad;
+    a.wide = tkvi_n_wide_positions(s);
+    a.n_limbs = n_limbs;
+    a.coarse = tkvi_coarse_k(s);
+    d.lanes = lanes;
+    d.step = TKVI_BLOCK;
+    d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
+    d.run = run;
+    for (g = 0; g < s->groups; g++) {
+        a.scale = scale + g * s->pad;
+        a.zero = zero + g * s->pad;
+        TKVI_N(prefill_fold_k)(&a, &f);
+        d.n_wide = f.n_wide;
+        TKVI_N(prefill_runs_k)(&a, &d, x[0] + g * tokens, tokens, run);
+        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, scores + g * tokens * lanes);
+    }
+}
+
+/* Weights of all rows for channels of V that have one width and one group. */
+TKVI_KERNEL void TKVI_N(prefill_fold_v)(const tkvi_prefill_v_args *a, tkvi_prefill_fold *f) {
+    TKVI_ALIGNED float rest[TKVI_BLOCK], most[TKVI_PREFILL], sum[TKVI_PREFILL];
+    const int measures = a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V); /* else no row needs two limbs */
+    int lane, t, j, two = a->is_wide || !TKVI_HAS_NARROW, some = 0;
+    float top;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        rest[t] = a->zero[t] + a->centre * a->scale[t];
+        some |= rest[t] != 0.0f;
+    }
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *p = a->p + lane;
+        tkvi_vf tops = tkvi_vf_splat(0.0f), squares = tops, plus = tops;
+        for (t = 0; t < TKVI_BLOCK; t++, p += a->lanes)
+            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t])));
+        tkvi_vf_store(most + lane, tops);
+        for (t = 0, p = a->p + lane; measures && t < TKVI_BLOCK; t++, p += a->lanes) {
+            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t]));
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (measures) two |= TKVI_N(rows_need_two)(a->coarse, tops, squares, TKVI_LIMB_MAX_V);
+        for (t = 0, p = a->p + lane; some && t < TKVI_BLOCK; t++, p += a->lanes)
+            plus = tkvi_vf_madd(tkvi_vf_load(p), tkvi_vf_splat(rest[t]), plus);
+        tkvi_vf_store(sum + lane, plus);
+    }
+    f->n_wide = two ? TKVI_BLOCK / 4 : 0;
+    top = (float)(two ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_V);
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        const float *p = a->p + lane;
+        const tkvi_vf unit = tkvi_vf_mul(tkvi_vf_load(most + lane), tkvi_vf_splat(1.0f / top));
+        const tkvi_vf by = TKVI_N(rows_inverse)(tkvi_vf_load(most + lane), top);
+        int32_t *w = f->w + lane, *odd = f->odd_w + lane;
+        tkvi_vi all = tkvi_vi_splat(0), x[4];
+        for (t = 0; t < TKVI_BLOCK; t += 4, w += a->lanes, odd += a->lanes) {
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++, p += a->lanes) {
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t + j]));
+                x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
+                all = tkvi_vi_add(all, x[j]);
+            }
+            if (two) {
+                tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
+                tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
+            } else tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_v(x));
+        }
+        TKVI_N(rows_finish)
+        (f, lane, unit, unit, tkvi_vf_load(sum + lane),
+         tkvi_vi_to_float(tkvi_vi_mul(all, tkvi_vi_splat(a->middle))));
+    }
+}
+
+/* Unpacks a slab of 16 channels, or of 32 if lanes are pairs: [16 channels][quad of tokens][channel][4 tokens]. */
+TKVI_KERNEL void TKVI_N(prefill_unpack_v)(const tkvi_side *s, int width, int slabs, const uint8_t *tile,
+                                          int32_t *x) {
+    int i, j, k;
+    for (i = 0; i < 4; i++)
+        TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(width), width, (uint8_t *)(x + i * 64));
+    for (k = slabs - 1; s->levels && k >= 0; k--) {
+        const tkvi_vb table = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        uint8_t *from = (uint8_t *)x, *to = from + k * 4 * TKVI_TILE_CODES;
+        for (j = 0; j < 4 * TKVI_TILE_CODES; j += TKVI_VB)
+            tkvi_vb_store(to + j, tkvi_vb_look_up(table, tkvi_vb_load(from + j)));
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         const float *p, int lanes, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t x[2][2 * TKVI_TILE_CODES]; /* [16 channels][quad of tokens][channel]; odd codes */
+    uint8_t run[TKVI_BLOCK / 4 + 1];
+    const uint8_t *tile = src;
+    const int quads = (n + 15) / 16 * 4;
+    tkvi_prefill_fold f;
+    tkvi_prefill_products d;
+    tkvi_prefill_v_args a;
+    int width, i, k, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    a.p = p;
+    a.lanes = lanes;
+    a.is_wide = n_limbs == 2 || s->levels;
+    d.lanes = lanes;
+    d.step = 16;
+    d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
+    d.run = run;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int slabs = tkvi_slab_channels(s, width) / 16;
+        for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs, tile += 4 * TKVI_TILE_BYTES(width)) {
+            if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
+                int room = TKVI_V_SUM_MAX;
+                a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
+                a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
+                a.centre = tkvi_centre(s, width);
+                a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+                a.coarse = tkvi_coarse_v(s, width);
+                TKVI_N(prefill_fold_v)(&a, &f);
+                d.n_wide = tkvi_min(f.n_wide, quads);
+                run[0] = run[1] = 0;
+                if (!d.n_wide)
+                    tkvi_prefill_add_run(run, quads, 2 * TKVI_LIMB_MAX_V * ((1 << width) - 1), TKVI_V_SUM_MAX,
+                                         &room)[1] = 0;
+            }
+            tkvi_ahead(tile, 4 * TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
+            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width, s->levels != NULL);
+            for (k = 0; k < slabs; k++, out += 16 * lanes)
+                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
+        }
+    }
+}
+
+/* >>softmax, rotation, layout */
+/* exp(s) for a score s of log2 e * s = x, or 0 where x is below -125. */
+TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
+    const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
+    const tkvi_vi n = tkvi_vi_nearest(z);
+    const tkvi_vf r = tkvi_vf_sub(z, tkvi_vi_to_float(n));
+    const tkvi_vf y = tkvi_vf_pow2(TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r), n);
+    return tkvi_vf_above(least, x, tkvi_vf_splat(0.0f), y);
+}
+
+/* Hides scores of tokens outside low .. high - 1. */
+TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
+    const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN);
+    const tkvi_vf low = tkvi_vi_to_float(tkvi_vi_load(a->low + lane));
+    const tkvi_vf high = tkvi_vi_to_float(tkvi_vi_load(a->high + lane));
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        float *s = a->s + t * a->lanes + lane;
+        const tkvi_vf at = tkvi_vf_splat((float)t);
+        const tkvi_vf x = tkvi_vf_above(low, at, hidden, tkvi_vf_load(s));
+        tkvi_vf_store(s, tkvi_vf_above(high, at, x, hidden));
+    }
+}
+
+TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
+    const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
+    const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
+    int lane, t, k, shrinks = 0;
+    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+        float *s = a->s + lane;
+        tkvi_vf top[2], by = tkvi_vf_splat(1.0f), before = tkvi_vf_load(a->m + lane), m, sum = none,
+                        squares = none;
+        if (a->low) TKVI_N(prefill_hide)(a, lane);
+        top[0] = top[1] = hidden;
+        for (t = 0; t < TKVI_BLOCK; t += 2) {
+            TKVI_UNROLL
+            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * a->lanes));
+        }
+        top[0] = tkvi_vf_max(top[0], top[1]);
+        m = tkvi_vf_above(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
+        if (tkvi_vf_any_above(m, before)) { /* hidden before: sums are zero, and shrink by 1 */
+            by = TKVI_N(prefill_exp)(tkvi_vf_mul(tkvi_vf_sub(before, m), log2e));
+            by = tkvi_vf_above(before, hidden, by, tkvi_vf_splat(1.0f));
+            shrinks |= tkvi_vf_any_above(tkvi_vf_splat(1.0f), by);
+            tkvi_vf_store(a->m + lane, m);
+        }
+        tkvi_vf_store(a->shrink + lane, by);
+        /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
+        m = tkvi_vf_sub(none, tkvi_vf_above(m, hidden, tkvi_vf_mul(m, log2e), none));
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * a->lanes), log2e, m));
+            tkvi_vf_store(s + t * a->lanes, y);
+            sum = tkvi_vf_add(sum, y);
+        }
+        tkvi_vf_store(a->l + lane, tkvi_vf_madd(tkvi_vf_load(a->l + lane), by, sum));
+        if (!a->far_attention) continue;
+        for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
+            const tkvi_vf y = tkvi_vf_load(s + t * a->lanes);
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));
+        by = tkvi_vf_mul(by, by);
+        tkvi_vf_store(a->far_attention + lane,
+                      tkvi_vf_madd(tkvi_vf_load(a->far_attention + lane), by, squares));
+    }
+    return shrinks;
+}
+
+TKVI_KERNEL void TKVI_N(prefill_shrink)(float *x, int n, int lanes, const float *by) {
+    int i, lane;
+    for (i = 0; i < n; i++, x += lanes)
+        for (lane = 0; lane < lanes; lane += TKVI_VF)
+            tkvi_vf_store(x + lane, tkvi_vf_mul(tkvi_vf_load(x + lane), tkvi_vf_load(by + lane)));
+}
+
+/* tkvi_butterflies of core/rotate.h, with rows in lanes. */
+TKVI_KERNEL void TKVI_N(prefill_butterflies)(float *x, int n, int lanes) {
+    int h, i, j, end;
+    for (h = lanes, end = n * lanes; h < end; h *= 2)
+        for (i = 0; i < end; i += 2 * h)
+            for (j = i; j < i + h; j += TKVI_VF) {
+                const tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(x + j + h);
+                tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+                tkvi_vf_store(x + j + h, tkvi_vf_sub(a, b));
+            }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_rotate_back)(float *x, int dim, int lanes) {
+    const int k = tkvi_log2_floor(dim), n = 1 << k;
+    int i, lane;
+    if (n < dim) {
+        float *last = x + (dim - n) * lanes;
+        TKVI_N(prefill_butterflies)(last, n, lanes);
+        for (i = 0; i < n * lanes; i += TKVI_VF)
+            tkvi_vf_store(last + i,
+                          tkvi_vf_mul(tkvi_vf_load(last + i), tkvi_vf_splat(tkvi_hadamard_norm[k])));
+    }
+    TKVI_N(prefill_butterflies)(x, n, lanes);
+    for (i = 0; i < dim; i++, x += lanes) {
+        const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
+        const tkvi_vf by = tkvi_vf_splat(i < n ? sign * tkvi_hadamard_norm[k] : sign);
+        for (lane = 0; lane < lanes; lane += TKVI_VF)
+            tkvi_vf_store(x + lane, tkvi_vf_mul(tkvi_vf_load(x + lane), by));
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, float *y, int y_stride) {
+    int i, r;
+    for (i = 0; i < n; i += TKVI_SQUARE)
+        for (r = 0; r < 16; r += TKVI_SQUARE)
+            tkvi_transpose_square(x + r * x_stride + i, x_stride, y + i * y_stride + r, y_stride);
+}
+
+TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
+    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
+}
+
+TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int lanes, int n, int n_limbs, float *out) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
+    else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
+}
+
+static const tkvi_prefill TKVI_N(prefill) = {
+    TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
+    TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
+/* ======== kernels/vectors_128.h ======== */
 
 static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
@@ -15289,6 +17858,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
     tkvi_exp64_128,
     tkvi_max64_128,
     tkvi_softmax_step_128,
+    &tkvi_prefill_128,
 };
 
 /* ======== kernels/simd_end.inc ======== */
@@ -15414,6 +17984,41 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_div
+#undef tkvi_vf_above
+#undef tkvi_vf_any_above
+#undef tkvi_vf_pow2
+#undef TKVI_SQUARE
+#undef tkvi_transpose_square
+#undef tkvi_vi_mul
+#undef TKVI_V_SUM_MAX
+#undef TKVI_ROW_VECTORS
+#undef TKVI_ROW_TOKENS
+#undef TKVI_ROWS_NEW
+#undef tkvi_rows_codes
+#undef tkvi_rows_dot_k
+#undef tkvi_rows_dot_v
+#undef tkvi_rows_dot_wide
+#undef tkvi_pack_rows_k
+#undef tkvi_pack_rows_v
+#undef tkvi_pack_rows_even
+#undef tkvi_pack_rows_odd
+#undef TKVI_ROW_SUMS_OF_
+#undef TKVI_ROW_DECLARE_OF_
+#undef TKVI_ROW_SUMS_
+#undef TKVI_ROW_DECLARE_
+#undef TKVI_ROW_TOTAL_
+#undef TKVI_ROW_DOT_
+#undef TKVI_ROW_ADD_
+#undef TKVI_ROW_WIDE_DOT_
+#undef TKVI_ROW_WIDE_ADD_
+#undef TKVI_ROW_FLOAT_DOT_
+#undef TKVI_ROW_FLOAT_ANSWER_
+#undef TKVI_EACH_VECTORS_
+#undef TKVI_BY_VECTORS_
+#undef TKVI_EACH_WIDE_VECTORS_
+#undef TKVI_BY_WIDE_VECTORS_
+#undef TKVI_WIDE_VECTORS
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */
@@ -15505,967 +18110,6 @@ static const char *tkvi_isa_name(tkv_isa isa) {
 }
 
 #endif /* TKVI_KERNELS_DISPATCH_H */
-/* ======== kernels/prefill.h ======== */
-/*
- * kernels/prefill.h - the interface of kernels for prefill: attention of up to 32 query rows of a prompt at once.
- *
- * The kernels of kernels/scalar.h take 8 rows, and their vector lanes are tokens or channels. They fold scales
- * into each row, round the weights, and sum across vectors. Here the lanes are query rows, 16 to a vector, and
- * no sum crosses a vector. Codes are unpacked to bytes once for all lanes. Then four neighbouring codes at a
- * time are broadcast:
- *
- *     scores[token][lanes]  = sum over tiles   of  weights[tile][lanes] . code[tile][token]
- *     out[channel][lanes]  += sum over quads   of  p[quad of tokens][lanes] . code[quad][channel]
- *
- * The arithmetic is that of kernels/scalar.h: weights of 8 bits, or of 15 where one limb is too coarse. One
- * difference: all lanes have two limbs as soon as one row needs them. There is no scalar version. An instruction
- * set without prefill kernels uses those of kernels/scalar.h.
- *
- * Order of loops: FlashAttention-2 (arXiv 2307.08691). As in FlashAttention-4, the maximum moves only when it must.
- */
-#ifndef TKVI_KERNELS_PREFILL_H
-#define TKVI_KERNELS_PREFILL_H
-
-
-#define TKVI_PREFILL 32          /* the most rows */
-#define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
-#define TKVI_MAX_SLACK 8.0f      /* weights may reach e^8 before m moves to the new maximum and sums shrink */
-
-/* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
-typedef struct tkvi_softmax_args {
-    float *s; /* [64][lanes] scores, then p = exp(s - m) */
-    int lanes;
-    const int32_t *low, *high;  /* a lane sees tokens low .. high-1 of the block; NULL: all */
-    float *m, *l;               /* so far: maximum, up to TKVI_MAX_SLACK too low; sum of p */
-    float *shrink;              /* out: factor for the output sums, to be applied if 1 is returned */
-    float *far_attention;       /* sum of p^2 so far, or NULL */
-    const float *sampled_lanes; /* 1: this block counts for far_attention; 0: it does not; NULL: all 0 */
-} tkvi_softmax_args;
-
-/* Rows of queries, and a cache of folded queries that k keeps from block to block. */
-typedef struct tkvi_prefill_queries {
-    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel, not reordered][lanes] */
-    TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
-    int lanes;
-    TKVI_ALIGNED float sorted[TKV_MAX_HEAD_DIM]; /* ref by position in `order`, valid if coded > 0 */
-    /* Queries folded with the scales of an earlier block, as integers. Later blocks mostly have similar scales. One
-     * multiplication then makes their weights from these integers. */
-    TKVI_ALIGNED int16_t folded[TKVI_PREFILL_FLOATS]; /* by position, in a layout private to k */
-    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];     /* 16384 / that scale; 0 if it is below 1e-34 */
-    TKVI_ALIGNED float unit[TKVI_PREFILL];            /* value of one count after that multiplication */
-    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: none */
-    int coded;            /* number of positions with codes; 0: nothing is cached yet */
-} tkvi_prefill_queries;
-
-typedef struct tkvi_prefill {
-    /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. scores: [64][lanes] */
-    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
-              int n_limbs, float *scores);
-    /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
-    void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
-              int n_limbs, float *out);
-    int (*softmax_step)(const tkvi_softmax_args *w); /* returns 1 if w->shrink must be applied to outputs */
-    void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
-    void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
-    /* Transposes 16 rows of x into lanes of y: y[i][r] = x[r][i] for i < n. n is a multiple of 16. */
-    void (*transpose)(const float *x, int x_stride, int n, float *y, int y_stride);
-} tkvi_prefill;
-
-static int tkvi_prefill_lanes(int pad) {
-    return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
-}
-
-#endif /* TKVI_KERNELS_PREFILL_H */
-/* ======== kernels/prefill_avx512.h ======== */
-/*
- * kernels/prefill_avx512.h - the kernels of kernels/prefill.h for AVX-512 VNNI. No other instruction set has any.
- *
- * All products have one shape: 8 tokens (K) or channels (V) by 16 or 32 rows. The sums take 8 or 16 registers, of
- * floats or of integers. vpdpbusd multiplies unsigned bytes by signed ones. In K the codes are unsigned and the
- * weights signed. In V the weights are unsigned and the codes signed.
- *
- * nv is the number of vectors of 16 rows, 1 or 2. v is the number of such a vector.
- */
-#ifndef TKVI_KERNELS_PREFILL_AVX512_H
-#define TKVI_KERNELS_PREFILL_AVX512_H
-
-
-#ifdef TKVI_AVX512
-
-#if defined(__GNUC__) && !defined(__clang__) /* as in kernels/avx512.h */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-/* >>products */
-#define TKVI_EIGHT_(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-
-TKVI_FLAT_AVX512 void tkvi_prefill_store_answers_avx512(__m512i sum, const float *by, const float *rest,
-                                                        const int add, float *out) {
-    __m512 from = _mm512_loadu_ps(rest);
-    if (add) from = _mm512_add_ps(from, _mm512_loadu_ps(out));
-    _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_loadu_ps(by), from));
-}
-
-/* a0 .. a7 are the sums of the first 16 rows, b0 .. b7 those of the next 16. As named variables, in a function with
- * one loop, they stay in registers. TKVI_HIDE_ hides their later use as 32-bit lanes from gcc 12. Otherwise gcc
- * converts them inside the loop and keeps two copies of each. */
-#define TKVI_HIDE_(j) __asm__("" : "+v"(a##j), "+v"(b##j));
-#define TKVI_FROM_(j) __m512i a##j = _mm512_setzero_si512(), b##j = a##j;
-#define TKVI_MAC_(j)                                                                                         \
-    four = _mm512_set1_epi32(x[j]);                                                                          \
-    a##j = keys ? _mm512_dpbusd_epi32(a##j, four, wa) : _mm512_dpbusd_epi32(a##j, wa, four);                 \
-    if (nv > 1) b##j = keys ? _mm512_dpbusd_epi32(b##j, four, wb) : _mm512_dpbusd_epi32(b##j, wb, four);
-#define TKVI_STEP_                                                                                           \
-    wa = tkvi_load_bytes_avx512(w);                                                                          \
-    wb = nv > 1 ? tkvi_load_bytes_avx512(w + 64) : wa;                                                       \
-    TKVI_EIGHT_(TKVI_MAC_)                                                                                   \
-    w += 64 * nv;                                                                                            \
-    x += keys ? TKVI_BLOCK : 16;
-#define TKVI_OUT_(j)                                                                                         \
-    tkvi_prefill_store_answers_avx512(a##j, by, rest, add, out + j * 16 * nv);                               \
-    if (nv > 1) tkvi_prefill_store_answers_avx512(b##j, by + 16, rest + 16, add, out + j * 16 * nv + 16);
-TKVI_FLAT_AVX512 void tkvi_prefill_eight_avx512(const uint8_t *w, const int32_t *x, int n, const float *by,
-                                                const float *rest, float *out, const int keys, const int nv,
-                                                const int add) {
-    __m512i wa, wb, four;
-    int i;
-    TKVI_EIGHT_(TKVI_FROM_)
-    for (i = 0; i < n; i += keys ? 1 : 4) {
-        TKVI_STEP_
-        if (!keys) { /* n is a multiple of 4 */
-            TKVI_STEP_
-            TKVI_STEP_
-            TKVI_STEP_
-        }
-    }
-    TKVI_EIGHT_(TKVI_HIDE_)
-    TKVI_EIGHT_(TKVI_OUT_)
-}
-#undef TKVI_HIDE_
-#undef TKVI_STEP_
-#undef TKVI_FROM_
-#undef TKVI_MAC_
-#undef TKVI_OUT_
-
-/* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart]. add: out += the sum. */
-#define TKVI_FROM_(j)                                                                                        \
-    __m512 a##j = add ? _mm512_loadu_ps(out + j * 16 * nv) : _mm512_setzero_ps();                            \
-    __m512 b##j = add && nv > 1 ? _mm512_loadu_ps(out + j * 16 * nv + 16) : _mm512_setzero_ps();
-#define TKVI_MAC_(j)                                                                                         \
-    one = _mm512_set1_ps(x[j * apart]);                                                                      \
-    a##j = _mm512_fmadd_ps(ya, one, a##j);                                                                   \
-    if (nv > 1) b##j = _mm512_fmadd_ps(yb, one, b##j);
-#define TKVI_OUT_(j)                                                                                         \
-    _mm512_storeu_ps(out + j * 16 * nv, a##j);                                                               \
-    if (nv > 1) _mm512_storeu_ps(out + j * 16 * nv + 16, b##j);
-TKVI_FLAT_AVX512 void tkvi_prefill_floats_avx512(const float *y, const float *x, int n, const int step,
-                                                 const int apart, const int nv, const int add, float *out) {
-    __m512 ya, yb, one;
-    int i;
-    TKVI_EIGHT_(TKVI_FROM_)
-    for (i = 0; i < n; i++, y += 16 * nv, x += step) {
-        ya = _mm512_loadu_ps(y);
-        yb = nv > 1 ? _mm512_loadu_ps(y + 16) : ya;
-        TKVI_EIGHT_(TKVI_MAC_)
-    }
-    TKVI_EIGHT_(TKVI_OUT_)
-}
-#undef TKVI_FROM_
-#undef TKVI_MAC_
-#undef TKVI_OUT_
-#undef TKVI_EIGHT_
-
-/* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
-enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
-
-/* Sums of products for eight tokens (K) or channels (V): out[8][lanes] = by * sum + rest. add: out += that.
- * w: [n][lanes][4] weights. x: [n][64 tokens or 16 channels], four codes each; the first eight are read. */
-#define TKVI_PREFILL_PRODUCTS_(name, keys, nv, add)                                                          \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_##name##nv##_avx512(                           \
-        const uint8_t *w, const int32_t *x, int n, const float *by, const float *rest, float *out) {         \
-        tkvi_prefill_eight_avx512(w, x, n, by, rest, out, keys, nv, add);                                    \
-    }
-TKVI_PREFILL_PRODUCTS_(scores, 1, 1, 0)
-TKVI_PREFILL_PRODUCTS_(scores, 1, 2, 0)
-TKVI_PREFILL_PRODUCTS_(add_scores, 1, 1, 1)
-TKVI_PREFILL_PRODUCTS_(add_scores, 1, 2, 1)
-TKVI_PREFILL_PRODUCTS_(add_values, 0, 1, 1)
-TKVI_PREFILL_PRODUCTS_(add_values, 0, 2, 1)
-#undef TKVI_PREFILL_PRODUCTS_
-
-#define TKVI_PREFILL_FLOATS_(nv)                                                                             \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_key##nv##_avx512(                              \
-        const float *q, const float *x, int n, float *out) {                                                 \
-        tkvi_prefill_floats_avx512(q, x, n, 1, TKVI_PREFILL_KEY_STRIDE, nv, 0, out);                         \
-    }                                                                                                        \
-    static TKVI_NOINLINE TKVI_TARGET_AVX512 void tkvi_prefill_value##nv##_avx512(                            \
-        const float *p, const float *x, int n, float *out) {                                                 \
-        tkvi_prefill_floats_avx512(p, x, n, 16, 1, nv, 1, out);                                              \
-    }
-TKVI_PREFILL_FLOATS_(1)
-TKVI_PREFILL_FLOATS_(2)
-#undef TKVI_PREFILL_FLOATS_
-
-/* >>exact tiers */
-/* 8 tokens at a time. Tokens beyond n repeat the last one. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                           uintptr_t ahead, const float *q, const float *ref,
-                                                           int lanes, int n, float *scores) {
-    TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
-    const int row_bytes = s->pad * s->format->bits / 8;
-    int t, j, c;
-    for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
-        if (t >= n) {
-            memset(scores, 0, (size_t)(8 * lanes) * sizeof(float));
-            continue;
-        }
-        for (j = 0; j < 8; j++) {
-            const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
-            tkvi_prefetch_bytes(row, row_bytes, ahead);
-            for (c = 0; c < s->pad; c += 16)
-                _mm512_storeu_ps(x + j * TKVI_PREFILL_KEY_STRIDE + c,
-                                 _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, row, c),
-                                               _mm512_loadu_ps(ref + c)));
-        }
-        if (lanes > 16) tkvi_prefill_key2_avx512(q, x, s->pad, scores);
-        else tkvi_prefill_key1_avx512(q, x, s->pad, scores);
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_prefill_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                           uintptr_t ahead, const float *p, int lanes, int n,
-                                                           float *out) {
-    TKVI_ALIGNED float x[16 * TKVI_BLOCK];
-    const int row_bytes = s->pad * s->format->bits / 8;
-    int t, c, j;
-    for (c = 0; c < s->pad; c += 16) {
-        for (t = 0; t < n; t++) {
-            _mm512_storeu_ps(x + 16 * t, tkvi_load_values_avx512(s->format->stored, src + t * row_bytes, c));
-            tkvi_prefetch(src + t * row_bytes + c * s->format->bits / 8, ahead);
-        }
-        for (j = 0; j < 16; j += 8, out += 8 * lanes) {
-            if (lanes > 16) tkvi_prefill_value2_avx512(p, x + j, n, out);
-            else tkvi_prefill_value1_avx512(p, x + j, n, out);
-        }
-    }
-}
-
-/* >>tiles */
-/* Packs integers 0 .. 255 of four vectors: lane l of the result has the bytes x[0][l], x[1][l], x[2][l], x[3][l]. */
-TKVI_FLAT_AVX512 __m512i tkvi_prefill_pack_bytes_avx512(const __m512i *x) {
-    const __m512i order = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)); /* transposes 4 x 4 bytes */
-    return _mm512_shuffle_epi8(
-        _mm512_packus_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])), order);
-}
-
-/* top / most, or 0 where most is at most 1e-34: such weights contribute nothing. */
-TKVI_FLAT_AVX512 __m512 tkvi_prefill_inverse_avx512(__m512 most, float top) {
-    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-34f), _CMP_GT_OQ),
-                               _mm512_set1_ps(top), most);
-}
-
-/* Bit l is set if row l needs two limbs (TKVI_NEEDS_TWO). */
-TKVI_FLAT_AVX512 int tkvi_prefill_needs_two_avx512(float coarse, __m512 most, __m512 squares, int top) {
-    return _mm512_cmp_ps_mask(_mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(coarse), most), most),
-                              _mm512_mul_ps(_mm512_set1_ps(TKVI_ERR_LIMIT(top)), squares), _CMP_GT_OQ);
-}
-
-static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
-
-/* Folded and rounded weights of all rows. Index 0 is the high or only limb, 1 the low limb. An answer is
- * by[0] * sum[0] + by[1] * sum[1] + rest, where sum[i] is the sum of the products of limb i. */
-typedef struct tkvi_prefill_fold {
-    TKVI_ALIGNED uint8_t w[2][TKVI_PREFILL_FLOATS]; /* [tile or quad][lanes][4] */
-    TKVI_ALIGNED float by[2][TKVI_PREFILL], rest[TKVI_PREFILL];
-    int n_second; /* K: number of leading tiles that have a low limb. V: all quads of tokens, or 0. */
-} tkvi_prefill_fold;
-
-TKVI_FLAT_AVX512 void tkvi_prefill_store_steps_avx512(__m512 step, tkvi_prefill_fold *f, int v) {
-    _mm512_store_ps(f->by[0] + 16 * v, step);
-    _mm512_store_ps(f->by[1] + 16 * v, _mm512_mul_ps(step, _mm512_set1_ps(1.0f / 128.0f)));
-}
-
-/* Answers for n tokens (K) or channels (V), from both limbs. */
-static void tkvi_prefill_dot_k_avx512(const tkvi_prefill_fold *f, int lanes, int tiles, const int32_t *x,
-                                      int n, float *out) {
-    for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_prefill_scores2_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
-        else tkvi_prefill_scores1_avx512(f->w[0], x, tiles, f->by[0], f->rest, out);
-        if (!f->n_second) continue;
-        if (lanes > 16)
-            tkvi_prefill_add_scores2_avx512(f->w[1], x, f->n_second, f->by[1], tkvi_prefill_zeros, out);
-        else tkvi_prefill_add_scores1_avx512(f->w[1], x, f->n_second, f->by[1], tkvi_prefill_zeros, out);
-    }
-}
-
-static void tkvi_prefill_dot_v_avx512(const tkvi_prefill_fold *f, int lanes, int quads, const int32_t *x,
-                                      int n, float *out) {
-    for (; n > 0; n -= 8, x += 8, out += 8 * lanes) {
-        if (lanes > 16) tkvi_prefill_add_values2_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        else tkvi_prefill_add_values1_avx512(f->w[0], x, quads, f->by[0], f->rest, out);
-        if (!f->n_second) continue;
-        if (lanes > 16) tkvi_prefill_add_values2_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_zeros, out);
-        else tkvi_prefill_add_values1_avx512(f->w[1], x, quads, f->by[1], tkvi_prefill_zeros, out);
-    }
-}
-
-/* Subtracts the part that the centre of the codes adds to the answers: half * by * sum of each limb.
- *   K: sum is the sum of w centre2, and half is 0.5
- *   V: sum is the sum of w, and half is 0.5 * middle */
-TKVI_FLAT_AVX512 __m512 tkvi_prefill_subtract_middle_avx512(__m512 rest, const tkvi_prefill_fold *f, int v,
-                                                            const __m512i *sum, float half) {
-    int limb;
-    for (limb = 0; limb < 2; limb++)
-        rest = _mm512_fnmadd_ps(_mm512_mul_ps(_mm512_load_ps(f->by[limb] + 16 * v), _mm512_set1_ps(half)),
-                                _mm512_cvtepi32_ps(sum[limb]), rest);
-    return rest;
-}
-
-/* One group of tokens of a block. */
-typedef struct tkvi_prefill_k_args {
-    const tkvi_side *s;
-    tkvi_prefill_queries *q;
-    const float *scale, *rest; /* by position; rest: see tkvi_prefill_fold_zeros_avx512 */
-    const uint8_t *centre2;    /* by position, twice the centre of the codes */
-    int coded, wide, n_limbs;  /* coded: number of positions with codes; wide, n_limbs: see tkvi_fold_args */
-    float coarse;              /* see tkvi_coarse_k */
-} tkvi_prefill_k_args;
-
-/* Weights of K are computed in 16-bit integers: a vector has twice as many of them as floats. A weight is
- * q->folded (the query times the scale of the cached block) times the ratio of this block's scale to that scale.
- * A ratio of 1 is the integer 16384.
- * Layout of q->folded: two vectors for each tile of four channels and 16 rows. Quarter l of the first vector has
- * rows 4 l and 4 l + 1, four channels each. Quarter l of the second has rows 4 l + 2 and 4 l + 3. Packing both to
- * bytes gives all rows in order. */
-enum { TKVI_PREFILL_ONE = 16384, TKVI_PREFILL_MIN_RATIO = TKVI_PREFILL_ONE / 16 };
-
-/* by: out, the ratios of this block's scales to the cached ones. Returns 0 if a ratio is outside 1/16 .. 2, or if
- * the number of coded positions differs. */
-TKVI_FLAT_AVX512 int tkvi_prefill_scale_ratios_avx512(const tkvi_prefill_k_args *a, int16_t *by) {
-    const tkvi_prefill_queries *q = a->q;
-    int c;
-    if (q->coded != a->coded) return 0;
-    for (c = 0; c < a->coded; c += 16) {
-        const __m512 scale = _mm512_loadu_ps(a->scale + c), inverse = _mm512_load_ps(q->inverse + c);
-        const __m512i x = tkvi_nearest_avx512(_mm512_mul_ps(scale, inverse));
-        const __mmask16 none = _mm512_cmp_ps_mask(scale, _mm512_setzero_ps(), _CMP_EQ_OQ);
-        const __mmask16 zero = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_EQ_OQ);
-        const __mmask16 inside = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(TKVI_PREFILL_MIN_RATIO)) &
-                                 _mm512_cmple_epi32_mask(x, _mm512_set1_epi32(2 * TKVI_PREFILL_ONE - 1));
-        const __mmask16 there = (__mmask16)(a->coded - c >= 16 ? 0xffff : (1 << (a->coded - c)) - 1);
-        if (there & ~((none & zero) | (inside & ~none))) return 0;
-        _mm256_storeu_si256((__m256i *)(void *)(by + c), _mm512_cvtsepi32_epi16(x));
-    }
-    return 1;
-}
-
-/* Folds the queries of row vector v with the scales of this block, and caches them in q->folded. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_cache_queries_avx512(const tkvi_prefill_k_args *a, int v) {
-    const int lanes = a->q->lanes;
-    const uint8_t *order = a->s->order;
-    __m512 most = _mm512_setzero_ps(), times;
-    int c, j;
-    for (c = 0; c < a->coded; c++) {
-        const __m512 x = _mm512_loadu_ps(a->q->q + (order ? order[c] : c) * lanes + 16 * v);
-        most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_mul_ps(x, _mm512_set1_ps(a->scale[c]))));
-    }
-    times = tkvi_prefill_inverse_avx512(most, 32767.0f);
-    _mm512_store_ps(a->q->unit + 16 * v, _mm512_mul_ps(most, _mm512_set1_ps(2.0f / 32767.0f)));
-    for (c = 0; c < a->coded; c += 4) {
-        int16_t *to = a->q->folded + c * lanes + 64 * v;
-        __m512i x[4], y[2];
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) {
-            const float *from = a->q->q + (order ? order[c + j] : c + j) * lanes + 16 * v;
-            x[j] = tkvi_nearest_avx512(
-                _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(a->scale[c + j])), times));
-        }
-        x[0] = _mm512_packs_epi32(x[0], x[1]);
-        x[2] = _mm512_packs_epi32(x[2], x[3]);
-        y[0] = _mm512_unpacklo_epi16(x[0], x[2]);
-        y[1] = _mm512_unpackhi_epi16(x[0], x[2]);
-        _mm512_store_si512((void *)to, _mm512_unpacklo_epi16(y[0], y[1]));
-        _mm512_store_si512((void *)(to + 32), _mm512_unpackhi_epi16(y[0], y[1]));
-    }
-}
-
-/* The weights of 16 rows for one tile, in 16 bits, in the layout of q->folded. */
-TKVI_FLAT_AVX512 void tkvi_prefill_rescale_tile_avx512(const int16_t *folded, const int16_t *by, __m512i *y) {
-    int64_t four;
-    memcpy(&four, by, 8);
-    y[0] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)folded), _mm512_set1_epi64(four));
-    y[1] = _mm512_mulhrs_epi16(_mm512_load_si512((const void *)(folded + 32)), _mm512_set1_epi64(four));
-}
-
-TKVI_FLAT_AVX512 __m512i tkvi_prefill_load4_avx512(const uint8_t *p) {
-    int32_t four;
-    memcpy(&four, p, 4);
-    return _mm512_set1_epi32(four);
-}
-
-/* Rounds the weights of row vector v. The first `two` positions get two limbs. Returns nonzero if a row needs two
- * limbs everywhere and does not have them. */
-static TKVI_TARGET_AVX512 int tkvi_prefill_round_k_avx512(const tkvi_prefill_k_args *a, const int16_t *by,
-                                                          int v, int two, tkvi_prefill_fold *f) {
-    const int lanes = a->q->lanes;
-    const int16_t *folded = a->q->folded + 64 * v;
-    const __m512i low = _mm512_set1_epi16(127);
-    __m512i most[2], times[2], shift[2], y[2], sum[2], m, squares = _mm512_setzero_si512(), k, b, centre;
-    __mmask16 some;
-    int c, j;
-    most[0] = most[1] = sum[0] = sum[1] = _mm512_setzero_si512();
-    for (c = 0; c < a->coded; c += 4) {
-        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) most[j] = _mm512_max_epu16(most[j], _mm512_abs_epi16(y[j]));
-    }
-    TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* the largest of the four channels of each row */
-        most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 32));
-        most[j] = _mm512_max_epu16(most[j], _mm512_ror_epi64(most[j], 16));
-        most[j] = _mm512_and_si512(most[j], _mm512_set1_epi64(0xffff));
-    }
-    /* m: the largest weights, rows in order. k: shift, so that m << k is 16384 .. 32767.
-     * b = 127 * 32768 / (m << k), which is 127 .. 254. Hence w * (b << k) / 32768 is a limb of -127 .. 127. */
-    m = _mm512_shuffle_epi32(_mm512_or_si512(most[0], _mm512_slli_epi64(most[1], 32)), _MM_PERM_DBCA);
-    m = _mm512_max_epi32(m, _mm512_set1_epi32(128));
-    /* the exponent of m, from its bits: gcc 12 warns about _mm512_getexp_ps at -O0 */
-    k = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(m)), 23);
-    k = _mm512_sub_epi32(_mm512_set1_epi32(127 + 14), k);
-    b = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_set1_ps((float)TKVI_LIMB_MAX_K * 32768.0f),
-                                          _mm512_cvtepi32_ps(_mm512_sllv_epi32(m, k))));
-    tkvi_prefill_store_steps_avx512(
-        _mm512_div_ps(_mm512_mul_ps(_mm512_load_ps(a->q->unit + 16 * v), _mm512_set1_ps(32768.0f)),
-                      _mm512_cvtepi32_ps(_mm512_sllv_epi32(b, k))),
-        f, v);
-    b = _mm512_shuffle_epi32(b, _MM_PERM_DBCA);
-    k = _mm512_shuffle_epi32(k, _MM_PERM_DBCA);
-    TKVI_UNROLL
-    for (j = 0; j < 2; j++) { /* copies b and k to all four channels of their row */
-        const __m512i all =
-            _mm512_broadcast_i32x4(j ? _mm_setr_epi8(4, 5, 4, 5, 4, 5, 4, 5, 12, 13, 12, 13, 12, 13, 12, 13)
-                                     : _mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9));
-        times[j] = _mm512_shuffle_epi8(b, all);
-        shift[j] = _mm512_shuffle_epi8(k, all);
-    }
-    for (c = 0; c < two; c += 4) { /* weight = 128 * hi + lo */
-        __m512i lo[2];
-        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) {
-            y[j] = _mm512_mulhrs_epi16(_mm512_sllv_epi16(y[j], shift[j]), _mm512_slli_epi16(times[j], 7));
-            lo[j] = _mm512_and_si512(y[j], low);
-            y[j] = _mm512_srai_epi16(y[j], 7);
-        }
-        y[0] = _mm512_packs_epi16(y[0], y[1]);
-        lo[0] = _mm512_packs_epi16(lo[0], lo[1]);
-        centre = tkvi_prefill_load4_avx512(a->centre2 + c);
-        squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
-        sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
-        sum[1] = _mm512_dpbusd_epi32(sum[1], centre, lo[0]);
-        _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
-        _mm512_store_si512((void *)(f->w[1] + lanes * c + 64 * v), lo[0]);
-    }
-    TKVI_UNROLL
-    for (j = 0; j < 2; j++) times[j] = _mm512_sllv_epi16(times[j], shift[j]);
-    for (; c < a->coded; c += 4) {
-        tkvi_prefill_rescale_tile_avx512(folded + lanes * c, by + c, y);
-        y[0] = _mm512_packs_epi16(_mm512_mulhrs_epi16(y[0], times[0]), _mm512_mulhrs_epi16(y[1], times[1]));
-        centre = tkvi_prefill_load4_avx512(a->centre2 + c);
-        squares = _mm512_dpbusd_epi32(squares, _mm512_abs_epi8(y[0]), _mm512_abs_epi8(y[0]));
-        sum[0] = _mm512_dpbusd_epi32(sum[0], centre, y[0]);
-        _mm512_store_si512((void *)(f->w[0] + lanes * c + 64 * v), y[0]);
-    }
-    _mm512_store_ps(f->rest + 16 * v,
-                    tkvi_prefill_subtract_middle_avx512(_mm512_setzero_ps(), f, v, sum, 0.5f));
-    /* the largest rounded weight of a row is 127, unless all its weights are 0 */
-    some = _mm512_test_epi32_mask(squares, squares);
-    return two < a->coded && tkvi_prefill_needs_two_avx512(
-                                 a->coarse, _mm512_maskz_mov_ps(some, _mm512_set1_ps((float)TKVI_LIMB_MAX_K)),
-                                 _mm512_cvtepi32_ps(squares), TKVI_LIMB_MAX_K);
-}
-
-/* Adds the part of the answers that does not depend on codes, sum of q rest, for row vector v. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_add_rest_avx512(const tkvi_prefill_k_args *a, int v,
-                                                            tkvi_prefill_fold *f) {
-    const int lanes = a->q->lanes;
-    const uint8_t *order = a->s->order;
-    __m512 rest[4];
-    int c, j;
-    TKVI_UNROLL
-    for (j = 0; j < 4; j++) rest[j] = _mm512_setzero_ps();
-    for (c = 0; c < a->s->pad; c += 4) {
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) {
-            const float *q = a->q->q + (order ? order[c + j] : c + j) * lanes + 16 * v;
-            rest[j] = _mm512_fmadd_ps(_mm512_loadu_ps(q), _mm512_set1_ps(a->rest[c + j]), rest[j]);
-        }
-    }
-    rest[0] = _mm512_add_ps(_mm512_add_ps(rest[0], rest[1]), _mm512_add_ps(rest[2], rest[3]));
-    _mm512_store_ps(f->rest + 16 * v, _mm512_add_ps(_mm512_load_ps(f->rest + 16 * v), rest[0]));
-}
-
-static TKVI_TARGET_AVX512 void tkvi_prefill_fold_k_avx512(const tkvi_prefill_k_args *a,
-                                                          tkvi_prefill_fold *f) {
-    TKVI_ALIGNED int16_t by[TKV_MAX_HEAD_DIM];
-    const int nv = a->q->lanes / 16;
-    int c, v, two = a->n_limbs == 2 ? a->coded : a->wide, two_mask = 0;
-    if (!tkvi_prefill_scale_ratios_avx512(a, by)) {
-        a->q->coded = a->coded;
-        for (v = 0; v < nv; v++) tkvi_prefill_cache_queries_avx512(a, v);
-        for (c = 0; c < a->coded; c++) {
-            const int some = fabsf(a->scale[c]) > 1e-34f;
-            a->q->inverse[c] = some ? (float)TKVI_PREFILL_ONE / a->scale[c] : 0.0f;
-            by[c] = some ? TKVI_PREFILL_ONE : 0;
-        }
-    }
-    for (v = 0; v < nv; v++) two_mask |= tkvi_prefill_round_k_avx512(a, by, v, two, f);
-    if (two_mask) two = a->coded;
-    for (v = 0; v < nv; v++) {
-        if (two_mask) (void)tkvi_prefill_round_k_avx512(a, by, v, two, f);
-        tkvi_prefill_add_rest_avx512(a, v, f);
-    }
-    f->n_second = two / 4;
-}
-
-/* Codes of the four planes of a tile. */
-TKVI_FLAT_AVX512 void tkvi_load_planes_avx512(const int width, const uint8_t *tile, __m512i *y) {
-    __m512i x[4];
-    int p;
-    tkvi_load_tile_avx512(width, 0, 4, tile, 0, x);
-    TKVI_UNROLL
-    for (p = 0; p < 4; p++) y[p] = tkvi_plane_avx512(width, 0, p, x);
-}
-
-#define TKVI_RUN_(width)                                                                                     \
-    for (i = 0; i < s->tiles.n[width]; i++, x += TKVI_TILE_CODES) {                                          \
-        tkvi_load_planes_avx512(width, tile, y);                                                             \
-        tkvi_prefetch_bytes(tile, TKVI_TILE_BYTES(width), ahead);                                            \
-        tile += TKVI_TILE_BYTES(width);                                                                      \
-        TKVI_UNROLL                                                                                          \
-        for (p = 0; p < 4; p++) { _mm512_store_si512((void *)(x + 64 * p), y[p]); }                          \
-    }
-/* Unpacks all tiles to bytes: [tile][64 tokens][4]. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                            uintptr_t ahead, uint8_t *x) {
-    const uint8_t *tile = src;
-    __m512i y[4];
-    int i, p;
-    TKVI_RUN_(8)
-    TKVI_RUN_(6)
-    TKVI_RUN_(5)
-    TKVI_RUN_(4)
-    TKVI_RUN_(3)
-    TKVI_RUN_(2)
-    TKVI_RUN_(1)
-    tkvi_prefetch_bytes(src + s->code_bytes, (int)s->meta_bytes, ahead);
-}
-#undef TKVI_RUN_
-
-/* Replaces zero by zero - ref + centre * scale. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_fold_zeros_avx512(const tkvi_side *s, const uint8_t *centre2,
-                                                              const float *ref, const float *scale,
-                                                              float *zero) {
-    const __m512 half = _mm512_set1_ps(0.5f);
-    int c, g;
-    for (c = 0; c < s->pad; c += 16) {
-        const __m512 middle = _mm512_mul_ps(half, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(
-                                                      (const __m128i *)(const void *)(centre2 + c)))));
-        for (g = 0; g < s->groups; g++) {
-            float *z = zero + g * s->pad + c;
-            _mm512_storeu_ps(z, _mm512_fmadd_ps(_mm512_loadu_ps(scale + g * s->pad + c), middle,
-                                                _mm512_sub_ps(_mm512_loadu_ps(z), _mm512_loadu_ps(ref + c))));
-        }
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                           uintptr_t ahead, tkvi_prefill_queries *q,
-                                                           int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], rest[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t x[TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4];
-    TKVI_ALIGNED uint8_t centre2[TKV_MAX_HEAD_DIM];
-    const int tokens = TKVI_BLOCK / s->groups;
-    tkvi_prefill_fold fold;
-    tkvi_prefill_k_args a;
-    int width, g, c;
-    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_avx512, scale, rest);
-    tkvi_prefill_unpack_k_avx512(s, src, ahead, (uint8_t *)x);
-    for (width = TKVI_MAX_WIDTH, c = 0; width > 0; c += 4 * s->tiles.n[width--])
-        memset(centre2 + c, (1 << width) - 1, (size_t)(4 * s->tiles.n[width]));
-    memset(centre2 + c, 0, (size_t)(s->pad - c));
-    a.coded = c;
-    if (q->coded == 0 || q->order != s->order) { /* most blocks of a head have the same order */
-        q->order = s->order;
-        q->coded = 0;
-        for (c = 0; c < s->pad; c++) q->sorted[c] = q->ref[s->order ? s->order[c] : c];
-    }
-    tkvi_prefill_fold_zeros_avx512(s, centre2, q->sorted, scale, rest);
-    a.s = s;
-    a.q = q;
-    a.centre2 = centre2;
-    a.wide = tkvi_n_wide_positions(s);
-    a.n_limbs = n_limbs;
-    a.coarse = tkvi_coarse_k(s);
-    for (g = 0; g < s->groups; g++) {
-        a.scale = scale + g * s->pad;
-        a.rest = rest + g * s->pad;
-        tkvi_prefill_fold_k_avx512(&a, &fold);
-        tkvi_prefill_dot_k_avx512(&fold, q->lanes, a.coded / 4, x + g * tokens, tokens,
-                                  scores + g * tokens * q->lanes);
-    }
-}
-
-/* Channels of V that have one width and one group. */
-typedef struct tkvi_prefill_v_args {
-    const float *p, *scale, *zero;
-    float centre; /* tkvi_centre of the codes */
-    float middle; /* twice the centre of the signed bytes that are multiplied */
-    float coarse; /* see tkvi_coarse_v */
-    int n_limbs;  /* see tkvi_n_limbs */
-} tkvi_prefill_v_args;
-
-TKVI_FLAT_AVX512 void tkvi_prefill_fold_v_avx512(const tkvi_prefill_v_args *a, const int nv,
-                                                 tkvi_prefill_fold *f) {
-    const int lanes = 16 * nv;
-    TKVI_ALIGNED float rest[TKVI_BLOCK];
-    const __m512i ones = tkvi_splat_bytes_avx512(1);
-    __m512 most[2], sum[2], squares[2], by[2];
-    __m512i all[2][2];
-    int t, v, j, two_mask = a->n_limbs == 2, some = 0;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        const __m512 y = _mm512_loadu_ps(a->scale + t);
-        const __m512 z = _mm512_fmadd_ps(y, _mm512_set1_ps(a->centre), _mm512_loadu_ps(a->zero + t));
-        some |= _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        _mm512_store_ps(rest + t, z);
-    }
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) most[v] = sum[v] = squares[v] = _mm512_setzero_ps();
-    for (t = 0; t < TKVI_BLOCK; t++) {
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            const __m512 y =
-                _mm512_mul_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(a->scale[t]));
-            most[v] = _mm512_max_ps(most[v], y);
-        }
-    }
-    for (t = 0; t < TKVI_BLOCK && a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V);
-         t++) { /* else no row needs two */
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            const __m512 y =
-                _mm512_mul_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(a->scale[t]));
-            squares[v] = _mm512_fmadd_ps(y, y, squares[v]);
-        }
-    }
-    for (t = 0; t < TKVI_BLOCK && some; t++) {
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++)
-            sum[v] =
-                _mm512_fmadd_ps(_mm512_loadu_ps(a->p + t * lanes + 16 * v), _mm512_set1_ps(rest[t]), sum[v]);
-    }
-    if (a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V)) {
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++)
-            two_mask |= tkvi_prefill_needs_two_avx512(a->coarse, most[v], squares[v], TKVI_LIMB_MAX_V);
-    }
-    f->n_second = two_mask ? TKVI_BLOCK / 4 : 0;
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        const float top = two_mask ? (float)TKVI_TWO_LIMBS_MAX : (float)TKVI_LIMB_MAX_V,
-                    first = two_mask ? (float)TKVI_LIMB_MAX_K : (float)TKVI_LIMB_MAX_V;
-        by[v] = tkvi_prefill_inverse_avx512(most[v], top);
-        tkvi_prefill_store_steps_avx512(_mm512_mul_ps(most[v], _mm512_set1_ps(1.0f / first)), f, v);
-        all[v][0] = all[v][1] = _mm512_setzero_si512();
-    }
-    for (t = 0; t < TKVI_BLOCK; t += 4) {
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            __m512i x[4];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(a->p + (t + j) * lanes + 16 * v),
-                                               _mm512_set1_ps(a->scale[t + j]));
-                x[j] = tkvi_nearest_avx512(_mm512_mul_ps(y, by[v]));
-            }
-            if (two_mask) { /* weight = 128 * hi + lo */
-                __m512i lo[4];
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++) {
-                    lo[j] = _mm512_and_si512(x[j], _mm512_set1_epi32(127));
-                    x[j] = _mm512_srli_epi32(x[j], 7);
-                }
-                lo[0] = tkvi_prefill_pack_bytes_avx512(lo);
-                all[v][1] = _mm512_dpbusd_epi32(all[v][1], lo[0], ones);
-                _mm512_store_si512((void *)(f->w[1] + t * lanes + 64 * v), lo[0]);
-            }
-            x[0] = tkvi_prefill_pack_bytes_avx512(x);
-            all[v][0] = _mm512_dpbusd_epi32(all[v][0], x[0], ones);
-            _mm512_store_si512((void *)(f->w[0] + t * lanes + 64 * v), x[0]);
-        }
-    }
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++)
-        _mm512_store_ps(f->rest + 16 * v,
-                        tkvi_prefill_subtract_middle_avx512(sum[v], f, v, all[v], 0.5f * a->middle));
-}
-
-/* Unpacks a slab of 16 channels, or of 32 if lanes are pairs, to signed bytes:
- * [16 channels][quad of tokens][channel][4 tokens]. */
-TKVI_FLAT_AVX512 void tkvi_prefill_unpack_slab_avx512(const tkvi_side *s, const int width,
-                                                      const uint8_t *tile, int8_t *x) {
-    const int pairs = s->pairs && width == 3, levels = s->levels && width <= 4;
-    __m512i y[4], table = _mm512_setzero_si512(), upper = table;
-    int i, p;
-    if (levels) table = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 0));
-    if (pairs) upper = tkvi_load_table_avx512(s->levels + tkvi_level_table(s, width, 1));
-    for (i = 0; i < 4; i++, x += TKVI_TILE_CODES) {
-        tkvi_load_planes_avx512(width, tile, y);
-        tile += TKVI_TILE_BYTES(width);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) {
-            int8_t *to = x + 64 * p;
-            if (pairs)
-                _mm512_store_si512((void *)(to + 4 * TKVI_TILE_CODES), _mm512_shuffle_epi8(upper, y[p]));
-            if (levels) y[p] = _mm512_shuffle_epi8(table, y[p]);
-            else if (width == 8) y[p] = _mm512_xor_si512(y[p], tkvi_splat_bytes_avx512(128));
-            _mm512_store_si512((void *)to, y[p]);
-        }
-    }
-}
-
-#define TKVI_RUN_(bits)                                                                                      \
-    case bits: tkvi_prefill_unpack_slab_avx512(s, bits, tile, x); break;
-static TKVI_TARGET_AVX512 void tkvi_prefill_unpack_v_avx512(const tkvi_side *s, int width,
-                                                            const uint8_t *tile, int8_t *x) {
-    switch (width) {
-        TKVI_RUN_(1)
-        TKVI_RUN_(2)
-        TKVI_RUN_(3)
-        TKVI_RUN_(4)
-        TKVI_RUN_(5)
-        TKVI_RUN_(6)
-        TKVI_RUN_(8)
-    default: break;
-    }
-}
-#undef TKVI_RUN_
-
-static TKVI_TARGET_AVX512 void tkvi_prefill_tiles_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                           uintptr_t ahead, const float *p, int lanes, int n,
-                                                           int n_limbs, float *out) {
-    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED int32_t x[2 * TKVI_TILE_CODES];
-    const uint8_t *tile = src;
-    tkvi_prefill_fold fold;
-    tkvi_prefill_v_args a;
-    int width, i, c, slab = 0;
-    s->format->side[TKV_V].meta(s, src, &tkvi_simd_ops_avx512, scale, zero);
-    a.p = p;
-    a.n_limbs = n_limbs;
-    tkvi_prefetch_bytes(src + s->code_bytes, (int)s->meta_bytes, ahead);
-    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int slabs = tkvi_slab_channels(s, width) / 16;
-        for (i = 0; i < s->tiles.n[width]; i += 4, slab += slabs) {
-            if (i == 0 || slab * 16 % s->group == 0) { /* another width or another group */
-                a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
-                a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
-                a.centre = tkvi_centre(s, width);
-                a.middle = s->levels ? 0.0f : (float)((1 << width) - 1 - (width == 8 ? 256 : 0));
-                a.coarse = tkvi_coarse_v(s, width);
-                if (lanes > 16) tkvi_prefill_fold_v_avx512(&a, 2, &fold);
-                else tkvi_prefill_fold_v_avx512(&a, 1, &fold);
-            }
-            tkvi_prefill_unpack_v_avx512(s, width, tile, (int8_t *)x);
-            tkvi_prefetch_bytes(tile, 4 * TKVI_TILE_BYTES(width), ahead);
-            tile += 4 * TKVI_TILE_BYTES(width);
-            for (c = 0; c < slabs; c++, out += 16 * lanes)
-                tkvi_prefill_dot_v_avx512(&fold, lanes, (n + 15) / 16 * 4, x + c * TKVI_TILE_CODES, 16, out);
-        }
-    }
-}
-
-/* >>softmax, rotation, layout */
-#define TKVI_LOG2E 1.44269502f
-/* exp(s - m / log2 e): the caller has multiplied m by log2 e. The result is 0 where s - m / log2 e is below -86.6.
- * It has two multiplications fewer than tkvi_exp_avx512. */
-TKVI_FLAT_AVX512 __m512 tkvi_prefill_exp_avx512(__m512 s, __m512 m) {
-    const __m512 x = _mm512_fmsub_ps(s, _mm512_set1_ps(TKVI_LOG2E), m);
-    const __m512 n = _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); /* rounds like vrndscaleps */
-    const __m512 r = _mm512_sub_ps(x, n);
-    const __m512 y = TKVI_EXP2_FRACTION(_mm512_set1_ps, _mm512_fmadd_ps, r);
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_GE_OQ), y, n);
-}
-
-static TKVI_TARGET_AVX512 int tkvi_prefill_softmax_step_avx512(const tkvi_softmax_args *w) {
-    const __m512 hidden = _mm512_set1_ps(TKVI_HIDDEN);
-    int v, t, k, shrinks = 0;
-    for (v = 0; v < w->lanes; v += 16) {
-        float *s = w->s + v;
-        __m512 tops[4], most, m = _mm512_loadu_ps(w->m + v), by = _mm512_set1_ps(1.0f), sum, top, squares;
-        __mmask16 grows, before;
-        TKVI_UNROLL
-        for (t = 0; t < 4; t++) tops[t] = hidden;
-        if (w->low) {
-            const __m512i low = _mm512_loadu_si512((const void *)(w->low + v));
-            const __m512i high = _mm512_loadu_si512((const void *)(w->high + v));
-            for (t = 0; t < TKVI_BLOCK; t++) {
-                const __m512i at = _mm512_set1_epi32(t);
-                const __mmask16 sees =
-                    _mm512_mask_cmp_epi32_mask(_mm512_cmpge_epi32_mask(at, low), at, high, _MM_CMPINT_LT);
-                const __m512 x = _mm512_mask_mov_ps(hidden, sees, _mm512_loadu_ps(s + t * w->lanes));
-                _mm512_storeu_ps(s + t * w->lanes, x);
-                tops[0] = _mm512_max_ps(tops[0], x);
-            }
-        } else {
-            for (t = 0; t < TKVI_BLOCK; t += 4) {
-                TKVI_UNROLL
-                for (k = 0; k < 4; k++)
-                    tops[k] = _mm512_max_ps(tops[k], _mm512_loadu_ps(s + (t + k) * w->lanes));
-            }
-        }
-        most = _mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3]));
-        grows = _mm512_cmp_ps_mask(most, _mm512_add_ps(m, _mm512_set1_ps(TKVI_MAX_SLACK)), _CMP_GT_OQ);
-        before = _mm512_mask_cmp_ps_mask(grows, m, hidden, _CMP_GT_OQ);
-        if (before) by = _mm512_mask_mov_ps(by, before, tkvi_exp_avx512(_mm512_sub_ps(m, most)));
-        _mm512_storeu_ps(w->shrink + v, by);
-        shrinks |= before;
-        m = _mm512_mask_mov_ps(m, grows, most);
-        _mm512_storeu_ps(w->m + v, m);
-        /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
-        top = _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(m, hidden, _CMP_GT_OQ), m, _mm512_set1_ps(TKVI_LOG2E));
-        sum = squares = _mm512_setzero_ps();
-        for (t = 0; t < TKVI_BLOCK; t++) {
-            const __m512 y = tkvi_prefill_exp_avx512(_mm512_loadu_ps(s + t * w->lanes), top);
-            _mm512_storeu_ps(s + t * w->lanes, y);
-            sum = _mm512_add_ps(sum, y);
-        }
-        _mm512_storeu_ps(w->l + v, _mm512_fmadd_ps(_mm512_loadu_ps(w->l + v), by, sum));
-        if (!w->far_attention) continue;
-        for (t = 0; t < TKVI_BLOCK && w->sampled_lanes; t++) {
-            const __m512 y = _mm512_loadu_ps(s + t * w->lanes);
-            squares = _mm512_fmadd_ps(y, y, squares);
-        }
-        if (w->sampled_lanes) squares = _mm512_mul_ps(squares, _mm512_loadu_ps(w->sampled_lanes + v));
-        by = _mm512_mul_ps(by, by);
-        _mm512_storeu_ps(w->far_attention + v,
-                         _mm512_fmadd_ps(_mm512_loadu_ps(w->far_attention + v), by, squares));
-    }
-    return shrinks != 0;
-}
-
-static TKVI_TARGET_AVX512 void tkvi_prefill_shrink_avx512(float *x, int n, int lanes, const float *by) {
-    int i, v;
-    for (i = 0; i < n; i++, x += lanes)
-        for (v = 0; v < lanes; v += 16)
-            _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), _mm512_loadu_ps(by + v)));
-}
-
-/* tkvi_butterflies of core/rotate.h, with rows in lanes. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_butterflies_avx512(float *x, int n, int lanes) {
-    int h, i, j, v;
-    for (h = 1; h < n; h *= 2)
-        for (i = 0; i < n; i += 2 * h)
-            for (j = i; j < i + h; j++)
-                for (v = 0; v < lanes; v += 16) {
-                    float *at = x + j * lanes + v, *to = at + h * lanes;
-                    __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(to);
-                    tkvi_butterfly_avx512(&a, &b);
-                    _mm512_storeu_ps(at, a);
-                    _mm512_storeu_ps(to, b);
-                }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_prefill_rotate_back_avx512(float *x, int dim, int lanes) {
-    const int k = tkvi_log2_floor(dim), n = 1 << k;
-    int i, v;
-    if (n < dim) {
-        tkvi_prefill_butterflies_avx512(x + (dim - n) * lanes, n, lanes);
-        for (i = (dim - n) * lanes; i < dim * lanes; i += 16)
-            _mm512_storeu_ps(x + i,
-                             _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(tkvi_hadamard_norm[k])));
-    }
-    tkvi_prefill_butterflies_avx512(x, n, lanes);
-    for (i = 0; i < dim; i++) {
-        const float sign = tkvi_signs[i / 32] >> i % 32 & 1 ? -1.0f : 1.0f;
-        const __m512 by = _mm512_set1_ps(i < n ? sign * tkvi_hadamard_norm[k] : sign);
-        for (v = i * lanes; v < (i + 1) * lanes; v += 16)
-            _mm512_storeu_ps(x + v, _mm512_mul_ps(_mm512_loadu_ps(x + v), by));
-    }
-}
-
-/* 16 x 16 floats at a time. */
-static TKVI_TARGET_AVX512 void tkvi_prefill_transpose_avx512(const float *x, int x_stride, int n, float *y,
-                                                             int y_stride) {
-    int i, r, k;
-    for (i = 0; i < n; i += 16) {
-        __m512 a[16], b[16];
-        TKVI_UNROLL
-        for (r = 0; r < 16; r++) a[r] = _mm512_loadu_ps(x + r * x_stride + i);
-        TKVI_UNROLL
-        for (r = 0; r < 16; r += 2) {
-            b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
-            b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
-        }
-        TKVI_UNROLL
-        for (r = 0; r < 16; r += 4)
-            for (k = 0; k < 2; k++) {
-                const __m512d lo = _mm512_castps_pd(b[r + k]), hi = _mm512_castps_pd(b[r + k + 2]);
-                a[r + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi));
-                a[r + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi));
-            }
-        TKVI_UNROLL
-        for (k = 0; k < 4; k++) { /* a[4 q + k] has columns k, 4 + k, 8 + k, 12 + k of rows 4 q .. 4 q + 3 */
-            const __m512 s = _mm512_shuffle_f32x4(a[k], a[4 + k], 0x44),
-                         t = _mm512_shuffle_f32x4(a[k], a[4 + k], 0xee);
-            const __m512 u = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0x44),
-                         w = _mm512_shuffle_f32x4(a[8 + k], a[12 + k], 0xee);
-            _mm512_storeu_ps(y + (i + k) * y_stride, _mm512_shuffle_f32x4(s, u, 0x88));
-            _mm512_storeu_ps(y + (i + k + 4) * y_stride, _mm512_shuffle_f32x4(s, u, 0xdd));
-            _mm512_storeu_ps(y + (i + k + 8) * y_stride, _mm512_shuffle_f32x4(t, w, 0x88));
-            _mm512_storeu_ps(y + (i + k + 12) * y_stride, _mm512_shuffle_f32x4(t, w, 0xdd));
-        }
-    }
-}
-
-static void tkvi_prefill_k_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                  tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
-    const uintptr_t ahead = tkvi_prefetch_distance(src, next);
-    if (tkvi_is_exact(s->format))
-        tkvi_prefill_exact_k_avx512(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else tkvi_prefill_tiles_k_avx512(s, src, ahead, q, n_limbs, scores);
-}
-
-static void tkvi_prefill_v_avx512(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                  int lanes, int n, int n_limbs, float *out) {
-    const uintptr_t ahead = tkvi_prefetch_distance(src, next);
-    if (tkvi_is_exact(s->format)) tkvi_prefill_exact_v_avx512(s, src, ahead, p, lanes, n, out);
-    else tkvi_prefill_tiles_v_avx512(s, src, ahead, p, lanes, n, n_limbs, out);
-}
-
-static const tkvi_prefill tkvi_prefill_avx512 = {
-    tkvi_prefill_k_avx512,      tkvi_prefill_v_avx512,           tkvi_prefill_softmax_step_avx512,
-    tkvi_prefill_shrink_avx512, tkvi_prefill_rotate_back_avx512, tkvi_prefill_transpose_avx512};
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-
-#endif /* TKVI_AVX512 */
-
-/* The prefill kernels of an instruction set. NULL: it has none, and the caller uses its kernels for 8 rows. */
-static const tkvi_prefill *tkvi_prefill_of(tkv_isa isa) {
-#ifdef TKVI_AVX512
-    if (isa == TKV_ISA_AVX512) return &tkvi_prefill_avx512;
-#endif
-    (void)isa;
-    return NULL;
-}
-
-#endif /* TKVI_KERNELS_PREFILL_AVX512_H */
 /* ======== rules/pressure.h ======== */
 /*
  * rules/pressure.h - the pressure controller. It turns a stream of pressures (bytes held / bytes allowed) into a
@@ -27920,7 +29564,7 @@ static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *ref
     if (is_first) tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
     else if (TKVI_HAS_MOVES) tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
     if (is_first && u->call->plain) u->call->plain->is_set = 0;
-    q->coded = 0;
+    q->order = NULL;
 }
 
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
@@ -28128,7 +29772,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
                 return NULL;
         }
     }
-    return tkvi_prefill_of(kv->kernels->isa);
+    return kv->kernels->prefill;
 }
 
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without

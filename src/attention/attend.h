@@ -31,7 +31,7 @@
 #define TKVI_ATTENTION_ATTEND_H
 
 #include "cache/consumers.h"
-#include "kernels/prefill_avx512.h"
+#include "kernels/dispatch.h"
 #include "reclaim/discard.h"
 
 /* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
@@ -1260,7 +1260,7 @@ static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *ref
     if (is_first) tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
     else if (TKVI_HAS_MOVES) tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
     if (is_first && u->call->plain) u->call->plain->is_set = 0;
-    q->coded = 0;
+    q->order = NULL;
 }
 
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
@@ -1468,7 +1468,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
                 return NULL;
         }
     }
-    return tkvi_prefill_of(kv->kernels->isa);
+    return kv->kernels->prefill;
 }
 
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without

@@ -9,6 +9,7 @@
 #include "kernels/decode_x86.h"
 #include "kernels/groups_x86.h"
 #include "kernels/values_x86.h"
+#include "kernels/prefill.h"
 #include "kernels/tiles.h"
 
 #ifdef TKVI_X86
@@ -947,6 +948,7 @@ static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8
 
 /* >>tiles */
 #include "kernels/tiles.inc"
+#include "kernels/prefill.inc"
 
 static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
@@ -963,6 +965,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
     tkvi_softmax_step_avx2,
+    &tkvi_prefill_avx2,
 };
 
 #include "kernels/simd_end.inc"

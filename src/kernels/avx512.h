@@ -861,6 +861,7 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
 
 /* >>tiles */
 #include "kernels/tiles.inc"
+#include "kernels/prefill.inc"
 
 /* Four rows at once. Missing rows repeat the last one. */
 static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
@@ -912,6 +913,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
     tkvi_softmax_step_avx512,
+    &tkvi_prefill_avx512,
 };
 
 #include "kernels/simd_end.inc"

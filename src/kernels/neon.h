@@ -39,6 +39,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return vdupq_n_f32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return vaddq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return vsubq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) { return vdivq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
@@ -48,6 +49,21 @@ TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
+}
+
+TKVI_FLAT_128 tkvi_f4 tkvi_above_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 x, tkvi_f4 y) {
+    return vbslq_f32(vcgtq_f32(a, b), x, y);
+}
+TKVI_FLAT_128 int tkvi_any_above_128(tkvi_f4 a, tkvi_f4 b) { return vmaxvq_u32(vcgtq_f32(a, b)) != 0; }
+
+/* Transposes 4 x 4 floats. */
+TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+    const float32x4x2_t a = vzipq_f32(vld1q_f32(x), vld1q_f32(x + 2 * x_stride));
+    const float32x4x2_t b = vzipq_f32(vld1q_f32(x + x_stride), vld1q_f32(x + 3 * x_stride));
+    vst1q_f32(y, vzip1q_f32(a.val[0], b.val[0]));
+    vst1q_f32(y + y_stride, vzip2q_f32(a.val[0], b.val[0]));
+    vst1q_f32(y + 2 * y_stride, vzip1q_f32(a.val[1], b.val[1]));
+    vst1q_f32(y + 3 * y_stride, vzip2q_f32(a.val[1], b.val[1]));
 }
 
 /* Four horizontal sums. */
@@ -77,6 +93,8 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
 
 /* Four signed bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
@@ -142,6 +160,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_sums int32x4_t
 #define tkvi_sums_zero() vdupq_n_s32(0)
 #define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
 #define tkvi_dot_k(sum, codes, u, r)                                                                         \
     TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
 #define tkvi_dot_v(sum, codes, u, r)                                                                         \
@@ -168,6 +187,37 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
 #define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
+
+/* Rows in lanes (kernels/prefill.inc): a vector has the codes of four tokens. u, v: the weights' limbs. */
+#define TKVI_ROW_VECTORS 4
+#define TKVI_ROW_TOKENS 4
+#define TKVI_ROWS_NEW(j) ((j) == 0)
+#define tkvi_rows_codes(x) vreinterpretq_u8_s32(vld1q_s32(x))
+#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_dot_k(sum, w, codes, j)
+#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, w, codes, j)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
+    ((void)(odd),                                                                                            \
+     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j),       \
+                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j)))
+#define tkvi_pack_rows_k(x) tkvi_pack_rows_128(x)
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_128(x)
+#define tkvi_pack_rows_even(x) tkvi_pack_limb_128(x, 1)
+#define tkvi_pack_rows_odd(x) tkvi_pack_limb_128(x, 0)
+
+/* The low bytes of four integers each, transposed: lane l has those of x[0][l] .. x[3][l]. */
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_rows_128(const tkvi_i4 *x) {
+    static const uint8_t order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(x[0]), vreinterpretq_s16_s32(x[1]));
+    const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(x[2]), vreinterpretq_s16_s32(x[3]));
+    return vqtbl1q_u8(vuzp1q_u8(vreinterpretq_u8_s16(a), vreinterpretq_u8_s16(b)), vld1q_u8(order));
+}
+
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_limb_128(const tkvi_i4 *x, const int high) {
+    tkvi_i4 y[4];
+    int i;
+    for (i = 0; i < 4; i++) y[i] = high ? vshrq_n_s32(x[i], 7) : vandq_s32(x[i], vdupq_n_s32(127));
+    return tkvi_pack_rows_128(y);
+}
 
 typedef struct tkvi_limb_sums {
     int32x4_t high, low;

@@ -2,23 +2,22 @@
  * kernels/prefill.h - the interface of kernels for prefill: attention of up to 32 query rows of a prompt at once.
  *
  * The kernels of kernels/scalar.h take 8 rows, and their vector lanes are tokens or channels. They fold scales
- * into each row, round the weights, and sum across vectors. Here the lanes are query rows, 16 to a vector, and
- * no sum crosses a vector. Codes are unpacked to bytes once for all lanes. Then four neighbouring codes at a
- * time are broadcast:
+ * into each row, round the weights, and sum across vectors. Here the lanes are query rows, and no sum crosses a
+ * vector. Codes are unpacked to bytes once for all lanes. Then four neighbouring codes at a time are broadcast:
  *
  *     scores[token][lanes]  = sum over tiles   of  weights[tile][lanes] . code[tile][token]
  *     out[channel][lanes]  += sum over quads   of  p[quad of tokens][lanes] . code[quad][channel]
  *
  * The arithmetic is that of kernels/scalar.h: weights of 8 bits, or of 15 where one limb is too coarse. One
- * difference: all lanes have two limbs as soon as one row needs them. There is no scalar version. An instruction
- * set without prefill kernels uses those of kernels/scalar.h.
+ * difference: all lanes have two limbs as soon as one row needs them. kernels/prefill.inc has the kernels of all
+ * instruction sets. There is no scalar version: the kernels of kernels/scalar.h stand in.
  *
  * Order of loops: FlashAttention-2 (arXiv 2307.08691). As in FlashAttention-4, the maximum moves only when it must.
  */
 #ifndef TKVI_KERNELS_PREFILL_H
 #define TKVI_KERNELS_PREFILL_H
 
-#include "kernels/dispatch.h"
+#include "kernels/scalar.h"
 
 #define TKVI_PREFILL 32          /* the most rows */
 #define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
@@ -35,19 +34,15 @@ typedef struct tkvi_softmax_args {
     const float *sampled_lanes; /* 1: this block counts for far_attention; 0: it does not; NULL: all 0 */
 } tkvi_softmax_args;
 
-/* Rows of queries, and a cache of folded queries that k keeps from block to block. */
+/* Rows of queries. */
 typedef struct tkvi_prefill_queries {
     TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel, not reordered][lanes] */
     TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
     int lanes;
-    TKVI_ALIGNED float sorted[TKV_MAX_HEAD_DIM]; /* ref by position in `order`, valid if coded > 0 */
-    /* Queries folded with the scales of an earlier block, as integers. Later blocks mostly have similar scales. One
-     * multiplication then makes their weights from these integers. */
-    TKVI_ALIGNED int16_t folded[TKVI_PREFILL_FLOATS]; /* by position, in a layout private to k */
-    TKVI_ALIGNED float inverse[TKV_MAX_HEAD_DIM];     /* 16384 / that scale; 0 if it is below 1e-34 */
-    TKVI_ALIGNED float unit[TKVI_PREFILL];            /* value of one count after that multiplication */
-    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: none */
-    int coded;            /* number of positions with codes; 0: nothing is cached yet */
+    /* The same in the order of positions, which most blocks of a head share. */
+    TKVI_ALIGNED float sorted_q[TKVI_PREFILL_FLOATS];
+    TKVI_ALIGNED float sorted_ref[TKV_MAX_HEAD_DIM];
+    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: nothing is sorted */
 } tkvi_prefill_queries;
 
 typedef struct tkvi_prefill {
@@ -64,8 +59,78 @@ typedef struct tkvi_prefill {
     void (*transpose)(const float *x, int x_stride, int n, float *y, int y_stride);
 } tkvi_prefill;
 
+/* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
+enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
+
+/* Folded and rounded weights of all rows. An answer is wide_by * sum of the products of two limbs + by * sum of those
+ * of one limb + rest. */
+typedef struct tkvi_prefill_fold {
+    /* [quad of channels or tokens][lanes]: four bytes of one limb, or two weights of two limbs; odd_w: the others */
+    TKVI_ALIGNED int32_t w[TKVI_PREFILL_FLOATS / 4], odd_w[TKVI_PREFILL_FLOATS / 4];
+    TKVI_ALIGNED float by[TKVI_PREFILL], wide_by[TKVI_PREFILL], rest[TKVI_PREFILL];
+    int n_wide; /* the first quads have two limbs */
+} tkvi_prefill_fold;
+
+/* The products of a pass: a few vectors of rows. */
+typedef struct tkvi_prefill_products {
+    const int32_t *w, *odd_w; /* as in tkvi_prefill_fold, from the first row of the pass on */
+    const float *by, *wide_by, *rest;
+    const uint8_t *run; /* numbers of quads whose products by one limb fit into a sum, up to a 0 */
+    int n_wide, lanes;
+    int add;  /* 1: answers are added to what is there */
+    int step; /* from the codes of a quad to those of the next; in int32_t, as all distances here */
+    int odd;  /* from codes for two limbs to their odd bytes */
+} tkvi_prefill_products;
+
+/* One group of tokens of a block. */
+typedef struct tkvi_prefill_k_args {
+    const float *q;            /* [position][lanes] */
+    const float *scale, *zero; /* by position. zero: less the reference, plus the centre of the codes */
+    int lanes, pad;
+    int end[TKVI_MAX_WIDTH + 1]; /* end of the positions with codes of so many bits; widest first */
+    int wide, n_limbs;           /* the first `wide` positions have two limbs; n_limbs: see tkvi_n_limbs */
+    float coarse;                /* see tkvi_coarse_k */
+} tkvi_prefill_k_args;
+
+/* Channels of V that have one width and one group. */
+typedef struct tkvi_prefill_v_args {
+    const float *p, *scale, *zero; /* p: [token][lanes] */
+    int lanes, is_wide;            /* is_wide: 1: two limbs */
+    float centre;                  /* tkvi_centre of the codes */
+    int middle;                    /* twice the centre of the codes that are multiplied */
+    float coarse;                  /* see tkvi_coarse_v */
+} tkvi_prefill_v_args;
+
 static int tkvi_prefill_lanes(int pad) {
     return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
+}
+
+static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
+
+/* Sorts queries and reference by position. */
+static void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
+    int c;
+    if (!s->order || q->order == s->order) return;
+    q->order = s->order;
+    for (c = 0; c < s->pad; c++) {
+        memcpy(q->sorted_q + c * q->lanes, q->q + s->order[c] * q->lanes, (size_t)q->lanes * sizeof *q->q);
+        q->sorted_ref[c] = q->ref[s->order[c]];
+    }
+}
+
+/* Adds n quads to a list of runs. each: the most that a quad adds to a sum; room: what fits into the last run. */
+static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, int *room) {
+    while (n > 0) {
+        const int m = tkvi_min(n, *room / each);
+        *run = (uint8_t)(*run + m);
+        *room -= m * each;
+        n -= m;
+        if (n > 0) {
+            if (*run) *++run = 0;
+            *room = most;
+        }
+    }
+    return run;
 }
 
 #endif /* TKVI_KERNELS_PREFILL_H */

@@ -40,6 +40,21 @@
 #define TKVI_UNROLL
 #endif
 
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd belong to an instruction set. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
+
+/* Keeps a compiler from holding memory in registers from here on. */
+#if defined(__GNUC__) || defined(__clang__)
+#define tkvi_forget_memory() __asm__ volatile("" ::: "memory")
+#else
+#define tkvi_forget_memory() ((void)0)
+#endif
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */
@@ -70,6 +85,7 @@ typedef struct tkvi_kernels {
      * and sum[r] is the sum of p. A row that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees a
      * key. */
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
+    const struct tkvi_prefill *prefill; /* kernels for many rows, or NULL */
 } tkvi_kernels;
 
 #define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
@@ -386,6 +402,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
     tkvi_softmax_step_scalar,
+    NULL,
 };
 
 #endif /* TKVI_KERNELS_SCALAR_H */

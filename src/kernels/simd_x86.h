@@ -77,6 +77,56 @@ TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
     _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(x, order));
 }
 
+/* a + b of sums that live in a loop. gcc otherwise copies them from register to register. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define TKVI_ADD_IN_PLACE(add, bits, a, b)                                                                   \
+    __asm__("vpadd" bits "\t{%1, %0, %0|%0, %0, %1}" : "+x"(a) : "x"(b))
+#else
+#define TKVI_ADD_IN_PLACE(add, bits, a, b) a = add(a, b)
+#endif
+TKVI_FLAT_AVX2 __m256i tkvi_add_16_avx2(__m256i a, __m256i b) {
+    TKVI_ADD_IN_PLACE(_mm256_add_epi16, "w", a, b);
+    return a;
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_add_32_avx2(__m256i a, __m256i b) {
+    TKVI_ADD_IN_PLACE(_mm256_add_epi32, "d", a, b);
+    return a;
+}
+
+/* Joins weights of four channels or tokens: lane l of the result has the bytes x[0][l], x[1][l], x[2][l], x[3][l]. */
+TKVI_FLAT_AVX2 __m256i tkvi_pack_rows_avx2(const __m256i *x, const int is_signed) {
+    const __m256i order = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
+                                           1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m256i a = _mm256_packs_epi32(x[0], x[1]), b = _mm256_packs_epi32(x[2], x[3]);
+    return _mm256_shuffle_epi8(is_signed ? _mm256_packs_epi16(a, b) : _mm256_packus_epi16(a, b), order);
+}
+
+/* Transposes 8 x 8 floats. */
+TKVI_FLAT_AVX2 void tkvi_transpose_avx2(const float *x, int x_stride, float *y, int y_stride) {
+    __m256 a[8], b[8];
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(x + i * x_stride);
+    TKVI_UNROLL
+    for (i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    TKVI_UNROLL
+    for (i = 0; i < 8; i += 4) { /* a[i + k]: columns k and k + 4, rows i .. i + 3 */
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+    TKVI_UNROLL
+    for (i = 0; i < 4; i++) {
+        _mm256_storeu_ps(y + i * y_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_storeu_ps(y + (i + 4) * y_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+
 #ifdef TKVI_AVX512
 TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
@@ -118,6 +168,13 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
 
 TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
     return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_pack_rows_avx512(const __m512i *x, const int is_signed) {
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i a = _mm512_packs_epi32(x[0], x[1]), b = _mm512_packs_epi32(x[2], x[3]);
+    return _mm512_shuffle_epi8(is_signed ? _mm512_packs_epi16(a, b) : _mm512_packus_epi16(a, b), order);
 }
 
 /* Stores 16 weights of a row. */

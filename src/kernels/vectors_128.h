@@ -10,6 +10,7 @@
 #define TKVI_KERNELS_VECTORS_128_H
 
 #include "kernels/neon.h"
+#include "kernels/prefill.h"
 #include "kernels/tiles.h"
 #include "kernels/wasm.h"
 
@@ -232,6 +233,7 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_SAVE4_V_
 
 #include "kernels/tiles.inc"
+#include "kernels/prefill.inc"
 
 static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
     return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
@@ -248,6 +250,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
     tkvi_exp64_128,
     tkvi_max64_128,
     tkvi_softmax_step_128,
+    &tkvi_prefill_128,
 };
 
 #include "kernels/simd_end.inc"

@@ -38,11 +38,29 @@ TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_div(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
     return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+
+TKVI_FLAT_128 tkvi_f4 tkvi_above_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 x, tkvi_f4 y) {
+    return wasm_v128_bitselect(x, y, wasm_f32x4_gt(a, b));
+}
+TKVI_FLAT_128 int tkvi_any_above_128(tkvi_f4 a, tkvi_f4 b) { return wasm_v128_any_true(wasm_f32x4_gt(a, b)); }
+
+/* Transposes 4 x 4 floats. */
+TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+    const v128_t x0 = wasm_v128_load(x), x1 = wasm_v128_load(x + x_stride);
+    const v128_t x2 = wasm_v128_load(x + 2 * x_stride), x3 = wasm_v128_load(x + 3 * x_stride);
+    const v128_t a = wasm_i32x4_shuffle(x0, x1, 0, 4, 1, 5), b = wasm_i32x4_shuffle(x0, x1, 2, 6, 3, 7);
+    const v128_t c = wasm_i32x4_shuffle(x2, x3, 0, 4, 1, 5), d = wasm_i32x4_shuffle(x2, x3, 2, 6, 3, 7);
+    wasm_v128_store(y, wasm_i64x2_shuffle(a, c, 0, 2));
+    wasm_v128_store(y + y_stride, wasm_i64x2_shuffle(a, c, 1, 3));
+    wasm_v128_store(y + 2 * y_stride, wasm_i64x2_shuffle(b, d, 0, 2));
+    wasm_v128_store(y + 3 * y_stride, wasm_i64x2_shuffle(b, d, 1, 3));
+}
 
 /* Four horizontal sums. */
 TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
@@ -104,6 +122,8 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
 }
+
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
 
 /* Four signed bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
@@ -168,6 +188,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_sums v128_t
 #define tkvi_sums_zero() wasm_i32x4_const_splat(0)
 #define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
 #define tkvi_dot_k(sum, codes, u, r) ((void)(codes), (void)(u), sum)
 #define tkvi_dot_v(sum, codes, u, r) ((void)(codes), (void)(u), sum)
 #define tkvi_dot_levels(sum, levels, u, r) ((void)(levels), (void)(u), sum)
@@ -190,6 +211,23 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
     wasm_i32x4_add(wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(even, u)), wasm_i32x4_dot_i16x8(odd, v))
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((w) + (r) * (stride), k)
+
+/* Rows in lanes (kernels/prefill.inc). */
+#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_TOKENS 4
+#define TKVI_ROWS_NEW(j) 1
+#define tkvi_rows_codes(x) wasm_v128_load32_splat(x)
+#define tkvi_rows_dot_k(sum, codes, w, j) ((void)(codes), (void)(w), sum)
+#define tkvi_rows_dot_v(sum, codes, w, j) ((void)(codes), (void)(w), sum)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) tkvi_dot_wide(sum, even, odd, u, v, 0)
+#define tkvi_pack_rows_k(x) (x)[0]
+#define tkvi_pack_rows_v(x) (x)[0]
+#define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
+#define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
+
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_pairs_128(tkvi_i4 a, tkvi_i4 b) {
+    return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+}
 
 /* Stores 16 weights of a row. */
 TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
