@@ -9291,6 +9291,7 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
 
 /* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows. x: codes in memory. */
+#define tkvi_hide(sum) ((void)0)
 #define TKVI_ROW_VECTORS 2
 #define TKVI_ROW_TOKENS 4
 #define TKVI_ROWS_NEW(j) 1 /* 1: token j needs a vector of codes of its own */
@@ -9536,6 +9537,8 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_EACH_WIDE_VECTORS_
 #undef TKVI_BY_WIDE_VECTORS_
 #undef TKVI_WIDE_VECTORS
+#undef TKVI_ROW_HIDE_
+#undef tkvi_hide
 /* ======== kernels/values_x86.h ======== */
 
 /* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -9794,6 +9797,12 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define TKVI_V_COLUMN(v, part) 0
 #define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
 #define tkvi_keep(sum)
+/* Hides the later use of a sum as 32-bit lanes: gcc 12 otherwise converts it inside the loop and keeps two copies. */
+#if defined(__GNUC__)
+#define tkvi_hide(sum) __asm__("" : "+v"(sum))
+#else
+#define tkvi_hide(sum) ((void)0)
+#endif
 #define tkvi_keep_pointer(p)
 
 /* Weights of one limb: bytes, [row][position]. */
@@ -10075,6 +10084,8 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_EACH_WIDE_VECTORS_
 #undef TKVI_BY_WIDE_VECTORS_
 #undef TKVI_WIDE_VECTORS
+#undef TKVI_ROW_HIDE_
+#undef tkvi_hide
 /* ======== kernels/values_x86.h ======== */
 
 /* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -10727,6 +10738,7 @@ typedef struct tkvi_weights_k {
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
 
 /* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows. x: codes in memory. */
+#define tkvi_hide(sum) ((void)0)
 #define TKVI_ROW_VECTORS 2
 #define TKVI_ROW_TOKENS 4
 #define TKVI_ROWS_NEW(j) 1 /* 1: token j needs a vector of codes of its own */
@@ -12332,6 +12344,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
         odd = tkvi_rows_codes(x + d->odd + j);                                                               \
     }                                                                                                        \
     sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
+#define TKVI_ROW_HIDE_(sum, v, j) tkvi_hide(sum);
 #define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
 #define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
 #define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
@@ -12363,6 +12376,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
             TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
         }
+        TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
         TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
         if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
         if (run[1]) {
@@ -12399,6 +12413,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         }
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
+    TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
         by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
@@ -13137,6 +13152,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_EACH_WIDE_VECTORS_
 #undef TKVI_BY_WIDE_VECTORS_
 #undef TKVI_WIDE_VECTORS
+#undef TKVI_ROW_HIDE_
+#undef tkvi_hide
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -13260,6 +13277,12 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define TKVI_V_COLUMN(v, part) 0
 #define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
 #define tkvi_keep(sum)
+/* Hides the later use of a sum as 32-bit lanes: gcc 12 otherwise converts it inside the loop and keeps two copies. */
+#if defined(__GNUC__)
+#define tkvi_hide(sum) __asm__("" : "+v"(sum))
+#else
+#define tkvi_hide(sum) ((void)0)
+#endif
 #define tkvi_keep_pointer(p)
 
 /* Weights of one limb: bytes, [row][position]. */
@@ -14805,6 +14828,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
         odd = tkvi_rows_codes(x + d->odd + j);                                                               \
     }                                                                                                        \
     sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
+#define TKVI_ROW_HIDE_(sum, v, j) tkvi_hide(sum);
 #define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
 #define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
 #define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
@@ -14836,6 +14860,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
             TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
         }
+        TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
         TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
         if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
         if (run[1]) {
@@ -14872,6 +14897,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         }
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
+    TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
         by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
@@ -15645,6 +15671,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_EACH_WIDE_VECTORS_
 #undef TKVI_BY_WIDE_VECTORS_
 #undef TKVI_WIDE_VECTORS
+#undef TKVI_ROW_HIDE_
+#undef tkvi_hide
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -16252,6 +16280,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
 #define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
 
+#define tkvi_hide(sum) ((void)0)
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #define tkvi_keep_wide(sum)
@@ -17214,6 +17243,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
         odd = tkvi_rows_codes(x + d->odd + j);                                                               \
     }                                                                                                        \
     sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
+#define TKVI_ROW_HIDE_(sum, v, j) tkvi_hide(sum);
 #define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
 #define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
 #define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
@@ -17245,6 +17275,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
             TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
         }
+        TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
         TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
         if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
         if (run[1]) {
@@ -17281,6 +17312,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         }
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
+    TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
         by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
@@ -18019,6 +18051,8 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_EACH_WIDE_VECTORS_
 #undef TKVI_BY_WIDE_VECTORS_
 #undef TKVI_WIDE_VECTORS
+#undef TKVI_ROW_HIDE_
+#undef tkvi_hide
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */
