@@ -7806,11 +7806,11 @@ static void *tkvi_head_state(const tkvi_family_state *state, const tkvi_family *
               r, splat(6.931469776e-01f)),                                                                   \
          r, splat(1.0f))
 
-/* Keeps a compiler from holding memory in registers from here on. */
+/* Keeps a compiler from holding the memory at p in registers from here on. */
 #if defined(__GNUC__) || defined(__clang__)
-#define tkvi_forget_memory() __asm__ volatile("" ::: "memory")
+#define tkvi_forget_memory(p) __asm__ volatile("" : : "r"(p) : "memory")
 #else
-#define tkvi_forget_memory() ((void)0)
+#define tkvi_forget_memory(p) ((void)(p))
 #endif
 
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
@@ -12306,11 +12306,18 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
  */
 
 /* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+#if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
     X(a##j, 0, j)                                                                                            \
-    if (nv > 1) { X(b##j, 1, j) }                                                                            \
+    X(b##j, 1, j)                                                                                            \
     if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#else
+#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
+    X(a##j, 0, j)                                                                                            \
+    if (nv > 1) { X(b##j, 1, j) }
+#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
+#endif
 #if TKVI_ROW_TOKENS == 8
 #define TKVI_ROW_SUMS_(X)                                                                                    \
     TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
@@ -12370,7 +12377,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     int i, v;
     for (;; run++) {
         TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
-        tkvi_forget_memory(); /* gcc keeps `total` in registers otherwise, and runs out of them */
+        tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
             TKVI_UNROLL
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
@@ -14790,11 +14797,18 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
  */
 
 /* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+#if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
     X(a##j, 0, j)                                                                                            \
-    if (nv > 1) { X(b##j, 1, j) }                                                                            \
+    X(b##j, 1, j)                                                                                            \
     if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#else
+#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
+    X(a##j, 0, j)                                                                                            \
+    if (nv > 1) { X(b##j, 1, j) }
+#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
+#endif
 #if TKVI_ROW_TOKENS == 8
 #define TKVI_ROW_SUMS_(X)                                                                                    \
     TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
@@ -14854,7 +14868,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     int i, v;
     for (;; run++) {
         TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
-        tkvi_forget_memory(); /* gcc keeps `total` in registers otherwise, and runs out of them */
+        tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
             TKVI_UNROLL
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
@@ -17205,11 +17219,18 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
  */
 
 /* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+#if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
     X(a##j, 0, j)                                                                                            \
-    if (nv > 1) { X(b##j, 1, j) }                                                                            \
+    X(b##j, 1, j)                                                                                            \
     if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#else
+#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
+    X(a##j, 0, j)                                                                                            \
+    if (nv > 1) { X(b##j, 1, j) }
+#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
+#endif
 #if TKVI_ROW_TOKENS == 8
 #define TKVI_ROW_SUMS_(X)                                                                                    \
     TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
@@ -17269,7 +17290,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     int i, v;
     for (;; run++) {
         TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
-        tkvi_forget_memory(); /* gcc keeps `total` in registers otherwise, and runs out of them */
+        tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
             TKVI_UNROLL
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);

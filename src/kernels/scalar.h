@@ -48,11 +48,11 @@
               r, splat(6.931469776e-01f)),                                                                   \
          r, splat(1.0f))
 
-/* Keeps a compiler from holding memory in registers from here on. */
+/* Keeps a compiler from holding the memory at p in registers from here on. */
 #if defined(__GNUC__) || defined(__clang__)
-#define tkvi_forget_memory() __asm__ volatile("" ::: "memory")
+#define tkvi_forget_memory(p) __asm__ volatile("" : : "r"(p) : "memory")
 #else
-#define tkvi_forget_memory() ((void)0)
+#define tkvi_forget_memory(p) ((void)(p))
 #endif
 
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
