@@ -7798,6 +7798,11 @@ static void *tkvi_head_state(const tkvi_family_state *state, const tkvi_family *
 #define TKVI_UNROLL
 #endif
 
+/* m << 5 and m >> 3 of the upper ten bits m of mantissas of log scales: two bytes of a float (kernels/convert.inc). */
+static const int8_t tkvi_log_bytes[2][16] = {
+    {0, -96, -96, -64, 64, 0, 0, 96, 0, 0, 96, 32, 64, -64, -64, 32},
+    {0, 5, 11, 17, 24, 31, 38, 45, 53, 61, 69, 78, 87, 96, 106, 117}};
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */
@@ -8233,6 +8238,14 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
               r, splat(6.931469776e-01f)),                                                                   \
          r, splat(1.0f))
 
+/* Hides from the compiler how x was computed. gcc treats intrinsics as plain arithmetic: it fuses products into sums,
+ * and -ffast-math reorders sums. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_HIDE_X86(x) __asm__("" : "+v"(x))
+#else
+#define TKVI_HIDE_X86(x) ((void)0)
+#endif
+
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
 TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
@@ -8290,6 +8303,35 @@ TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
 
 TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
+/* Mask of the first n of 8 lanes. n can be any number. */
+TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
+    if (n >= 8) _mm256_storeu_ps(to, x);
+    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_signed_avx2(const uint8_t *p, int n) {
+    uint8_t first[8] = {0};
+    int32_t four;
+    if (n >= 8) return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+    if (n == 4) {
+        memcpy(&four, p, 4);
+        return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(four));
+    }
+    memcpy(first, p, (size_t)n);
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)first));
+}
+
+/* Each lane becomes its partner plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX2 __m256 tkvi_butterflies_avx2(__m256 x) {
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
+    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
 }
 
 TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
@@ -8381,6 +8423,27 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
     __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
     return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
+
+/* Mask of the first n of 16 lanes. n can be any number. */
+TKVI_FLAT_AVX512 __mmask16 tkvi_lane_mask_avx512(int n) {
+    return (__mmask16)(n >= 16 ? 0xffff : n < 0 ? 0 : (1 << n) - 1);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_load_signed_avx512(const uint8_t *p, int n) {
+    return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(tkvi_lane_mask_avx512(n), p));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
+    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+}
+
+/* Each lane becomes its partner plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX512 __m512 tkvi_butterflies_avx512(__m512 x) {
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
+    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
 }
 
 /* Loads the 16 levels into each 128-bit quarter. */
@@ -8682,272 +8745,6 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_DECODE_X86_H */
-/* ======== kernels/rotate_x86.h ======== */
-/*
- * kernels/rotate_x86.h - the rotation of core/rotate.h with AVX2 and AVX-512. The results have the bits of the scalar
- * code.
- *
- * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values_x86.h). A lane is a
- * channel. AVX2 needs 8 channels or more, AVX-512 needs 16.
- */
-#ifndef TKVI_KERNELS_ROTATE_X86_H
-#define TKVI_KERNELS_ROTATE_X86_H
-
-
-#ifdef TKVI_X86
-
-/* gcc treats intrinsics for sums as plain sums, and -ffast-math reorders the sums of several stages. This macro hides
- * how x was computed, so its sums keep their order. */
-#if defined(__GNUC__) || defined(__clang__)
-#define TKVI_KEEP_ORDER(x) __asm__("" : "+v"(x))
-#else
-#define TKVI_KEEP_ORDER(x) ((void)0)
-#endif
-
-/* >>AVX2 */
-TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
-    __m256 sum = _mm256_add_ps(*a, *b), difference = _mm256_sub_ps(*a, *b);
-    TKVI_KEEP_ORDER(sum);
-    TKVI_KEEP_ORDER(difference);
-    *a = sum;
-    *b = difference;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) {
-        __m256 *a = v + i / h * h + i;
-        tkvi_butterfly_avx2(a, a + h);
-    }
-}
-
-/* Butterflies within a vector: each lane becomes its partner plus or minus itself. The products are exact. */
-TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
-    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
-    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
-    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
-}
-
-/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
-TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
-    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
-    return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
-}
-
-/* Butterflies over 8 n neighbours, n up to 8, in registers, from x to y. flip: sign changes before them, or NULL.
- * last: 1: these butterflies end the window. The results are then multiplied by `by`, and their largest sizes
- * returned. */
-TKVI_FLAT_AVX2 __m256 tkvi_hadamard_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                         const int last) {
-    __m256 v[8], most = _mm256_setzero_ps();
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = _mm256_loadu_ps(x + 8 * i);
-        if (flip) v[i] = tkvi_flip_avx2(v[i], flip + 8 * i);
-        v[i] = tkvi_within_avx2(v[i]);
-    }
-    if (n > 1) tkvi_stage_avx2(v, 1, n);
-    if (n > 2) tkvi_stage_avx2(v, 2, n);
-    if (n > 4) tkvi_stage_avx2(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = _mm256_mul_ps(v[i], _mm256_set1_ps(by));
-            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v[i]));
-        }
-        _mm256_storeu_ps(y + 8 * i, v[i]);
-    }
-    return most;
-}
-
-/* tkvi_hadamard_avx2 for `end` values, 8 n at a time. Each size is a function: clang unrolls these. */
-#define TKVI_HADAMARD_AVX2_(name, n, last)                                                                   \
-    static TKVI_TARGET_AVX2 __m256 tkvi_hadamard##name##_avx2(const float *x, const float *flip, float *y,   \
-                                                              float by, int end) {                           \
-        __m256 most = _mm256_setzero_ps();                                                                   \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += 8 * n)                                                                     \
-            most =                                                                                           \
-                _mm256_max_ps(most, tkvi_hadamard_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
-        return most;                                                                                         \
-    }
-TKVI_HADAMARD_AVX2_(1, 1, 1)
-TKVI_HADAMARD_AVX2_(2, 2, 1)
-TKVI_HADAMARD_AVX2_(4, 4, 1)
-TKVI_HADAMARD_AVX2_(8, 8, 1)
-TKVI_HADAMARD_AVX2_(8_first, 8, 0)
-#undef TKVI_HADAMARD_AVX2_
-
-/* Butterflies at distance h over 2h values, multiplied by `by`. h is a multiple of 8. Returns the largest sizes. */
-TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
-    __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
-    int i;
-    for (i = 0; i < h; i += 8) {
-        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + h + i);
-        tkvi_butterfly_avx2(&a, &b);
-        a = _mm256_mul_ps(a, scale);
-        b = _mm256_mul_ps(b, scale);
-        most = _mm256_max_ps(most, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
-        _mm256_storeu_ps(x + i, a);
-        _mm256_storeu_ps(x + h + i, b);
-    }
-    return most;
-}
-
-/* tkvi_window of core/rotate.h, from x to y, for 8 channels or more. flip: sign changes first, or NULL. Returns the
- * largest sizes, by lane. */
-static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y,
-                                                              int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    const int n = 1 << log2n;
-    __m256 most = _mm256_setzero_ps();
-    int i;
-    switch (log2n) {
-    case 3: return tkvi_hadamard1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_hadamard2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_hadamard4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_hadamard8_avx2(x, flip, y, by, 64);
-    default: break;
-    }
-    tkvi_hadamard8_first_avx2(x, flip, y, 1.0f, n);
-    for (i = 0; i < n; i += 128)
-        most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
-    return n == 128 ? most : tkvi_across_avx2(y, by, 128);
-}
-
-/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
-static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    int c;
-    for (c = 0; c < n; c += 8) {
-        __m256i sign = _mm256_set1_epi32((int32_t)(tkvi_signs[c / 32] >> c % 32 & 255u));
-        sign = _mm256_slli_epi32(_mm256_cmpeq_epi32(_mm256_and_si256(sign, bit), bit), 31);
-        _mm256_storeu_ps(flip + c, _mm256_castsi256_ps(sign));
-    }
-}
-
-/* >>AVX-512 */
-#ifdef TKVI_AVX512
-/* g++ 12 finds uninitialised variables in its own header (gcc bug 105593). */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
-    __m512 sum = _mm512_add_ps(*a, *b), difference = _mm512_sub_ps(*a, *b);
-    TKVI_KEEP_ORDER(sum);
-    TKVI_KEEP_ORDER(difference);
-    *a = sum;
-    *b = difference;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_FLAT_AVX512 void tkvi_stage_avx512(__m512 *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) {
-        __m512 *a = v + i / h * h + i;
-        tkvi_butterfly_avx512(a, a + h);
-    }
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
-    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
-}
-
-/* Butterflies within a vector: each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
-    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-1e30f)), _mm512_set1_ps(1e30f));
-    return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_hadamard_avx512(const float *x, const float *flip, float *y, float by,
-                                             const int n, const int last) {
-    __m512 v[8], most = _mm512_setzero_ps();
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = _mm512_loadu_ps(x + 16 * i);
-        if (flip) v[i] = tkvi_flip_avx512(v[i], flip + 16 * i);
-        v[i] = tkvi_within_avx512(v[i]);
-    }
-    if (n > 1) tkvi_stage_avx512(v, 1, n);
-    if (n > 2) tkvi_stage_avx512(v, 2, n);
-    if (n > 4) tkvi_stage_avx512(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(by));
-            most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
-        }
-        _mm512_storeu_ps(y + 16 * i, v[i]);
-    }
-    return most;
-}
-
-/* tkvi_hadamard_avx512 for `end` values, 16 n at a time. */
-#define TKVI_HADAMARD_AVX512_(name, n, last)                                                                 \
-    static TKVI_TARGET_AVX512 __m512 tkvi_hadamard##name##_avx512(const float *x, const float *flip,         \
-                                                                  float *y, float by, int end) {             \
-        __m512 most = _mm512_setzero_ps();                                                                   \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += 16 * n)                                                                    \
-            most = _mm512_max_ps(most,                                                                       \
-                                 tkvi_hadamard_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
-        return most;                                                                                         \
-    }
-TKVI_HADAMARD_AVX512_(1, 1, 1)
-TKVI_HADAMARD_AVX512_(2, 2, 1)
-TKVI_HADAMARD_AVX512_(4, 4, 1)
-TKVI_HADAMARD_AVX512_(8, 8, 1)
-TKVI_HADAMARD_AVX512_(8_first, 8, 0)
-#undef TKVI_HADAMARD_AVX512_
-
-static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y,
-                                                                  int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    __m512 most = _mm512_setzero_ps();
-    int i;
-    switch (log2n) {
-    case 4: return tkvi_hadamard1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_hadamard2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_hadamard4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_hadamard8_avx512(x, flip, y, by, 128);
-    default: break;
-    }
-    tkvi_hadamard8_first_avx512(x, flip, y, 1.0f, 256);
-    for (i = 0; i < 128; i += 16) {
-        __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
-        tkvi_butterfly_avx512(&a, &b);
-        a = _mm512_mul_ps(a, _mm512_set1_ps(by));
-        b = _mm512_mul_ps(b, _mm512_set1_ps(by));
-        most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-        _mm512_storeu_ps(y + i, a);
-        _mm512_storeu_ps(y + 128 + i, b);
-    }
-    return most;
-}
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-#endif /* TKVI_AVX512 */
-
-#endif /* TKVI_X86 */
-
-#endif /* TKVI_KERNELS_ROTATE_X86_H */
 /* ======== kernels/values_x86.h ======== */
 /*
  * kernels/values_x86.h - decodes a side of tiles to floats with AVX2 or AVX-512. The results have the same bits as
@@ -8964,7 +8761,7 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
  * Sorting for K stays within 16 bytes. So a column does not have its tokens in order: byte 16 k + 4 p + j is token
  * 16 p + 4 k + j.
  *
- * Calls kernels/rotate_x86.h and kernels/x86.h.
+ * Calls kernels/simd_x86.h.
  */
 #ifndef TKVI_KERNELS_VALUES_X86_H
 #define TKVI_KERNELS_VALUES_X86_H
@@ -8972,121 +8769,6 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 
 #ifdef TKVI_X86
 
-/* >>both instruction sets */
-/* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
-typedef struct tkvi_decoded_rows {
-    const tkvi_side *s;
-    float *x;
-    size_t stride;
-    int first, n;
-    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];  /* [token][pad] */
-    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* K: [channel][64] */
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM],
-        zero[2 * TKV_MAX_HEAD_DIM]; /* K: [group][channel], V: [group][token] */
-} tkvi_decoded_rows;
-
-typedef struct tkvi_row_ops {
-    void (*unpack_tile)(const uint8_t *tile, int width, uint8_t *code); /* as tkvi_unpack_tile */
-    /* Sorts the codes of a tile of K into four columns. */
-    void (*sort_columns)(const uint8_t *code, uint8_t *const *column);
-    /* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
-     * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
-    void (*sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper, uint8_t *row,
-                      int stride);
-    /* K: transposes r->column into r->level. */
-    void (*transpose)(tkvi_decoded_rows *r);
-    /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
-    void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
-    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
-} tkvi_row_ops;
-
-static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
-    const tkvi_side *s = r->s;
-    const uint8_t *at = src;
-    int width, i, k, position = 0;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
-            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
-            uint8_t *column[4];
-            for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
-            v->unpack_tile(at, width, code);
-            v->sort_columns(code, column);
-            at += TKVI_TILE_BYTES(width);
-        }
-    for (; position < s->pad; position++) /* channels without codes */
-        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    v->transpose(r);
-}
-
-/* Sorts metadata of K from positions to channels. */
-static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
-    float plain[2 * TKV_MAX_HEAD_DIM];
-    int g, i;
-    memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
-    for (g = 0; g < s->groups; g++)
-        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
-}
-
-static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
-    const tkvi_side *s = r->s;
-    const uint8_t *at = src;
-    int width, i, slab = 0;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int channels = tkvi_slab_channels(s, width);
-        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
-        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
-        for (i = 0; i < s->tiles.n[width]; i++) {
-            const int from = i % 4 * 16;
-            if (from < r->first + r->n && from + 16 > r->first) {
-                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
-                v->unpack_tile(at, width, code);
-                v->sort_slab(code, lower, upper, r->level + from * s->pad + slab, s->pad);
-            }
-            at += TKVI_TILE_BYTES(width);
-            if (i % 4 == 3) slab += channels;
-        }
-    }
-}
-
-/* Converts all rows to floats. Rotates them back if the format is rotated. */
-static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
-    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    const tkvi_side *s = r->s;
-    void (*row)(const tkvi_decoded_rows *, int, int, float *) =
-        v->row_to_floats[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
-    float *to = r->x;
-    int t;
-    if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
-    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
-        if (!s->format->rotated) {
-            row(r, t, s->dim, to);
-            continue;
-        }
-        row(r, t, TKV_MAX_HEAD_DIM, y);
-        v->rotate_back(y, signs, s->dim, to);
-    }
-}
-
-static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, const tkvi_simd_ops *ops,
-                                  const uint8_t *src, int first, int n, float *x, size_t stride) {
-    tkvi_decoded_rows r;
-    r.s = s;
-    r.x = x;
-    r.stride = stride;
-    r.first = first;
-    r.n = n;
-    s->format->side[s->which].meta(s, src, ops, r.scale, r.zero);
-    if (s->which == TKV_K) {
-        tkvi_unpack_rows_k(v, &r, src);
-        if (s->order) tkvi_sort_by_channel(s, r.scale);
-        if (s->order) tkvi_sort_by_channel(s, r.zero);
-    } else {
-        tkvi_unpack_rows_v(v, &r, src);
-    }
-    tkvi_rows_to_floats(v, &r);
-}
-
-/* >>AVX2 */
 /* ======== kernels/simd_avx2.inc ======== */
 /*
  * kernels/simd_avx2.inc - the vector vocabulary for AVX2, FMA and F16C (Haswell, Zen and later). kernels/simd_end.inc
@@ -9116,9 +8798,19 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
+#define tkvi_vf_min(a, b) _mm256_min_ps(a, b)
+#define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+#define tkvi_vf_load_first(p, n) _mm256_maskload_ps(p, tkvi_lane_mask_avx2(n)) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) tkvi_store_first_avx2(p, x, n)
+#define tkvi_vf_max_across(x) tkvi_max_avx2(x)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)                /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_avx2(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
+#define tkvi_vf_load_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
+#define tkvi_vf_store_f16(p, x)                                                                              \
+    _mm_storeu_si128((__m128i *)(void *)(p), _mm256_cvtps_ph(x, 0)) /* |x| <= 65504 */
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
@@ -9135,6 +8827,7 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_vi_first(n, x, y)                                                                               \
     _mm256_blendv_epi8(y, x,                                                                                 \
                        _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
+#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx2(p, n) /* signed bytes; the first n, the others are 0 */
 
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
 #define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
@@ -9151,6 +8844,16 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
 #define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
 #define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
+#define tkvi_vb_add(a, b) _mm256_add_epi8(a, b)
+#define tkvi_vb_where(a, b)                                                                                  \
+    _mm256_andnot_si256(_mm256_cmpeq_epi8(a, _mm256_setzero_si256()), b) /* b where a > 0 */
+/* Interleave the first or second halves of each 16 bytes, by bytes or by pairs. tkvi_vb_spread gives the order of words
+ * with which the four results of zip and zip_pairs are in order. */
+#define tkvi_vb_zip1(a, b) _mm256_unpacklo_epi8(a, b)
+#define tkvi_vb_zip2(a, b) _mm256_unpackhi_epi8(a, b)
+#define tkvi_vb_zip1_pairs(a, b) _mm256_unpacklo_epi16(a, b)
+#define tkvi_vb_zip2_pairs(a, b) _mm256_unpackhi_epi16(a, b)
+#define tkvi_vb_spread(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))
 
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
@@ -9286,6 +8989,142 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     else TKVI_N(unpack_codes)(width, tile, code);
 }
 /* ======== kernels/values_x86.h ======== */
+/* ======== kernels/rotate.inc ======== */
+/*
+ * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
+ * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
+ */
+TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
+    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
+    tkvi_vf_hide(sum);
+    tkvi_vf_hide(difference);
+    *a = sum;
+    *b = difference;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
+}
+
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
+TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
+    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
+    return tkvi_vf_xor(x, tkvi_vf_load(flip));
+}
+
+/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
+ * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
+ * sizes returned. */
+TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
+                                 const int within, const int last) {
+    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = tkvi_vf_load(x + i * step);
+        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
+        if (within) v[i] = tkvi_vf_butterflies(v[i]);
+    }
+    if (n > 1) TKVI_N(stage)(v, 1, n);
+    if (n > 2) TKVI_N(stage)(v, 2, n);
+    if (n > 4) TKVI_N(stage)(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
+            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
+        }
+        tkvi_vf_store(y + i * step, v[i]);
+    }
+    return most;
+}
+
+/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
+ * unrolls these. */
+#define TKVI_WITHIN_(name, n, last)                                                                          \
+    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
+                                             int end) {                                                      \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
+            most = tkvi_vf_max(                                                                              \
+                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
+        return most;                                                                                         \
+    }
+#define TKVI_ACROSS_(n)                                                                                      \
+    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF)                                                                   \
+            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
+        return most;                                                                                         \
+    }
+TKVI_WITHIN_(1, 1, 1)
+TKVI_WITHIN_(2, 2, 1)
+TKVI_WITHIN_(4, 4, 1)
+TKVI_WITHIN_(8, 8, 1)
+TKVI_WITHIN_(_first, 8, 0)
+TKVI_ACROSS_(2)
+#if TKVI_VF < 16
+TKVI_ACROSS_(4)
+#endif
+#if TKVI_VF < 8
+TKVI_ACROSS_(8)
+#endif
+
+/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
+TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n, vectors = n / TKVI_VF;
+    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
+    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
+    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
+    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
+    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
+#if TKVI_VF < 8
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+#endif
+#if TKVI_VF < 16
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+#endif
+    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
+}
+
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
+TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
+    uint32_t sign[32];
+    int c, k;
+    for (c = 0; c < n; c += 32) {
+        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
+        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const tkvi_vf scale = tkvi_vf_splat(t->scale);
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (i = 0; i < t->n; i += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
+            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
+            tkvi_vf_hide(x);
+            tkvi_vf_hide(y);
+            x = tkvi_vf_add(x, y);
+            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
+            else tkvi_vf_store(t->last + i, x);
+        }
+    }
+}
+/* ======== kernels/values_x86.h ======== */
 /* ======== kernels/simd_end.inc ======== */
 /* kernels/simd_end.inc - ends a vocabulary and its templates. */
 #undef TKVI_N
@@ -9409,8 +9248,142 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_min
+#undef tkvi_vf_xor
+#undef tkvi_vf_load_first
+#undef tkvi_vf_store_first
+#undef tkvi_vf_max_across
+#undef tkvi_vf_hide
+#undef tkvi_vf_butterflies
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_store_f16
+#undef tkvi_vi_load_i8
+#undef tkvi_vb_add
+#undef tkvi_vb_where
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_pairs
+#undef tkvi_vb_zip2_pairs
+#undef tkvi_vb_spread
+#undef TKVI_WITHIN_
+#undef TKVI_ACROSS_
 /* ======== kernels/values_x86.h ======== */
 
+/* >>both instruction sets */
+/* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
+typedef struct tkvi_decoded_rows {
+    const tkvi_side *s;
+    float *x;
+    size_t stride;
+    int first, n;
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];  /* [token][pad] */
+    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* K: [channel][64] */
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM],
+        zero[2 * TKV_MAX_HEAD_DIM]; /* K: [group][channel], V: [group][token] */
+} tkvi_decoded_rows;
+
+typedef struct tkvi_row_ops {
+    void (*unpack_tile)(const uint8_t *tile, int width, uint8_t *code); /* as tkvi_unpack_tile */
+    /* Sorts the codes of a tile of K into four columns. */
+    void (*sort_columns)(const uint8_t *code, uint8_t *const *column);
+    /* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+     * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+    void (*sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper, uint8_t *row,
+                      int stride);
+    /* K: transposes r->column into r->level. */
+    void (*transpose)(tkvi_decoded_rows *r);
+    /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
+    void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
+    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
+} tkvi_row_ops;
+
+static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
+    const tkvi_side *s = r->s;
+    const uint8_t *at = src;
+    int width, i, k, position = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+            uint8_t *column[4];
+            for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
+            v->unpack_tile(at, width, code);
+            v->sort_columns(code, column);
+            at += TKVI_TILE_BYTES(width);
+        }
+    for (; position < s->pad; position++) /* channels without codes */
+        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
+    v->transpose(r);
+}
+
+/* Sorts metadata of K from positions to channels. */
+static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
+    float plain[2 * TKV_MAX_HEAD_DIM];
+    int g, i;
+    memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
+    for (g = 0; g < s->groups; g++)
+        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
+}
+
+static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
+    const tkvi_side *s = r->s;
+    const uint8_t *at = src;
+    int width, i, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
+        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
+        for (i = 0; i < s->tiles.n[width]; i++) {
+            const int from = i % 4 * 16;
+            if (from < r->first + r->n && from + 16 > r->first) {
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                v->unpack_tile(at, width, code);
+                v->sort_slab(code, lower, upper, r->level + from * s->pad + slab, s->pad);
+            }
+            at += TKVI_TILE_BYTES(width);
+            if (i % 4 == 3) slab += channels;
+        }
+    }
+}
+
+/* Converts all rows to floats. Rotates them back if the format is rotated. */
+static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const tkvi_side *s = r->s;
+    void (*row)(const tkvi_decoded_rows *, int, int, float *) =
+        v->row_to_floats[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
+    float *to = r->x;
+    int t;
+    if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
+    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
+        if (!s->format->rotated) {
+            row(r, t, s->dim, to);
+            continue;
+        }
+        row(r, t, TKV_MAX_HEAD_DIM, y);
+        v->rotate_back(y, signs, s->dim, to);
+    }
+}
+
+static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, const tkvi_simd_ops *ops,
+                                  const uint8_t *src, int first, int n, float *x, size_t stride) {
+    tkvi_decoded_rows r;
+    r.s = s;
+    r.x = x;
+    r.stride = stride;
+    r.first = first;
+    r.n = n;
+    s->format->side[s->which].meta(s, src, ops, r.scale, r.zero);
+    if (s->which == TKV_K) {
+        tkvi_unpack_rows_k(v, &r, src);
+        if (s->order) tkvi_sort_by_channel(s, r.scale);
+        if (s->order) tkvi_sort_by_channel(s, r.zero);
+    } else {
+        tkvi_unpack_rows_v(v, &r, src);
+    }
+    tkvi_rows_to_floats(v, &r);
+}
+
+/* >>AVX2 */
 /* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
 TKVI_FLAT_AVX2 __m256i tkvi_sorted_plane_avx2(const uint8_t *code, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
@@ -9498,16 +9471,6 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
                 _mm_storeu_si128((__m128i *)(void *)(row + 4 * pad), _mm256_extracti128_si256(x[i], 1));
             }
         }
-}
-
-/* Mask of the first n of 8 lanes. n can be any number. */
-TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
-    if (n >= 8) _mm256_storeu_ps(to, x);
-    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
 }
 
 TKVI_FLAT_AVX2 void tkvi_row_to_floats_avx2(const tkvi_decoded_rows *r, int t, const int k,
@@ -9600,9 +9563,18 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
+#define tkvi_vf_min(a, b) _mm512_min_ps(a, b)
+#define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+#define tkvi_vf_load_first(p, n)                                                                             \
+    _mm512_maskz_loadu_ps(tkvi_lane_mask_avx512(n), p) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) _mm512_mask_storeu_ps(p, tkvi_lane_mask_avx512(n), x)
+#define tkvi_vf_max_across(x) _mm512_reduce_max_ps(x)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x) /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_avx512(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
+#define tkvi_vf_load_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
 
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
@@ -9621,6 +9593,7 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
         _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
                                 _mm512_set1_epi32(n)),                                                       \
         y, x)
+#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx512(p, n) /* signed bytes; the first n, the others are 0 */
 
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
 #define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
@@ -9640,6 +9613,14 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
 #define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
 #define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
+#define tkvi_vb_add(a, b) _mm512_add_epi8(a, b)
+#define tkvi_vb_where(a, b) _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(a, a), b) /* b where a > 0 */
+#define tkvi_vb_zip1(a, b) _mm512_unpacklo_epi8(a, b)
+#define tkvi_vb_zip2(a, b) _mm512_unpackhi_epi8(a, b)
+#define tkvi_vb_zip1_pairs(a, b) _mm512_unpacklo_epi16(a, b)
+#define tkvi_vb_zip2_pairs(a, b) _mm512_unpackhi_epi16(a, b)
+#define tkvi_vb_spread(x)                                                                                    \
+    _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x)
 
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
@@ -9766,6 +9747,142 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     else TKVI_N(unpack_codes)(width, tile, code);
 }
 /* ======== kernels/values_x86.h ======== */
+/* ======== kernels/rotate.inc ======== */
+/*
+ * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
+ * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
+ */
+TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
+    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
+    tkvi_vf_hide(sum);
+    tkvi_vf_hide(difference);
+    *a = sum;
+    *b = difference;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
+}
+
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
+TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
+    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
+    return tkvi_vf_xor(x, tkvi_vf_load(flip));
+}
+
+/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
+ * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
+ * sizes returned. */
+TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
+                                 const int within, const int last) {
+    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = tkvi_vf_load(x + i * step);
+        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
+        if (within) v[i] = tkvi_vf_butterflies(v[i]);
+    }
+    if (n > 1) TKVI_N(stage)(v, 1, n);
+    if (n > 2) TKVI_N(stage)(v, 2, n);
+    if (n > 4) TKVI_N(stage)(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
+            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
+        }
+        tkvi_vf_store(y + i * step, v[i]);
+    }
+    return most;
+}
+
+/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
+ * unrolls these. */
+#define TKVI_WITHIN_(name, n, last)                                                                          \
+    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
+                                             int end) {                                                      \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
+            most = tkvi_vf_max(                                                                              \
+                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
+        return most;                                                                                         \
+    }
+#define TKVI_ACROSS_(n)                                                                                      \
+    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF)                                                                   \
+            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
+        return most;                                                                                         \
+    }
+TKVI_WITHIN_(1, 1, 1)
+TKVI_WITHIN_(2, 2, 1)
+TKVI_WITHIN_(4, 4, 1)
+TKVI_WITHIN_(8, 8, 1)
+TKVI_WITHIN_(_first, 8, 0)
+TKVI_ACROSS_(2)
+#if TKVI_VF < 16
+TKVI_ACROSS_(4)
+#endif
+#if TKVI_VF < 8
+TKVI_ACROSS_(8)
+#endif
+
+/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
+TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n, vectors = n / TKVI_VF;
+    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
+    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
+    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
+    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
+    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
+#if TKVI_VF < 8
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+#endif
+#if TKVI_VF < 16
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+#endif
+    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
+}
+
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
+TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
+    uint32_t sign[32];
+    int c, k;
+    for (c = 0; c < n; c += 32) {
+        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
+        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const tkvi_vf scale = tkvi_vf_splat(t->scale);
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (i = 0; i < t->n; i += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
+            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
+            tkvi_vf_hide(x);
+            tkvi_vf_hide(y);
+            x = tkvi_vf_add(x, y);
+            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
+            else tkvi_vf_store(t->last + i, x);
+        }
+    }
+}
+/* ======== kernels/values_x86.h ======== */
 /* ======== kernels/simd_end.inc ======== */
 /* kernels/simd_end.inc - ends a vocabulary and its templates. */
 #undef TKVI_N
@@ -9889,6 +10006,25 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_min
+#undef tkvi_vf_xor
+#undef tkvi_vf_load_first
+#undef tkvi_vf_store_first
+#undef tkvi_vf_max_across
+#undef tkvi_vf_hide
+#undef tkvi_vf_butterflies
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_store_f16
+#undef tkvi_vi_load_i8
+#undef tkvi_vb_add
+#undef tkvi_vb_where
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_pairs
+#undef tkvi_vb_zip2_pairs
+#undef tkvi_vb_spread
+#undef TKVI_WITHIN_
+#undef TKVI_ACROSS_
 /* ======== kernels/values_x86.h ======== */
 
 /* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -10296,9 +10432,19 @@ typedef struct tkvi_weights_k {
 #define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
+#define tkvi_vf_min(a, b) _mm256_min_ps(a, b)
+#define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+#define tkvi_vf_load_first(p, n) _mm256_maskload_ps(p, tkvi_lane_mask_avx2(n)) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) tkvi_store_first_avx2(p, x, n)
+#define tkvi_vf_max_across(x) tkvi_max_avx2(x)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)                /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_avx2(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
+#define tkvi_vf_load_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
+#define tkvi_vf_store_f16(p, x)                                                                              \
+    _mm_storeu_si128((__m128i *)(void *)(p), _mm256_cvtps_ph(x, 0)) /* |x| <= 65504 */
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
@@ -10315,6 +10461,7 @@ typedef struct tkvi_weights_k {
 #define tkvi_vi_first(n, x, y)                                                                               \
     _mm256_blendv_epi8(y, x,                                                                                 \
                        _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
+#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx2(p, n) /* signed bytes; the first n, the others are 0 */
 
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
 #define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
@@ -10331,6 +10478,16 @@ typedef struct tkvi_weights_k {
 #define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
 #define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
 #define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
+#define tkvi_vb_add(a, b) _mm256_add_epi8(a, b)
+#define tkvi_vb_where(a, b)                                                                                  \
+    _mm256_andnot_si256(_mm256_cmpeq_epi8(a, _mm256_setzero_si256()), b) /* b where a > 0 */
+/* Interleave the first or second halves of each 16 bytes, by bytes or by pairs. tkvi_vb_spread gives the order of words
+ * with which the four results of zip and zip_pairs are in order. */
+#define tkvi_vb_zip1(a, b) _mm256_unpacklo_epi8(a, b)
+#define tkvi_vb_zip2(a, b) _mm256_unpackhi_epi8(a, b)
+#define tkvi_vb_zip1_pairs(a, b) _mm256_unpacklo_epi16(a, b)
+#define tkvi_vb_zip2_pairs(a, b) _mm256_unpackhi_epi16(a, b)
+#define tkvi_vb_spread(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))
 
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
@@ -10394,6 +10551,79 @@ typedef struct tkvi_weights_k {
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
 /* ======== kernels/avx2.h ======== */
 
+/* ======== kernels/convert.inc ======== */
+/*
+ * kernels/convert.inc - a template: conversions of metadata to floats, as the scalar functions of core/format.h. Values
+ * behind the last full vector go through a vector in memory: scalar code is slow while the upper halves of registers
+ * are in use.
+ */
+TKVI_KERNEL void TKVI_N(f16_to_f32)(const uint8_t *src, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF) tkvi_vf_store(dst + i, tkvi_vf_load_f16(src + 2 * i));
+    if (i < n) {
+        uint8_t bytes[2 * TKVI_VF + 8] = {0};
+        float x[TKVI_VF];
+        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
+        tkvi_vf_store(x, tkvi_vf_load_f16(bytes));
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
+
+/* tkvi_log_value of TKVI_VB codes, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e
+ * is the biased exponent, and m the upper ten bits of the mantissa. tables: m << 5 and m >> 3 of the 16 mantissas. */
+TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int top, float *dst) {
+    const tkvi_vb code = tkvi_vb_spread(tkvi_vb_load(src)), x = tkvi_vb_add(code, tkvi_vb_splat(255));
+    const tkvi_vb step = tkvi_vb_and(x, tkvi_vb_splat(15));
+    const tkvi_vb e =
+        tkvi_vb_add(tkvi_vb_and(tkvi_vb_right(x, 4), tkvi_vb_splat(15)), tkvi_vb_splat(127 + top - 16));
+    const tkvi_vb e_low = tkvi_vb_left(tkvi_vb_and(e, tkvi_vb_splat(1)), 7);
+    const tkvi_vb e_high = tkvi_vb_and(tkvi_vb_right(e, 1), tkvi_vb_splat(127));
+    const tkvi_vb b1 = tkvi_vb_where(code, tkvi_vb_look_up(tables[0], step)), zero = tkvi_vb_splat(0);
+    const tkvi_vb b2 = tkvi_vb_where(code, tkvi_vb_or(tkvi_vb_look_up(tables[1], step), e_low));
+    const tkvi_vb b3 = tkvi_vb_where(code, e_high);
+    const tkvi_vb low1 = tkvi_vb_zip1(zero, b1), low2 = tkvi_vb_zip2(zero, b1);
+    const tkvi_vb high1 = tkvi_vb_zip1(b2, b3), high2 = tkvi_vb_zip2(b2, b3);
+    uint8_t *to = (uint8_t *)dst;
+    tkvi_vb_store(to, tkvi_vb_zip1_pairs(low1, high1));
+    tkvi_vb_store(to + TKVI_VB, tkvi_vb_zip2_pairs(low1, high1));
+    tkvi_vb_store(to + 2 * TKVI_VB, tkvi_vb_zip1_pairs(low2, high2));
+    tkvi_vb_store(to + 3 * TKVI_VB, tkvi_vb_zip2_pairs(low2, high2));
+}
+
+TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
+    const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
+    int i;
+    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
+    if (i < n) {
+        uint8_t codes[TKVI_VB] = {0};
+        float x[TKVI_VB];
+        memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(codes, tables, top, x);
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
+
+/* Zero points of the first `left` lanes. */
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
+                                    int middle, int left) {
+    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+    return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
+}
+
+TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean,
+                                            float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
+                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+    if (i < n)
+        tkvi_vf_store_first(dst + i,
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            n - i);
+}
+/* ======== kernels/avx2.h ======== */
+
 /* >>pieces */
 /* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
@@ -10402,19 +10632,6 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *ro
         return _mm256_castsi256_ps(
             _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
     return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_f16_to_f32_avx2(const uint8_t *src, int n, float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(src + 2 * i)));
-    if (i < n) { /* no scalar code, which is slow while the upper halves of registers are in use */
-        uint8_t bytes[16] = {0};
-        float x[8];
-        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
-        _mm256_storeu_ps(x, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(bytes)));
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
-    }
 }
 
 static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t *dst) {
@@ -10431,55 +10648,6 @@ TKVI_FLAT_AVX2 __m128i tkvi_load_bytes4_avx2(const uint8_t *src) {
     int32_t x;
     memcpy(&x, src, 4);
     return _mm_cvtsi32_si128(x);
-}
-
-/* tkvi_log_value of eight bytes. */
-TKVI_FLAT_AVX2 __m256 tkvi_decode_8_log_scales_avx2(__m128i bytes, int top) {
-    const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
-    const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
-    __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
-    __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
-    /* looks up 16 mantissas as two tables of eight; bit 3 of x selects the table */
-    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa)), x);
-    __m256i high =
-        _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa + 16)), x);
-    x = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high),
-                                             _mm256_castsi256_ps(_mm256_slli_epi32(x, 28))));
-    bits = _mm256_or_si256(_mm256_slli_epi32(bits, 23), _mm256_slli_epi32(_mm256_sub_epi32(x, base), 13));
-    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()), bits));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decode_log_scales_avx2(const uint8_t *src, int n, int top, float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, tkvi_decode_8_log_scales_avx2(
-                                      _mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
-    if (i + 4 <= n) {
-        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(
-                                   tkvi_decode_8_log_scales_avx2(tkvi_load_bytes4_avx2(src + i), top)));
-        i += 4;
-    }
-    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decode_zero_points_avx2(const uint8_t *offset, const float *scale,
-                                                          const float *mean, float unit, int middle, int n,
-                                                          float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8) {
-        const __m256i by = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(offset + i)));
-        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(scale + i), _mm256_set1_ps(unit));
-        _mm256_storeu_ps(
-            dst + i, _mm256_fmadd_ps(x, _mm256_cvtepi32_ps(_mm256_sub_epi32(by, _mm256_set1_epi32(middle))),
-                                     _mm256_loadu_ps(mean + i)));
-    }
-    for (; i + 4 <= n; i += 4) {
-        __m128i by =
-            _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_load_bytes4_avx2(offset + i)), _mm_set1_epi32(middle));
-        __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
-        _mm_storeu_ps(dst + i, _mm_fmadd_ps(x, _mm_cvtepi32_ps(by), _mm_loadu_ps(mean + i)));
-    }
-    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
 static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, int top, uint8_t *dst) {
@@ -10963,37 +11131,6 @@ static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const
                               _mm256_cvtepi32_ps(tkvi_load_ints_avx2(sum + t)));
             w = _mm256_and_ps(_mm256_mul_ps(_mm256_div_ps(m, whole), w), some);
             _mm256_maskstore_ps(scale + first + t, tkvi_lane_mask_avx2(count - t), w);
-        }
-    }
-}
-
-/* Keeps the compiler from fusing a product into a sum: tkvi_turn_rows_scalar rounds each. */
-#if defined(__GNUC__) || defined(__clang__)
-#define TKVI_ROUNDED_X86(x) __asm__("" : "+x"(x))
-#else
-#define TKVI_ROUNDED_X86(x) (void)(x)
-#endif
-
-static TKVI_TARGET_AVX2 void tkvi_turn_rows_avx2(const tkvi_turned_rows *t) {
-    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
-    const __m256 scale = _mm256_set1_ps(t->scale);
-    int i, k, r;
-    for (i = 0; i < t->n; i += 4)
-        for (k = 0; k < 4; k++) {
-            const int pair = t->pair[i + k];
-            cosine[i + k] = t->cosine[pair];
-            sine[i + k] = t->sine[pair];
-        }
-    for (i = 0; i < t->n; i += 8) {
-        const __m256 c = _mm256_load_ps(cosine + i), s = _mm256_load_ps(sine + i);
-        for (r = 0; r <= t->n_rows; r++) {
-            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(t->plain + r * t->n + i), c);
-            __m256 y = _mm256_mul_ps(_mm256_loadu_ps(t->partner + r * t->n + i), s);
-            TKVI_ROUNDED_X86(x);
-            TKVI_ROUNDED_X86(y);
-            x = _mm256_add_ps(x, y);
-            if (r < t->n_rows) _mm256_storeu_ps(t->out + r * t->n + i, _mm256_mul_ps(x, scale));
-            else _mm256_storeu_ps(t->last + i, x);
         }
     }
 }
@@ -12077,6 +12214,25 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_min
+#undef tkvi_vf_xor
+#undef tkvi_vf_load_first
+#undef tkvi_vf_store_first
+#undef tkvi_vf_max_across
+#undef tkvi_vf_hide
+#undef tkvi_vf_butterflies
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_store_f16
+#undef tkvi_vi_load_i8
+#undef tkvi_vb_add
+#undef tkvi_vb_where
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_pairs
+#undef tkvi_vb_zip2_pairs
+#undef tkvi_vb_spread
+#undef TKVI_WITHIN_
+#undef TKVI_ACROSS_
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -12133,9 +12289,18 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
+#define tkvi_vf_min(a, b) _mm512_min_ps(a, b)
+#define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+#define tkvi_vf_load_first(p, n)                                                                             \
+    _mm512_maskz_loadu_ps(tkvi_lane_mask_avx512(n), p) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) _mm512_mask_storeu_ps(p, tkvi_lane_mask_avx512(n), x)
+#define tkvi_vf_max_across(x) _mm512_reduce_max_ps(x)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x) /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_avx512(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
+#define tkvi_vf_load_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
 
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
@@ -12154,6 +12319,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
         _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
                                 _mm512_set1_epi32(n)),                                                       \
         y, x)
+#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx512(p, n) /* signed bytes; the first n, the others are 0 */
 
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
 #define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
@@ -12173,6 +12339,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
 #define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
 #define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
+#define tkvi_vb_add(a, b) _mm512_add_epi8(a, b)
+#define tkvi_vb_where(a, b) _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(a, a), b) /* b where a > 0 */
+#define tkvi_vb_zip1(a, b) _mm512_unpacklo_epi8(a, b)
+#define tkvi_vb_zip2(a, b) _mm512_unpackhi_epi8(a, b)
+#define tkvi_vb_zip1_pairs(a, b) _mm512_unpacklo_epi16(a, b)
+#define tkvi_vb_zip2_pairs(a, b) _mm512_unpackhi_epi16(a, b)
+#define tkvi_vb_spread(x)                                                                                    \
+    _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x)
 
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
@@ -12227,6 +12401,79 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
 /* ======== kernels/avx512.h ======== */
 
+/* ======== kernels/convert.inc ======== */
+/*
+ * kernels/convert.inc - a template: conversions of metadata to floats, as the scalar functions of core/format.h. Values
+ * behind the last full vector go through a vector in memory: scalar code is slow while the upper halves of registers
+ * are in use.
+ */
+TKVI_KERNEL void TKVI_N(f16_to_f32)(const uint8_t *src, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF) tkvi_vf_store(dst + i, tkvi_vf_load_f16(src + 2 * i));
+    if (i < n) {
+        uint8_t bytes[2 * TKVI_VF + 8] = {0};
+        float x[TKVI_VF];
+        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
+        tkvi_vf_store(x, tkvi_vf_load_f16(bytes));
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
+
+/* tkvi_log_value of TKVI_VB codes, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e
+ * is the biased exponent, and m the upper ten bits of the mantissa. tables: m << 5 and m >> 3 of the 16 mantissas. */
+TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int top, float *dst) {
+    const tkvi_vb code = tkvi_vb_spread(tkvi_vb_load(src)), x = tkvi_vb_add(code, tkvi_vb_splat(255));
+    const tkvi_vb step = tkvi_vb_and(x, tkvi_vb_splat(15));
+    const tkvi_vb e =
+        tkvi_vb_add(tkvi_vb_and(tkvi_vb_right(x, 4), tkvi_vb_splat(15)), tkvi_vb_splat(127 + top - 16));
+    const tkvi_vb e_low = tkvi_vb_left(tkvi_vb_and(e, tkvi_vb_splat(1)), 7);
+    const tkvi_vb e_high = tkvi_vb_and(tkvi_vb_right(e, 1), tkvi_vb_splat(127));
+    const tkvi_vb b1 = tkvi_vb_where(code, tkvi_vb_look_up(tables[0], step)), zero = tkvi_vb_splat(0);
+    const tkvi_vb b2 = tkvi_vb_where(code, tkvi_vb_or(tkvi_vb_look_up(tables[1], step), e_low));
+    const tkvi_vb b3 = tkvi_vb_where(code, e_high);
+    const tkvi_vb low1 = tkvi_vb_zip1(zero, b1), low2 = tkvi_vb_zip2(zero, b1);
+    const tkvi_vb high1 = tkvi_vb_zip1(b2, b3), high2 = tkvi_vb_zip2(b2, b3);
+    uint8_t *to = (uint8_t *)dst;
+    tkvi_vb_store(to, tkvi_vb_zip1_pairs(low1, high1));
+    tkvi_vb_store(to + TKVI_VB, tkvi_vb_zip2_pairs(low1, high1));
+    tkvi_vb_store(to + 2 * TKVI_VB, tkvi_vb_zip1_pairs(low2, high2));
+    tkvi_vb_store(to + 3 * TKVI_VB, tkvi_vb_zip2_pairs(low2, high2));
+}
+
+TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
+    const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
+    int i;
+    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
+    if (i < n) {
+        uint8_t codes[TKVI_VB] = {0};
+        float x[TKVI_VB];
+        memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(codes, tables, top, x);
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
+
+/* Zero points of the first `left` lanes. */
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
+                                    int middle, int left) {
+    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+    return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
+}
+
+TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean,
+                                            float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
+                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+    if (i < n)
+        tkvi_vf_store_first(dst + i,
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            n - i);
+}
+/* ======== kernels/avx512.h ======== */
+
 /* >>pieces */
 /* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
@@ -12236,50 +12483,6 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t
         return _mm512_castsi512_ps(_mm512_slli_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
     return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
-}
-
-static TKVI_TARGET_AVX512 void tkvi_f16_to_f32_avx512(const uint8_t *src, int n, float *dst) {
-    int i;
-    for (i = 0; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(dst + i,
-                         _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
-    if (i < n) { /* no scalar code, which is slow while the upper halves of registers are in use */
-        const __mmask16 m = (__mmask16)((1 << (n - i)) - 1);
-        _mm512_mask_storeu_ps(dst + i, m, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, src + 2 * i)));
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src, int n, int top, float *dst) {
-    const __m512i table = _mm512_slli_epi32(
-        _mm512_sub_epi32(
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
-            _mm512_set1_epi32(1024)),
-        13);
-    const __m512i low = _mm512_set1_epi32(127 + top - 16);
-    int i;
-    for (i = 0; i < n; i += 16) {
-        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
-        __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
-        __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
-        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* uses 4 bits of x */
-        bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
-        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_decode_zero_points_avx512(const uint8_t *offset, const float *scale,
-                                                              const float *mean, float unit, int middle,
-                                                              int n, float *dst) {
-    int i;
-    for (i = 0; i < n; i += 16) {
-        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512i by = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, offset + i));
-        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
-        by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
-        x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
-        _mm512_mask_storeu_ps(dst + i, m, x);
-    }
 }
 
 /* >>encoding: see kernels/avx2.h */
@@ -12538,7 +12741,7 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
         tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
         return;
     }
-    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
+    tkvi_flips_avx512(flip, tkvi_round_up(s->dim, 32));
     for (first = 0; first < n; first += TKVI_LANES) {
         const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
         const __mmask16 present = (__mmask16)((1 << count) - 1);
@@ -12564,43 +12767,6 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
         v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
         m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
         _mm512_mask_storeu_ps(scale + first, present, _mm512_maskz_mul_ps(some, m, v));
-    }
-}
-
-/* TKVI_ROUNDED_X86 for all registers. This file is for gcc and clang only. */
-#define TKVI_ROUNDED_AVX512(x) __asm__("" : "+v"(x))
-
-/* For up to 64 lanes; cosine and sine are looked up in registers. */
-static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) {
-    const __m512 scale = _mm512_set1_ps(t->scale);
-    __m512 cosine[4], sine[4];
-    int i, k, r;
-    if (t->lanes > 64) {
-        tkvi_turn_rows_avx2(t);
-        return;
-    }
-    for (k = 0; k < 4; k++) {
-        const int at = tkvi_min(16 * k, t->lanes - 16);
-        cosine[k] = _mm512_loadu_ps(t->cosine + at);
-        sine[k] = _mm512_loadu_ps(t->sine + at);
-    }
-    for (i = 0; i < t->n; i += 16) {
-        const __m512i pair =
-            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(t->pair + i)));
-        const __mmask16 high = _mm512_test_epi32_mask(pair, _mm512_set1_epi32(32));
-        const __m512 c = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(cosine[0], pair, cosine[1]),
-                                              _mm512_permutex2var_ps(cosine[2], pair, cosine[3]));
-        const __m512 s = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(sine[0], pair, sine[1]),
-                                              _mm512_permutex2var_ps(sine[2], pair, sine[3]));
-        for (r = 0; r <= t->n_rows; r++) {
-            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(t->plain + r * t->n + i), c);
-            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(t->partner + r * t->n + i), s);
-            TKVI_ROUNDED_AVX512(x);
-            TKVI_ROUNDED_AVX512(y);
-            x = _mm512_add_ps(x, y);
-            if (r < t->n_rows) _mm512_storeu_ps(t->out + r * t->n + i, _mm512_mul_ps(x, scale));
-            else _mm512_storeu_ps(t->last + i, x);
-        }
     }
 }
 
@@ -13849,6 +14015,25 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_min
+#undef tkvi_vf_xor
+#undef tkvi_vf_load_first
+#undef tkvi_vf_store_first
+#undef tkvi_vf_max_across
+#undef tkvi_vf_hide
+#undef tkvi_vf_butterflies
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_store_f16
+#undef tkvi_vi_load_i8
+#undef tkvi_vb_add
+#undef tkvi_vb_where
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_pairs
+#undef tkvi_vb_zip2_pairs
+#undef tkvi_vb_spread
+#undef TKVI_WITHIN_
+#undef TKVI_ACROSS_
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -13925,6 +14110,19 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
 
+#define tkvi_vf_min(a, b) vminq_f32(a, b)
+#define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
+#define tkvi_vf_hide(x) __asm__("" : "+w"(x)) /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)))
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    static const float odd[4] = {1.0f, -1.0f, 1.0f, -1.0f}, high[4] = {1.0f, 1.0f, -1.0f, -1.0f};
+    x = vfmaq_f32(vrev64q_f32(x), x, vld1q_f32(odd));
+    return vfmaq_f32(vextq_f32(x, x, 2), x, vld1q_f32(high));
+}
+
 /* >>integers */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
 TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
@@ -13955,8 +14153,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a,
 TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return vaddq_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { return vtstq_u8(a, b); } /* 255 where a & b */
 TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqtbl1q_u8(table, x); }
-#define TKVI_RIGHT_128(x, n) vshrq_n_u8(x, n)
-#define TKVI_LEFT_128(x, n) vshlq_n_u8(x, n)
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
@@ -14169,6 +14365,32 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
 }
 
+#define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
+#define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
+#define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
+    const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
+    x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
+    return wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 2, 3, 0, 1), wasm_v128_xor(x, high));
+}
+
+/* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
+TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
+    const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
+    const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
+    const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
+    v128_t y = wasm_i32x4_add(wasm_i32x4_add(size, odd), wasm_i32x4_const_splat(0xfff - 0x38000000));
+    y = wasm_v128_bitselect(few, wasm_u32x4_shr(y, 13),
+                            wasm_i32x4_lt(size, wasm_i32x4_const_splat(0x38800000)));
+    y = wasm_v128_or(y, wasm_v128_and(wasm_u32x4_shr(x, 16), wasm_i32x4_const_splat(0x8000)));
+    wasm_v128_store64_lane(p, wasm_u16x8_narrow_i32x4(y, y), 0);
+}
+
 /* >>integers */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
 TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
@@ -14207,8 +14429,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & 
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
 }
 TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
-#define TKVI_RIGHT_128(x, n) wasm_u8x16_shr(x, n)
-#define TKVI_LEFT_128(x, n) wasm_i8x16_shl(x, n)
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
@@ -14328,6 +14548,10 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
 #define tkvi_vf_max(a, b) tkvi_max_128(a, b)
 #define tkvi_vf_abs(x) tkvi_abs_128(x)
+#define tkvi_vf_load_first(p, n) tkvi_load_first_128(p, n) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) tkvi_store_first_128(p, x, n)
+#define tkvi_vf_max_across(x) tkvi_max_across_128(x)
+#define tkvi_vf_load_f16(p) tkvi_load_f16_128(p)
 #define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
 #define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
 
@@ -14342,7 +14566,8 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
 #define tkvi_vi_to_float(x) tkvi_to_float_128(x)
 #define tkvi_vi_sum4(to, v) tkvi_store_isum4_128(to, v)
-#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y) /* x in lanes i with i < n, else y */
+#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y)   /* x in lanes i with i < n, else y */
+#define tkvi_vi_load_i8(p, n) tkvi_load_signed_128(p, n) /* signed bytes; the first n, the others are 0 */
 
 /* >>bytes */
 #define tkvi_vb_load(p) tkvi_load_bytes_128(p)
@@ -14358,12 +14583,41 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
 #define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
 #define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
+#define tkvi_vb_add(a, b) tkvi_add_bytes_128(a, b)
+#define tkvi_vb_where(a, b) tkvi_and_128(tkvi_test_128(a, a), b) /* b where a > 0 */
+#define tkvi_vb_zip1(a, b) tkvi_zip1_128(a, b)
+#define tkvi_vb_zip2(a, b) tkvi_zip2_128(a, b)
+#define tkvi_vb_zip1_pairs(a, b) tkvi_zip1_pairs_128(a, b)
+#define tkvi_vb_zip2_pairs(a, b) tkvi_zip2_pairs_128(a, b)
+#define tkvi_vb_spread(x) (x)
 
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #define tkvi_keep_wide(sum)
 #define tkvi_ahead(p, n, distance) ((void)(distance)) /* no machine to measure prefetching was available */
 #define tkvi_distance(src, next) ((void)(src), (void)(next), (uintptr_t)0)
+
+TKVI_OP tkvi_f4 tkvi_load_first_128(const float *p, int n) {
+    float x[4];
+    int i;
+    if (n >= 4) return tkvi_load_128(p);
+    for (i = 0; i < 4; i++) x[i] = i < n ? p[i] : 0.0f;
+    return tkvi_load_128(x);
+}
+
+TKVI_OP void tkvi_store_first_128(float *p, tkvi_f4 y, int n) {
+    float x[4];
+    int i;
+    tkvi_store_128(n >= 4 ? p : x, y);
+    for (i = 0; i < n && n < 4; i++) p[i] = x[i];
+}
+
+TKVI_OP tkvi_i4 tkvi_load_signed_128(const uint8_t *p, int n) {
+    uint8_t first[4] = {0};
+    if (n >= 4) return tkvi_load_bytes4_128(p);
+    memcpy(first, p, (size_t)n);
+    return tkvi_load_bytes4_128(first);
+}
 
 TKVI_OP void tkvi_store_max4_128(float *to, const tkvi_f4 *v) {
     int r;
@@ -14448,58 +14702,78 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     else TKVI_N(unpack_codes)(width, tile, code);
 }
 /* ======== kernels/vectors_128.h ======== */
-
-/* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
-static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
+/* ======== kernels/convert.inc ======== */
+/*
+ * kernels/convert.inc - a template: conversions of metadata to floats, as the scalar functions of core/format.h. Values
+ * behind the last full vector go through a vector in memory: scalar code is slow while the upper halves of registers
+ * are in use.
+ */
+TKVI_KERNEL void TKVI_N(f16_to_f32)(const uint8_t *src, int n, float *dst) {
     int i;
-    for (i = 0; i + 4 <= n; i += 4) tkvi_store_128(dst + i, tkvi_load_f16_128(src + 2 * i));
-    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF) tkvi_vf_store(dst + i, tkvi_vf_load_f16(src + 2 * i));
+    if (i < n) {
+        uint8_t bytes[2 * TKVI_VF + 8] = {0};
+        float x[TKVI_VF];
+        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
+        tkvi_vf_store(x, tkvi_vf_load_f16(bytes));
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
 }
 
-/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e is the biased
- * exponent, and m the upper ten bits of the mantissa. */
-static void tkvi_decode_log_scales_128(const uint8_t *src, int n, int top, float *dst) {
-    uint8_t tables[2][16], *bytes = (uint8_t *)dst;
-    tkvi_b16 table1, table2;
-    int i;
-    for (i = 0; i < 16; i++) {
-        int m = tkvi_log_mantissa[i] - 1024;
-        tables[0][i] = (uint8_t)(m << 5 & 255);
-        tables[1][i] = (uint8_t)(m >> 3);
-    }
-    table1 = tkvi_load_bytes_128(tables[0]);
-    table2 = tkvi_load_bytes_128(tables[1]);
-    for (i = 0; i + 16 <= n; i += 16, bytes += 64) {
-        tkvi_b16 code = tkvi_load_bytes_128(src + i), some = tkvi_test_128(code, code);
-        tkvi_b16 x = tkvi_add_bytes_128(code, tkvi_splat_bytes_128(-1));
-        tkvi_b16 k = tkvi_and_128(x, tkvi_splat_bytes_128(15));
-        tkvi_b16 e = tkvi_add_bytes_128(TKVI_RIGHT_128(x, 4), tkvi_splat_bytes_128(127 + top - 16));
-        tkvi_b16 b1 = tkvi_and_128(tkvi_look_up_128(table1, k), some);
-        tkvi_b16 b2 = tkvi_or_128(tkvi_look_up_128(table2, k), TKVI_LEFT_128(e, 7));
-        tkvi_b16 b3 = tkvi_and_128(TKVI_RIGHT_128(e, 1), some), zero = tkvi_splat_bytes_128(0);
-        b2 = tkvi_and_128(b2, some);
-        x = tkvi_zip1_128(zero, b1);
-        k = tkvi_zip1_128(b2, b3);
-        tkvi_store_bytes_128(bytes, tkvi_zip1_pairs_128(x, k));
-        tkvi_store_bytes_128(bytes + 16, tkvi_zip2_pairs_128(x, k));
-        x = tkvi_zip2_128(zero, b1);
-        k = tkvi_zip2_128(b2, b3);
-        tkvi_store_bytes_128(bytes + 32, tkvi_zip1_pairs_128(x, k));
-        tkvi_store_bytes_128(bytes + 48, tkvi_zip2_pairs_128(x, k));
-    }
-    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
+/* tkvi_log_value of TKVI_VB codes, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e
+ * is the biased exponent, and m the upper ten bits of the mantissa. tables: m << 5 and m >> 3 of the 16 mantissas. */
+TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int top, float *dst) {
+    const tkvi_vb code = tkvi_vb_spread(tkvi_vb_load(src)), x = tkvi_vb_add(code, tkvi_vb_splat(255));
+    const tkvi_vb step = tkvi_vb_and(x, tkvi_vb_splat(15));
+    const tkvi_vb e =
+        tkvi_vb_add(tkvi_vb_and(tkvi_vb_right(x, 4), tkvi_vb_splat(15)), tkvi_vb_splat(127 + top - 16));
+    const tkvi_vb e_low = tkvi_vb_left(tkvi_vb_and(e, tkvi_vb_splat(1)), 7);
+    const tkvi_vb e_high = tkvi_vb_and(tkvi_vb_right(e, 1), tkvi_vb_splat(127));
+    const tkvi_vb b1 = tkvi_vb_where(code, tkvi_vb_look_up(tables[0], step)), zero = tkvi_vb_splat(0);
+    const tkvi_vb b2 = tkvi_vb_where(code, tkvi_vb_or(tkvi_vb_look_up(tables[1], step), e_low));
+    const tkvi_vb b3 = tkvi_vb_where(code, e_high);
+    const tkvi_vb low1 = tkvi_vb_zip1(zero, b1), low2 = tkvi_vb_zip2(zero, b1);
+    const tkvi_vb high1 = tkvi_vb_zip1(b2, b3), high2 = tkvi_vb_zip2(b2, b3);
+    uint8_t *to = (uint8_t *)dst;
+    tkvi_vb_store(to, tkvi_vb_zip1_pairs(low1, high1));
+    tkvi_vb_store(to + TKVI_VB, tkvi_vb_zip2_pairs(low1, high1));
+    tkvi_vb_store(to + 2 * TKVI_VB, tkvi_vb_zip1_pairs(low2, high2));
+    tkvi_vb_store(to + 3 * TKVI_VB, tkvi_vb_zip2_pairs(low2, high2));
 }
 
-static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scale, const float *mean,
-                                        float unit, int middle, int n, float *dst) {
+TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
+    const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
     int i;
-    for (i = 0; i + 4 <= n; i += 4) {
-        tkvi_i4 by = tkvi_sub_ints_128(tkvi_load_bytes4_128(offset + i), tkvi_splat_ints_128(middle));
-        tkvi_f4 x = tkvi_mul_128(tkvi_load_128(scale + i), tkvi_splat_128(unit));
-        tkvi_store_128(dst + i, tkvi_madd_128(tkvi_load_128(mean + i), x, tkvi_to_float_128(by)));
+    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
+    if (i < n) {
+        uint8_t codes[TKVI_VB] = {0};
+        float x[TKVI_VB];
+        memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(codes, tables, top, x);
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
     }
-    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
+
+/* Zero points of the first `left` lanes. */
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
+                                    int middle, int left) {
+    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+    return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
+}
+
+TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean,
+                                            float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
+                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+    if (i < n)
+        tkvi_vf_store_first(dst + i,
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            n - i);
+}
+/* ======== kernels/vectors_128.h ======== */
 
 static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
                                                 tkvi_f32_to_f16_scalar,
@@ -15414,6 +15688,25 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_min
+#undef tkvi_vf_xor
+#undef tkvi_vf_load_first
+#undef tkvi_vf_store_first
+#undef tkvi_vf_max_across
+#undef tkvi_vf_hide
+#undef tkvi_vf_butterflies
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_store_f16
+#undef tkvi_vi_load_i8
+#undef tkvi_vb_add
+#undef tkvi_vb_where
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_pairs
+#undef tkvi_vb_zip2_pairs
+#undef tkvi_vb_spread
+#undef TKVI_WITHIN_
+#undef TKVI_ACROSS_
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */

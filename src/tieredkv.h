@@ -64,7 +64,6 @@ extern "C" {
 #include "kernels/x86.h"
 #include "kernels/simd_x86.h"
 #include "kernels/decode_x86.h"
-#include "kernels/rotate_x86.h"
 #include "kernels/values_x86.h"
 #include "kernels/groups_x86.h"
 #include "kernels/tiles.h"

@@ -15,6 +15,8 @@
 
 #include "kernels/simd_avx2.inc"
 
+#include "kernels/convert.inc"
+
 /* >>pieces */
 /* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
@@ -23,19 +25,6 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *ro
         return _mm256_castsi256_ps(
             _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
     return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_f16_to_f32_avx2(const uint8_t *src, int n, float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(src + 2 * i)));
-    if (i < n) { /* no scalar code, which is slow while the upper halves of registers are in use */
-        uint8_t bytes[16] = {0};
-        float x[8];
-        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
-        _mm256_storeu_ps(x, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(bytes)));
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
-    }
 }
 
 static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t *dst) {
@@ -52,55 +41,6 @@ TKVI_FLAT_AVX2 __m128i tkvi_load_bytes4_avx2(const uint8_t *src) {
     int32_t x;
     memcpy(&x, src, 4);
     return _mm_cvtsi32_si128(x);
-}
-
-/* tkvi_log_value of eight bytes. */
-TKVI_FLAT_AVX2 __m256 tkvi_decode_8_log_scales_avx2(__m128i bytes, int top) {
-    const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
-    const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
-    __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
-    __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
-    /* looks up 16 mantissas as two tables of eight; bit 3 of x selects the table */
-    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa)), x);
-    __m256i high =
-        _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa + 16)), x);
-    x = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high),
-                                             _mm256_castsi256_ps(_mm256_slli_epi32(x, 28))));
-    bits = _mm256_or_si256(_mm256_slli_epi32(bits, 23), _mm256_slli_epi32(_mm256_sub_epi32(x, base), 13));
-    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()), bits));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decode_log_scales_avx2(const uint8_t *src, int n, int top, float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, tkvi_decode_8_log_scales_avx2(
-                                      _mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
-    if (i + 4 <= n) {
-        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(
-                                   tkvi_decode_8_log_scales_avx2(tkvi_load_bytes4_avx2(src + i), top)));
-        i += 4;
-    }
-    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decode_zero_points_avx2(const uint8_t *offset, const float *scale,
-                                                          const float *mean, float unit, int middle, int n,
-                                                          float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8) {
-        const __m256i by = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(offset + i)));
-        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(scale + i), _mm256_set1_ps(unit));
-        _mm256_storeu_ps(
-            dst + i, _mm256_fmadd_ps(x, _mm256_cvtepi32_ps(_mm256_sub_epi32(by, _mm256_set1_epi32(middle))),
-                                     _mm256_loadu_ps(mean + i)));
-    }
-    for (; i + 4 <= n; i += 4) {
-        __m128i by =
-            _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_load_bytes4_avx2(offset + i)), _mm_set1_epi32(middle));
-        __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
-        _mm_storeu_ps(dst + i, _mm_fmadd_ps(x, _mm_cvtepi32_ps(by), _mm_loadu_ps(mean + i)));
-    }
-    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
 static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, int top, uint8_t *dst) {
@@ -584,37 +524,6 @@ static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const
                               _mm256_cvtepi32_ps(tkvi_load_ints_avx2(sum + t)));
             w = _mm256_and_ps(_mm256_mul_ps(_mm256_div_ps(m, whole), w), some);
             _mm256_maskstore_ps(scale + first + t, tkvi_lane_mask_avx2(count - t), w);
-        }
-    }
-}
-
-/* Keeps the compiler from fusing a product into a sum: tkvi_turn_rows_scalar rounds each. */
-#if defined(__GNUC__) || defined(__clang__)
-#define TKVI_ROUNDED_X86(x) __asm__("" : "+x"(x))
-#else
-#define TKVI_ROUNDED_X86(x) (void)(x)
-#endif
-
-static TKVI_TARGET_AVX2 void tkvi_turn_rows_avx2(const tkvi_turned_rows *t) {
-    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
-    const __m256 scale = _mm256_set1_ps(t->scale);
-    int i, k, r;
-    for (i = 0; i < t->n; i += 4)
-        for (k = 0; k < 4; k++) {
-            const int pair = t->pair[i + k];
-            cosine[i + k] = t->cosine[pair];
-            sine[i + k] = t->sine[pair];
-        }
-    for (i = 0; i < t->n; i += 8) {
-        const __m256 c = _mm256_load_ps(cosine + i), s = _mm256_load_ps(sine + i);
-        for (r = 0; r <= t->n_rows; r++) {
-            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(t->plain + r * t->n + i), c);
-            __m256 y = _mm256_mul_ps(_mm256_loadu_ps(t->partner + r * t->n + i), s);
-            TKVI_ROUNDED_X86(x);
-            TKVI_ROUNDED_X86(y);
-            x = _mm256_add_ps(x, y);
-            if (r < t->n_rows) _mm256_storeu_ps(t->out + r * t->n + i, _mm256_mul_ps(x, scale));
-            else _mm256_storeu_ps(t->last + i, x);
         }
     }
 }

@@ -25,6 +25,8 @@
 
 #include "kernels/simd_avx512.inc"
 
+#include "kernels/convert.inc"
+
 /* >>pieces */
 /* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
@@ -34,50 +36,6 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t
         return _mm512_castsi512_ps(_mm512_slli_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
     return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
-}
-
-static TKVI_TARGET_AVX512 void tkvi_f16_to_f32_avx512(const uint8_t *src, int n, float *dst) {
-    int i;
-    for (i = 0; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(dst + i,
-                         _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
-    if (i < n) { /* no scalar code, which is slow while the upper halves of registers are in use */
-        const __mmask16 m = (__mmask16)((1 << (n - i)) - 1);
-        _mm512_mask_storeu_ps(dst + i, m, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, src + 2 * i)));
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src, int n, int top, float *dst) {
-    const __m512i table = _mm512_slli_epi32(
-        _mm512_sub_epi32(
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
-            _mm512_set1_epi32(1024)),
-        13);
-    const __m512i low = _mm512_set1_epi32(127 + top - 16);
-    int i;
-    for (i = 0; i < n; i += 16) {
-        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
-        __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
-        __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
-        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* uses 4 bits of x */
-        bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
-        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_decode_zero_points_avx512(const uint8_t *offset, const float *scale,
-                                                              const float *mean, float unit, int middle,
-                                                              int n, float *dst) {
-    int i;
-    for (i = 0; i < n; i += 16) {
-        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512i by = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, offset + i));
-        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
-        by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
-        x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
-        _mm512_mask_storeu_ps(dst + i, m, x);
-    }
 }
 
 /* >>encoding: see kernels/avx2.h */
@@ -336,7 +294,7 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
         tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
         return;
     }
-    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
+    tkvi_flips_avx512(flip, tkvi_round_up(s->dim, 32));
     for (first = 0; first < n; first += TKVI_LANES) {
         const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
         const __mmask16 present = (__mmask16)((1 << count) - 1);
@@ -362,43 +320,6 @@ static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, c
         v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
         m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
         _mm512_mask_storeu_ps(scale + first, present, _mm512_maskz_mul_ps(some, m, v));
-    }
-}
-
-/* TKVI_ROUNDED_X86 for all registers. This file is for gcc and clang only. */
-#define TKVI_ROUNDED_AVX512(x) __asm__("" : "+v"(x))
-
-/* For up to 64 lanes; cosine and sine are looked up in registers. */
-static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) {
-    const __m512 scale = _mm512_set1_ps(t->scale);
-    __m512 cosine[4], sine[4];
-    int i, k, r;
-    if (t->lanes > 64) {
-        tkvi_turn_rows_avx2(t);
-        return;
-    }
-    for (k = 0; k < 4; k++) {
-        const int at = tkvi_min(16 * k, t->lanes - 16);
-        cosine[k] = _mm512_loadu_ps(t->cosine + at);
-        sine[k] = _mm512_loadu_ps(t->sine + at);
-    }
-    for (i = 0; i < t->n; i += 16) {
-        const __m512i pair =
-            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(t->pair + i)));
-        const __mmask16 high = _mm512_test_epi32_mask(pair, _mm512_set1_epi32(32));
-        const __m512 c = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(cosine[0], pair, cosine[1]),
-                                              _mm512_permutex2var_ps(cosine[2], pair, cosine[3]));
-        const __m512 s = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(sine[0], pair, sine[1]),
-                                              _mm512_permutex2var_ps(sine[2], pair, sine[3]));
-        for (r = 0; r <= t->n_rows; r++) {
-            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(t->plain + r * t->n + i), c);
-            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(t->partner + r * t->n + i), s);
-            TKVI_ROUNDED_AVX512(x);
-            TKVI_ROUNDED_AVX512(y);
-            x = _mm512_add_ps(x, y);
-            if (r < t->n_rows) _mm512_storeu_ps(t->out + r * t->n + i, _mm512_mul_ps(x, scale));
-            else _mm512_storeu_ps(t->last + i, x);
-        }
     }
 }
 

@@ -83,6 +83,32 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
 }
 
+#define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
+#define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
+#define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
+    const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
+    x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
+    return wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 2, 3, 0, 1), wasm_v128_xor(x, high));
+}
+
+/* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
+TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
+    const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
+    const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
+    const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
+    v128_t y = wasm_i32x4_add(wasm_i32x4_add(size, odd), wasm_i32x4_const_splat(0xfff - 0x38000000));
+    y = wasm_v128_bitselect(few, wasm_u32x4_shr(y, 13),
+                            wasm_i32x4_lt(size, wasm_i32x4_const_splat(0x38800000)));
+    y = wasm_v128_or(y, wasm_v128_and(wasm_u32x4_shr(x, 16), wasm_i32x4_const_splat(0x8000)));
+    wasm_v128_store64_lane(p, wasm_u16x8_narrow_i32x4(y, y), 0);
+}
+
 /* >>integers */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
 TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
@@ -121,8 +147,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & 
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
 }
 TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
-#define TKVI_RIGHT_128(x, n) wasm_u8x16_shr(x, n)
-#define TKVI_LEFT_128(x, n) wasm_i8x16_shl(x, n)
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
