@@ -42,6 +42,32 @@ TKVI_FLAT_AVX2 __m256i tkvi_load_signed_avx2(const uint8_t *p, int n) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)first));
 }
 
+/* -ffast-math makes a vector division an estimate, but not one of floats. */
+TKVI_FLAT_AVX2 __m256 tkvi_div_avx2(__m256 a, __m256 b) {
+#if defined(__FAST_MATH__) && (defined(__GNUC__) || defined(__clang__))
+    __m256 x;
+    __asm__("vdivps {%2, %1, %0|%0, %1, %2}" : "=x"(x) : "x"(a), "x"(b));
+    return x;
+#else
+    return _mm256_div_ps(a, b);
+#endif
+}
+
+TKVI_FLAT_AVX2 void tkvi_scatter4_avx2(uint8_t *p, int step, __m256i x) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(x));
+    _mm_storeu_si128((__m128i *)(void *)(p + step), _mm256_extracti128_si256(x, 1));
+}
+
+/* Transposes the 4 x 4 lanes in each 16 bytes of four vectors. */
+TKVI_FLAT_AVX2 void tkvi_transpose4_avx2(__m256i *v) {
+    const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+    const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(a, b);
+    v[1] = _mm256_unpackhi_epi64(a, b);
+    v[2] = _mm256_unpacklo_epi64(c, d);
+    v[3] = _mm256_unpackhi_epi64(c, d);
+}
+
 /* Each lane becomes its partner plus or minus itself. The products are exact. */
 TKVI_FLAT_AVX2 __m256 tkvi_butterflies_avx2(__m256 x) {
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
@@ -147,6 +173,30 @@ TKVI_FLAT_AVX512 __mmask16 tkvi_lane_mask_avx512(int n) {
 
 TKVI_FLAT_AVX512 __m512i tkvi_load_signed_avx512(const uint8_t *p, int n) {
     return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(tkvi_lane_mask_avx512(n), p));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_div_avx512(__m512 a, __m512 b) {
+#ifdef __FAST_MATH__
+    __m512 x;
+    __asm__("vdivps {%2, %1, %0|%0, %1, %2}" : "=v"(x) : "v"(a), "v"(b));
+    return x;
+#else
+    return _mm512_div_ps(a, b);
+#endif
+}
+
+TKVI_FLAT_AVX512 void tkvi_scatter4_avx512(uint8_t *p, int step, __m512i x) {
+    tkvi_scatter4_avx2(p, step, _mm512_castsi512_si256(x));
+    tkvi_scatter4_avx2(p + 2 * step, step, _mm512_extracti64x4_epi64(x, 1));
+}
+
+TKVI_FLAT_AVX512 void tkvi_transpose4_avx512(__m512i *v) {
+    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
+    const __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(a, b);
+    v[1] = _mm512_unpackhi_epi64(a, b);
+    v[2] = _mm512_unpacklo_epi64(c, d);
+    v[3] = _mm512_unpackhi_epi64(c, d);
 }
 
 TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {

@@ -18,20 +18,24 @@
 #include "kernels/simd_128.inc"
 #include "kernels/codes.inc"
 #include "kernels/convert.inc"
+#include "kernels/rotate.inc"
+#include "kernels/pack.inc"
+#include "kernels/encode.inc"
+#include "kernels/groups.inc"
 
 static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
-                                                tkvi_f32_to_f16_scalar,
+                                                tkvi_f32_to_f16_128,
                                                 tkvi_decode_log_scales_128,
                                                 tkvi_decode_zero_points_128,
-                                                tkvi_encode_log_scales_scalar,
-                                                tkvi_pack_tile,
-                                                tkvi_interleave_scalar,
-                                                tkvi_encode_k_columns_scalar,
-                                                tkvi_finalize_scales_scalar,
-                                                tkvi_encode_v_tokens_scalar,
-                                                tkvi_encode_groups_scalar,
+                                                tkvi_encode_log_scales_128,
+                                                tkvi_pack_tile_128,
+                                                tkvi_interleave_128,
+                                                tkvi_encode_k_columns_128,
+                                                tkvi_finalize_scales_128,
+                                                tkvi_encode_v_tokens_128,
+                                                tkvi_encode_groups_128,
                                                 tkvi_decode_tiles_scalar,
-                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
+                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_128)};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);

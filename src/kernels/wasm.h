@@ -136,6 +136,83 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
     return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
 }
 
+#define tkvi_m4 v128_t
+#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) wasm_f32x4_sqrt(x)
+#define tkvi_vf_gt(a, b) wasm_f32x4_gt(a, b)
+#define tkvi_vf_where(mask, x) wasm_v128_and(x, mask) /* 0 elsewhere */
+#define tkvi_vf_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
+#define tkvi_vi_or(a, b) wasm_v128_or(a, b)
+#define tkvi_vi_and(a, b) wasm_v128_and(a, b)
+#define tkvi_vi_right(x, n) wasm_u32x4_shr(x, n)
+#define tkvi_vi_min(a, b) wasm_i32x4_min(a, b)
+#define tkvi_vi_max(a, b) wasm_i32x4_max(a, b)
+#define tkvi_vi_count(x, a, b) wasm_i32x4_sub(x, wasm_i32x4_gt(a, b)) /* x + (a > b) */
+#define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
+#define tkvi_vi_of_bits(x) (x)
+#define tkvi_vi_trunc(x) wasm_i32x4_trunc_sat_f32x4(x)
+#define tkvi_vi_floor(x) wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_floor(x))
+#define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
+#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
+#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
+#define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
+    wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
+#define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
+
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+#define tkvi_vh_splat(x) wasm_i16x8_splat((int16_t)(x))
+#define tkvi_vh_add(a, b) wasm_i16x8_add(a, b)
+#define tkvi_vh_sub(a, b) wasm_i16x8_sub(a, b)
+#define tkvi_vh_min(a, b) wasm_i16x8_min(a, b)
+#define tkvi_vh_max(a, b) wasm_i16x8_max(a, b)
+#define tkvi_vh_pairs(a, b)                                                                                  \
+    wasm_v128_or(wasm_v128_and(a, wasm_i32x4_const_splat(0xffff)), wasm_i32x4_shl(b, 16))
+#define tkvi_vh_pack(a, b) wasm_i16x8_narrow_i32x4(a, b)
+#define tkvi_vh_first(x) wasm_i32x4_extend_low_i16x8(x)
+#define tkvi_vh_second(x) wasm_i32x4_extend_high_i16x8(x)
+#define tkvi_vh_zip1(x, y) wasm_i16x8_shuffle(x, y, 0, 8, 1, 9, 2, 10, 3, 11)
+#define tkvi_vh_zip2(x, y) wasm_i16x8_shuffle(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
+#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
+#define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
+#define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
+#define tkvi_vp v128_t
+#define tkvi_vp_zero() wasm_i32x4_const_splat(0)
+#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
+#define tkvi_vp_total(x) (x)
+
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
+    return wasm_f32x4_div(a, b);
+}
+
+/* As tkvi_cut_code: the high halves of products, halved. */
+TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+    const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
+    const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
+    const v128_t twice = wasm_i16x8_shuffle(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
+    return wasm_i16x8_min(wasm_u16x8_avgr(twice, zero), top);
+}
+
+/* Looks up four lanes in a table of eight. An index from 16 on gives 0. */
+TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+    const v128_t at = wasm_i32x4_add(wasm_i32x4_mul(x, wasm_i32x4_const_splat(0x04040404)),
+                                     wasm_i32x4_const_splat(0x03020100));
+    const v128_t second = wasm_i8x16_sub(at, wasm_i8x16_const_splat(16));
+    return wasm_v128_or(wasm_i8x16_swizzle(wasm_v128_load(table), at),
+                        wasm_i8x16_swizzle(wasm_v128_load(table + 4), second));
+}
+
+TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+    const v128_t a = wasm_i32x4_shuffle(v[0], v[1], 0, 4, 1, 5),
+                 b = wasm_i32x4_shuffle(v[2], v[3], 0, 4, 1, 5);
+    const v128_t c = wasm_i32x4_shuffle(v[0], v[1], 2, 6, 3, 7),
+                 d = wasm_i32x4_shuffle(v[2], v[3], 2, 6, 3, 7);
+    v[0] = wasm_i64x2_shuffle(a, b, 0, 2);
+    v[1] = wasm_i64x2_shuffle(a, b, 1, 3);
+    v[2] = wasm_i64x2_shuffle(c, d, 0, 2);
+    v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
+}
+
 /* >>bytes */
 TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
 TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
