@@ -8926,7 +8926,10 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
         _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
 #define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
 #define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
-#define tkvi_vp __m256i                                                   /* sums of products */
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
+#define tkvi_vp __m256i /* sums of products */
 #define tkvi_vp_zero() _mm256_setzero_si256()
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
 #define tkvi_vp_total(x) (x)
@@ -9414,6 +9417,9 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 #undef tkvi_vp_total
 #undef tkvi_vi_scatter4
 #undef tkvi_vb_scatter4
+#undef TKVI_CUTS
+#undef tkvi_vh_sum
+#undef tkvi_vh_total
 /* ======== kernels/values_x86.h ======== */
 
 /* >>both instruction sets */
@@ -9777,6 +9783,9 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
         _mm512_avg_epu16(_mm512_mulhi_epu16(_mm512_subs_epu16(u, cut), by), _mm512_setzero_si512()), top)
 #define tkvi_vi_dot(x, a, b) _mm512_dpwssd_epi32(x, a, b)
 #define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm512_set1_epi16(1))
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
 #define tkvi_vp __m512i
 #define tkvi_vp_zero() _mm512_setzero_si512()
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
@@ -10256,6 +10265,9 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 #undef tkvi_vp_total
 #undef tkvi_vi_scatter4
 #undef tkvi_vb_scatter4
+#undef TKVI_CUTS
+#undef tkvi_vh_sum
+#undef tkvi_vh_total
 /* ======== kernels/values_x86.h ======== */
 
 /* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -10582,7 +10594,10 @@ typedef struct tkvi_weights_k {
         _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
 #define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
 #define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
-#define tkvi_vp __m256i                                                   /* sums of products */
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
+#define tkvi_vp __m256i /* sums of products */
 #define tkvi_vp_zero() _mm256_setzero_si256()
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
 #define tkvi_vp_total(x) (x)
@@ -10909,6 +10924,17 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
  *
  * K columns: a 32-bit lane is a column and has two tokens. V tokens: a lane is a channel.
  */
+/* n tokens of TKVI_VF channels of K, of which the first `lanes` exist. Returns x, or a copy with zeros. */
+TKVI_OP const float *TKVI_N(pad_columns)(const float *x, int lanes, int n, size_t *stride,
+                                         float (*copy)[TKVI_VF]) {
+    int t;
+    if (lanes >= TKVI_VF) return x;
+    memset(copy, 0, (size_t)n * sizeof *copy);
+    for (t = 0; t < n && lanes > 0; t++) memcpy(copy[t], x + (size_t)t * *stride, (size_t)lanes * sizeof *x);
+    *stride = TKVI_VF;
+    return copy[0];
+}
+
 /* The best cut so far, of TKVI_VF columns: its score, range and sums. */
 typedef struct TKVI_N(best_cut) {
     tkvi_vf score;
@@ -10920,18 +10946,25 @@ TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
     const tkvi_vf lowest = tkvi_vf_splat(-1e30f), highest = tkvi_vf_splat(1e30f);
     const tkvi_vf mean = tkvi_vf_load(c->mean + l);
     const tkvi_vi most = tkvi_vh_splat(TKVI_STEPS - 1);
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
+    size_t stride = c->stride;
+    const float *x = TKVI_N(pad_columns)(c->x + l, c->lanes - l, c->n, &stride, residual), *at = residual[0];
     tkvi_vf low = highest, high = lowest, step, inverse;
     tkvi_vi sum = tkvi_vi_splat(0);
     tkvi_vp squares = tkvi_vp_zero();
     tkvi_vm some;
-    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
     int t;
-    for (t = 0; t < c->n; t++) {
-        tkvi_vf x = tkvi_vf_load_first(c->x + (size_t)t * c->stride + l, c->lanes - l);
-        x = tkvi_vf_min(tkvi_vf_max(tkvi_vf_sub(x, mean), lowest), highest);
-        tkvi_vf_store(residual[t], x);
-        low = tkvi_vf_min(x, low);
-        high = tkvi_vf_max(x, high);
+    for (t = 0; t < c->n; t++, x += stride) {
+        const tkvi_vf y = tkvi_vf_sub(tkvi_vf_load(x), mean);
+        tkvi_vf_store(residual[t], y);
+        low = tkvi_vf_min(y, low);
+        high = tkvi_vf_max(y, high);
+    }
+    if (tkvi_vf_max_across(tkvi_vf_max(tkvi_vf_sub(tkvi_vf_splat(0.0f), low), high)) > 1e30f) {
+        low = tkvi_vf_min(tkvi_vf_max(low, lowest), highest);
+        high = tkvi_vf_min(tkvi_vf_max(high, lowest), highest);
+        for (t = 0; t < c->n; t++)
+            tkvi_vf_store(residual[t], tkvi_vf_min(tkvi_vf_max(tkvi_vf_load(residual[t]), low), high));
     }
     for (; t < TKVI_BLOCK; t++) tkvi_vf_store(residual[t], low); /* u = 0 */
     step = tkvi_vf_mul(tkvi_vf_sub(high, low), tkvi_vf_splat(1.0f / TKVI_STEPS));
@@ -10939,14 +10972,17 @@ TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
     inverse = tkvi_vf_where(some, tkvi_vf_div(tkvi_vf_splat(1.0f), step));
     tkvi_vf_store(c->low + l, low);
     tkvi_vf_store(c->step + l, tkvi_vf_where(some, step));
-    for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
-        const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(x), low), inverse);
-        const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(x + 2 * TKVI_VF), low), inverse);
-        const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
-        sum = tkvi_vi_add_pairs(sum, u);
-        squares = tkvi_vp_dot(squares, u, u);
-        tkvi_vi_store((int32_t *)(void *)c->u[t][l], u);
+    for (t = 0; t < TKVI_BLOCK / 2; t += 2, at += 4 * TKVI_VF) {
+        int j;
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) { /* in the order of tkvi_column_u */
+            const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + j * TKVI_VF), low), inverse);
+            const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + (j + 2) * TKVI_VF), low), inverse);
+            const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
+            sum = tkvi_vi_add_pairs(sum, u);
+            squares = tkvi_vp_dot(squares, u, u);
+            tkvi_vi_store((int32_t *)(void *)c->u[t + j][l], u);
+        }
     }
     tkvi_vi_store(c->sum_u + l, sum);
     tkvi_vi_store(c->sum_uu + l, tkvi_vp_total(squares));
@@ -10965,8 +11001,8 @@ TKVI_OP tkvi_vf TKVI_N(covariance)(int n, tkvi_vi a, tkvi_vi b, tkvi_vi products
 TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_vi top, int k, const int n,
                               TKVI_N(best_cut) * best) {
     const tkvi_vi sum_u = tkvi_vi_load(c->sum_u + l);
-    tkvi_vi cut[2], by[2], sum[2];
-    tkvi_vp squares[2], products[2];
+    tkvi_vi cut[TKVI_CUTS], by[TKVI_CUTS], sum[TKVI_CUTS];
+    tkvi_vp squares[TKVI_CUTS], products[TKVI_CUTS];
     int t, j;
     TKVI_UNROLL
     for (j = 0; j < n; j++) {
@@ -10982,14 +11018,14 @@ TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_
         TKVI_UNROLL
         for (j = 0; j < n; j++) {
             const tkvi_vi v = tkvi_vh_cut(u, cut[j], by[j], top);
-            sum[j] = tkvi_vh_add(sum[j], v);
+            sum[j] = tkvi_vh_sum(sum[j], v);
             squares[j] = tkvi_vp_dot(squares[j], v, v);
             products[j] = tkvi_vp_dot(products[j], v, u);
         }
     }
     TKVI_UNROLL
     for (j = 0; j < n; j++) {
-        const tkvi_vi sum_c = tkvi_vi_add_pairs(tkvi_vi_splat(0), sum[j]);
+        const tkvi_vi sum_c = tkvi_vh_total(sum[j]);
         const tkvi_vi sum_cc = tkvi_vp_total(squares[j]), sum_cu = tkvi_vp_total(products[j]);
         const tkvi_vf cov = TKVI_N(covariance)(c->n, sum_c, sum_u, sum_cu);
         const tkvi_vf var = TKVI_N(covariance)(c->n, sum_c, sum_c, sum_cc);
@@ -11015,8 +11051,9 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         TKVI_N(columns_to_ints)(c, l);
         best.score = tkvi_vf_splat(-1.0f);
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
-        for (t = 0; t + 2 <= TKVI_A_CUTS; t += 2) TKVI_N(try_cuts)(c, l, width, top, t, 2, &best);
-        TKVI_N(try_cuts)(c, l, width, top, TKVI_A_CUTS - 1, 1, &best);
+        for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
+            TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
+        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
@@ -11245,40 +11282,31 @@ TKVI_OP tkvi_vi TKVI_N(group_codes)(tkvi_vf x, tkvi_vf scale, tkvi_vf zero, floa
 TKVI_OP void TKVI_N(encode_group_k)(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
                                     tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
-    const int from = g * s->group, end = tkvi_min(n, from + s->group), lanes = s->dim - c;
+    const int from = g * s->group, end = tkvi_min(n, from + s->group);
     uint8_t *at = meta + 2 * (g * s->pad + c);
+    float copy[TKVI_BLOCK][TKVI_VF];
     tkvi_vf low, high, scale, zero;
     int t, k;
-    x += c;
-    low = high = tkvi_vf_load_first(x + (size_t)from * stride, lanes);
-    for (t = from + 1; t < end; t++) {
-        const tkvi_vf v = tkvi_vf_load_first(x + (size_t)t * stride, lanes);
+    x = TKVI_N(pad_columns)(x + (size_t)from * stride + c, s->dim - c, end - from, &stride, copy);
+    low = high = tkvi_vf_load(x);
+    for (t = 1; t < end - from; t++) {
+        const tkvi_vf v = tkvi_vf_load(x + (size_t)t * stride);
         low = tkvi_vf_min(v, low);
         high = tkvi_vf_max(v, high);
     }
     low = TKVI_N(clamp_f16)(low);
     high = TKVI_N(clamp_f16)(high);
     TKVI_N(store_grid)(low, tkvi_vf_sub(high, low), top, at, at + 2 * s->groups * s->pad, &scale, &zero);
-    for (t = from; t < end; t += 4) {
+    for (t = from; t < end; t += 4, x += 4 * stride) {
         tkvi_vi v[4];
         TKVI_UNROLL
         for (k = 0; k < 4; k++) {
             v[k] = tkvi_vi_splat(0);
             if (t + k < end)
-                v[k] = TKVI_N(group_codes)(tkvi_vf_load_first(x + (size_t)(t + k) * stride, lanes), scale,
-                                           zero, top);
+                v[k] = TKVI_N(group_codes)(tkvi_vf_load(x + (size_t)k * stride), scale, zero, top);
         }
         tkvi_vi_scatter4(code[c / 4] + 4 * t, TKVI_TILE_CODES, tkvi_vi_pack4(v));
     }
-}
-
-/* Loads up to TKVI_VF values of a token. The other lanes repeat `other`. */
-TKVI_OP tkvi_vf TKVI_N(load_group)(const float *p, int n, float other) {
-    float x[TKVI_VF];
-    int i;
-    if (n >= TKVI_VF) return tkvi_vf_load(p);
-    for (i = 0; i < TKVI_VF; i++) x[i] = i < n ? p[i] : other;
-    return tkvi_vf_load(x);
 }
 
 /* Encodes group g of tokens t .. t + 15 of V. Rows of missing tokens repeat the last one; their scales, zeros and codes
@@ -11286,49 +11314,58 @@ TKVI_OP tkvi_vf TKVI_N(load_group)(const float *p, int n, float other) {
 TKVI_OP void TKVI_N(encode_group_v)(const tkvi_side *s, const float *x, size_t stride, int n, int g, int t,
                                     tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
-    const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
+    const int from = g * s->group, count = tkvi_min(s->dim - from, s->group);
     const tkvi_vf none = tkvi_vf_splat(0.0f), minus = tkvi_vf_of_bits(tkvi_vi_splat(INT32_MIN));
     uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
-    TKVI_ALIGNED float least[16], most[16];
+    TKVI_ALIGNED float copy[16][TKVI_BLOCK], least[16], most[16];
     tkvi_vf low[4], high[4], scale, zero;
+    const float *row[16];
     int c, k, q;
+    for (k = 0; k < 16; k++) {
+        row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride + from;
+        if (count % TKVI_VF == 0) continue;
+        for (c = 0; c < tkvi_round_up(count, TKVI_VF); c++) copy[k][c] = row[k][c < count ? c : 0];
+        row[k] = copy[k];
+    }
     for (q = 0; q < 16; q += 4) {
         TKVI_UNROLL
-        for (k = 0; k < 4; k++) {
-            const float *row = x + (size_t)tkvi_min(t + q + k, n - 1) * stride;
-            low[k] = high[k] = tkvi_vf_splat(row[from]);
-            for (c = from; c < end; c += TKVI_VF) {
-                const tkvi_vf v = TKVI_N(load_group)(row + c, end - c, row[from]);
+        for (k = 0; k < 4; k++) low[k] = high[k] = tkvi_vf_load(row[q + k]);
+        for (c = TKVI_VF; c < count; c += TKVI_VF) {
+            TKVI_UNROLL
+            for (k = 0; k < 4; k++) {
+                const tkvi_vf v = tkvi_vf_load(row[q + k] + c);
                 low[k] = tkvi_vf_min(v, low[k]);
                 high[k] = tkvi_vf_max(v, high[k]);
             }
-            low[k] = tkvi_vf_xor(low[k], minus);
         }
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) low[k] = tkvi_vf_xor(low[k], minus);
         tkvi_vf_max4(least + q, low);
         tkvi_vf_max4(most + q, high);
     }
     for (q = 0; q < 16; q += TKVI_VF) {
         const tkvi_vf a = TKVI_N(clamp_f16)(tkvi_vf_xor(tkvi_vf_load(least + q), minus));
         const tkvi_vf b = TKVI_N(clamp_f16)(tkvi_vf_load(most + q));
-        low[0] = tkvi_vf_first(n - t - q, a, none);
         TKVI_N(store_grid)
-        (low[0], tkvi_vf_first(n - t - q, tkvi_vf_sub(b, a), none), top, at + 2 * q,
-         at + 2 * (s->groups * TKVI_BLOCK + q), &scale, &zero);
+        (tkvi_vf_first(n - t - q, a, none), tkvi_vf_first(n - t - q, tkvi_vf_sub(b, a), none), top,
+         at + 2 * q, at + 2 * (s->groups * TKVI_BLOCK + q), &scale, &zero);
         tkvi_vf_store(most + q, scale);
         tkvi_vf_store(least + q, zero);
     }
     for (q = 0; q < 16 && t + q < n; q += 4)
-        for (c = from; c < end; c += TKVI_VF) {
+        for (c = 0; c < count; c += TKVI_VF) {
+            const int channel = from + c;
             tkvi_vi v[4];
             TKVI_UNROLL
             for (k = 0; k < 4; k++)
-                v[k] = TKVI_N(group_codes)(
-                    tkvi_vf_load_first(x + (size_t)tkvi_min(t + q + k, n - 1) * stride + c, end - c),
-                    tkvi_vf_splat(most[q + k]), tkvi_vf_splat(least[q + k]), top);
+                v[k] = TKVI_N(group_codes)(tkvi_vf_load(row[q + k] + c), tkvi_vf_splat(most[q + k]),
+                                           tkvi_vf_splat(least[q + k]), top);
             v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
             v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
-            v[0] = tkvi_vi_first(end - c, tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16)), tkvi_vi_splat(0));
-            tkvi_vi_store((int32_t *)(void *)(code[c / 16 * 4 + t / 16] + 16 * q + c % 16 * 4), v[0]);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16));
+            if (c + TKVI_VF > count) v[0] = tkvi_vi_first(count - c, v[0], tkvi_vi_splat(0));
+            tkvi_vi_store((int32_t *)(void *)(code[channel / 16 * 4 + t / 16] + 16 * q + channel % 16 * 4),
+                          v[0]);
         }
 }
 
@@ -12499,6 +12536,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vp_total
 #undef tkvi_vi_scatter4
 #undef tkvi_vb_scatter4
+#undef TKVI_CUTS
+#undef tkvi_vh_sum
+#undef tkvi_vh_total
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -12622,6 +12662,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
         _mm512_avg_epu16(_mm512_mulhi_epu16(_mm512_subs_epu16(u, cut), by), _mm512_setzero_si512()), top)
 #define tkvi_vi_dot(x, a, b) _mm512_dpwssd_epi32(x, a, b)
 #define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm512_set1_epi16(1))
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
 #define tkvi_vp __m512i
 #define tkvi_vp_zero() _mm512_setzero_si512()
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
@@ -12786,6 +12829,17 @@ TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *
  *
  * K columns: a 32-bit lane is a column and has two tokens. V tokens: a lane is a channel.
  */
+/* n tokens of TKVI_VF channels of K, of which the first `lanes` exist. Returns x, or a copy with zeros. */
+TKVI_OP const float *TKVI_N(pad_columns)(const float *x, int lanes, int n, size_t *stride,
+                                         float (*copy)[TKVI_VF]) {
+    int t;
+    if (lanes >= TKVI_VF) return x;
+    memset(copy, 0, (size_t)n * sizeof *copy);
+    for (t = 0; t < n && lanes > 0; t++) memcpy(copy[t], x + (size_t)t * *stride, (size_t)lanes * sizeof *x);
+    *stride = TKVI_VF;
+    return copy[0];
+}
+
 /* The best cut so far, of TKVI_VF columns: its score, range and sums. */
 typedef struct TKVI_N(best_cut) {
     tkvi_vf score;
@@ -12797,18 +12851,25 @@ TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
     const tkvi_vf lowest = tkvi_vf_splat(-1e30f), highest = tkvi_vf_splat(1e30f);
     const tkvi_vf mean = tkvi_vf_load(c->mean + l);
     const tkvi_vi most = tkvi_vh_splat(TKVI_STEPS - 1);
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
+    size_t stride = c->stride;
+    const float *x = TKVI_N(pad_columns)(c->x + l, c->lanes - l, c->n, &stride, residual), *at = residual[0];
     tkvi_vf low = highest, high = lowest, step, inverse;
     tkvi_vi sum = tkvi_vi_splat(0);
     tkvi_vp squares = tkvi_vp_zero();
     tkvi_vm some;
-    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
     int t;
-    for (t = 0; t < c->n; t++) {
-        tkvi_vf x = tkvi_vf_load_first(c->x + (size_t)t * c->stride + l, c->lanes - l);
-        x = tkvi_vf_min(tkvi_vf_max(tkvi_vf_sub(x, mean), lowest), highest);
-        tkvi_vf_store(residual[t], x);
-        low = tkvi_vf_min(x, low);
-        high = tkvi_vf_max(x, high);
+    for (t = 0; t < c->n; t++, x += stride) {
+        const tkvi_vf y = tkvi_vf_sub(tkvi_vf_load(x), mean);
+        tkvi_vf_store(residual[t], y);
+        low = tkvi_vf_min(y, low);
+        high = tkvi_vf_max(y, high);
+    }
+    if (tkvi_vf_max_across(tkvi_vf_max(tkvi_vf_sub(tkvi_vf_splat(0.0f), low), high)) > 1e30f) {
+        low = tkvi_vf_min(tkvi_vf_max(low, lowest), highest);
+        high = tkvi_vf_min(tkvi_vf_max(high, lowest), highest);
+        for (t = 0; t < c->n; t++)
+            tkvi_vf_store(residual[t], tkvi_vf_min(tkvi_vf_max(tkvi_vf_load(residual[t]), low), high));
     }
     for (; t < TKVI_BLOCK; t++) tkvi_vf_store(residual[t], low); /* u = 0 */
     step = tkvi_vf_mul(tkvi_vf_sub(high, low), tkvi_vf_splat(1.0f / TKVI_STEPS));
@@ -12816,14 +12877,17 @@ TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
     inverse = tkvi_vf_where(some, tkvi_vf_div(tkvi_vf_splat(1.0f), step));
     tkvi_vf_store(c->low + l, low);
     tkvi_vf_store(c->step + l, tkvi_vf_where(some, step));
-    for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
-        const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(x), low), inverse);
-        const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(x + 2 * TKVI_VF), low), inverse);
-        const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
-        sum = tkvi_vi_add_pairs(sum, u);
-        squares = tkvi_vp_dot(squares, u, u);
-        tkvi_vi_store((int32_t *)(void *)c->u[t][l], u);
+    for (t = 0; t < TKVI_BLOCK / 2; t += 2, at += 4 * TKVI_VF) {
+        int j;
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) { /* in the order of tkvi_column_u */
+            const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + j * TKVI_VF), low), inverse);
+            const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + (j + 2) * TKVI_VF), low), inverse);
+            const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
+            sum = tkvi_vi_add_pairs(sum, u);
+            squares = tkvi_vp_dot(squares, u, u);
+            tkvi_vi_store((int32_t *)(void *)c->u[t + j][l], u);
+        }
     }
     tkvi_vi_store(c->sum_u + l, sum);
     tkvi_vi_store(c->sum_uu + l, tkvi_vp_total(squares));
@@ -12842,8 +12906,8 @@ TKVI_OP tkvi_vf TKVI_N(covariance)(int n, tkvi_vi a, tkvi_vi b, tkvi_vi products
 TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_vi top, int k, const int n,
                               TKVI_N(best_cut) * best) {
     const tkvi_vi sum_u = tkvi_vi_load(c->sum_u + l);
-    tkvi_vi cut[2], by[2], sum[2];
-    tkvi_vp squares[2], products[2];
+    tkvi_vi cut[TKVI_CUTS], by[TKVI_CUTS], sum[TKVI_CUTS];
+    tkvi_vp squares[TKVI_CUTS], products[TKVI_CUTS];
     int t, j;
     TKVI_UNROLL
     for (j = 0; j < n; j++) {
@@ -12859,14 +12923,14 @@ TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_
         TKVI_UNROLL
         for (j = 0; j < n; j++) {
             const tkvi_vi v = tkvi_vh_cut(u, cut[j], by[j], top);
-            sum[j] = tkvi_vh_add(sum[j], v);
+            sum[j] = tkvi_vh_sum(sum[j], v);
             squares[j] = tkvi_vp_dot(squares[j], v, v);
             products[j] = tkvi_vp_dot(products[j], v, u);
         }
     }
     TKVI_UNROLL
     for (j = 0; j < n; j++) {
-        const tkvi_vi sum_c = tkvi_vi_add_pairs(tkvi_vi_splat(0), sum[j]);
+        const tkvi_vi sum_c = tkvi_vh_total(sum[j]);
         const tkvi_vi sum_cc = tkvi_vp_total(squares[j]), sum_cu = tkvi_vp_total(products[j]);
         const tkvi_vf cov = TKVI_N(covariance)(c->n, sum_c, sum_u, sum_cu);
         const tkvi_vf var = TKVI_N(covariance)(c->n, sum_c, sum_c, sum_cc);
@@ -12892,8 +12956,9 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         TKVI_N(columns_to_ints)(c, l);
         best.score = tkvi_vf_splat(-1.0f);
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
-        for (t = 0; t + 2 <= TKVI_A_CUTS; t += 2) TKVI_N(try_cuts)(c, l, width, top, t, 2, &best);
-        TKVI_N(try_cuts)(c, l, width, top, TKVI_A_CUTS - 1, 1, &best);
+        for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
+            TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
+        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
@@ -14413,6 +14478,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vp_total
 #undef tkvi_vi_scatter4
 #undef tkvi_vb_scatter4
+#undef TKVI_CUTS
+#undef tkvi_vh_sum
+#undef tkvi_vh_total
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -14562,6 +14630,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) vaddq_s32(x, tkvi_vp_total(tkvi_vp_dot(tkvi_vp_zero(), a, b)))
 #define tkvi_vi_add_pairs(x, a) vpadalq_s16(x, TKVI_HALVES_(a))
+#define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
+#define tkvi_vh_total(sum) (sum)
 #define tkvi_vp tkvi_pair_sums
 #define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
 #define tkvi_vp_dot(x, a, b)                                                                                 \
@@ -14934,6 +15005,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
 #define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
 #define tkvi_vp v128_t
 #define tkvi_vp_zero() wasm_i32x4_const_splat(0)
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
@@ -15631,6 +15705,17 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
  *
  * K columns: a 32-bit lane is a column and has two tokens. V tokens: a lane is a channel.
  */
+/* n tokens of TKVI_VF channels of K, of which the first `lanes` exist. Returns x, or a copy with zeros. */
+TKVI_OP const float *TKVI_N(pad_columns)(const float *x, int lanes, int n, size_t *stride,
+                                         float (*copy)[TKVI_VF]) {
+    int t;
+    if (lanes >= TKVI_VF) return x;
+    memset(copy, 0, (size_t)n * sizeof *copy);
+    for (t = 0; t < n && lanes > 0; t++) memcpy(copy[t], x + (size_t)t * *stride, (size_t)lanes * sizeof *x);
+    *stride = TKVI_VF;
+    return copy[0];
+}
+
 /* The best cut so far, of TKVI_VF columns: its score, range and sums. */
 typedef struct TKVI_N(best_cut) {
     tkvi_vf score;
@@ -15642,18 +15727,25 @@ TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
     const tkvi_vf lowest = tkvi_vf_splat(-1e30f), highest = tkvi_vf_splat(1e30f);
     const tkvi_vf mean = tkvi_vf_load(c->mean + l);
     const tkvi_vi most = tkvi_vh_splat(TKVI_STEPS - 1);
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
+    size_t stride = c->stride;
+    const float *x = TKVI_N(pad_columns)(c->x + l, c->lanes - l, c->n, &stride, residual), *at = residual[0];
     tkvi_vf low = highest, high = lowest, step, inverse;
     tkvi_vi sum = tkvi_vi_splat(0);
     tkvi_vp squares = tkvi_vp_zero();
     tkvi_vm some;
-    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
     int t;
-    for (t = 0; t < c->n; t++) {
-        tkvi_vf x = tkvi_vf_load_first(c->x + (size_t)t * c->stride + l, c->lanes - l);
-        x = tkvi_vf_min(tkvi_vf_max(tkvi_vf_sub(x, mean), lowest), highest);
-        tkvi_vf_store(residual[t], x);
-        low = tkvi_vf_min(x, low);
-        high = tkvi_vf_max(x, high);
+    for (t = 0; t < c->n; t++, x += stride) {
+        const tkvi_vf y = tkvi_vf_sub(tkvi_vf_load(x), mean);
+        tkvi_vf_store(residual[t], y);
+        low = tkvi_vf_min(y, low);
+        high = tkvi_vf_max(y, high);
+    }
+    if (tkvi_vf_max_across(tkvi_vf_max(tkvi_vf_sub(tkvi_vf_splat(0.0f), low), high)) > 1e30f) {
+        low = tkvi_vf_min(tkvi_vf_max(low, lowest), highest);
+        high = tkvi_vf_min(tkvi_vf_max(high, lowest), highest);
+        for (t = 0; t < c->n; t++)
+            tkvi_vf_store(residual[t], tkvi_vf_min(tkvi_vf_max(tkvi_vf_load(residual[t]), low), high));
     }
     for (; t < TKVI_BLOCK; t++) tkvi_vf_store(residual[t], low); /* u = 0 */
     step = tkvi_vf_mul(tkvi_vf_sub(high, low), tkvi_vf_splat(1.0f / TKVI_STEPS));
@@ -15661,14 +15753,17 @@ TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
     inverse = tkvi_vf_where(some, tkvi_vf_div(tkvi_vf_splat(1.0f), step));
     tkvi_vf_store(c->low + l, low);
     tkvi_vf_store(c->step + l, tkvi_vf_where(some, step));
-    for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
-        const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(x), low), inverse);
-        const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(x + 2 * TKVI_VF), low), inverse);
-        const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
-        sum = tkvi_vi_add_pairs(sum, u);
-        squares = tkvi_vp_dot(squares, u, u);
-        tkvi_vi_store((int32_t *)(void *)c->u[t][l], u);
+    for (t = 0; t < TKVI_BLOCK / 2; t += 2, at += 4 * TKVI_VF) {
+        int j;
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) { /* in the order of tkvi_column_u */
+            const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + j * TKVI_VF), low), inverse);
+            const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + (j + 2) * TKVI_VF), low), inverse);
+            const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
+            sum = tkvi_vi_add_pairs(sum, u);
+            squares = tkvi_vp_dot(squares, u, u);
+            tkvi_vi_store((int32_t *)(void *)c->u[t + j][l], u);
+        }
     }
     tkvi_vi_store(c->sum_u + l, sum);
     tkvi_vi_store(c->sum_uu + l, tkvi_vp_total(squares));
@@ -15687,8 +15782,8 @@ TKVI_OP tkvi_vf TKVI_N(covariance)(int n, tkvi_vi a, tkvi_vi b, tkvi_vi products
 TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_vi top, int k, const int n,
                               TKVI_N(best_cut) * best) {
     const tkvi_vi sum_u = tkvi_vi_load(c->sum_u + l);
-    tkvi_vi cut[2], by[2], sum[2];
-    tkvi_vp squares[2], products[2];
+    tkvi_vi cut[TKVI_CUTS], by[TKVI_CUTS], sum[TKVI_CUTS];
+    tkvi_vp squares[TKVI_CUTS], products[TKVI_CUTS];
     int t, j;
     TKVI_UNROLL
     for (j = 0; j < n; j++) {
@@ -15704,14 +15799,14 @@ TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_
         TKVI_UNROLL
         for (j = 0; j < n; j++) {
             const tkvi_vi v = tkvi_vh_cut(u, cut[j], by[j], top);
-            sum[j] = tkvi_vh_add(sum[j], v);
+            sum[j] = tkvi_vh_sum(sum[j], v);
             squares[j] = tkvi_vp_dot(squares[j], v, v);
             products[j] = tkvi_vp_dot(products[j], v, u);
         }
     }
     TKVI_UNROLL
     for (j = 0; j < n; j++) {
-        const tkvi_vi sum_c = tkvi_vi_add_pairs(tkvi_vi_splat(0), sum[j]);
+        const tkvi_vi sum_c = tkvi_vh_total(sum[j]);
         const tkvi_vi sum_cc = tkvi_vp_total(squares[j]), sum_cu = tkvi_vp_total(products[j]);
         const tkvi_vf cov = TKVI_N(covariance)(c->n, sum_c, sum_u, sum_cu);
         const tkvi_vf var = TKVI_N(covariance)(c->n, sum_c, sum_c, sum_cc);
@@ -15737,8 +15832,9 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         TKVI_N(columns_to_ints)(c, l);
         best.score = tkvi_vf_splat(-1.0f);
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
-        for (t = 0; t + 2 <= TKVI_A_CUTS; t += 2) TKVI_N(try_cuts)(c, l, width, top, t, 2, &best);
-        TKVI_N(try_cuts)(c, l, width, top, TKVI_A_CUTS - 1, 1, &best);
+        for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
+            TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
+        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
@@ -15967,40 +16063,31 @@ TKVI_OP tkvi_vi TKVI_N(group_codes)(tkvi_vf x, tkvi_vf scale, tkvi_vf zero, floa
 TKVI_OP void TKVI_N(encode_group_k)(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
                                     tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
-    const int from = g * s->group, end = tkvi_min(n, from + s->group), lanes = s->dim - c;
+    const int from = g * s->group, end = tkvi_min(n, from + s->group);
     uint8_t *at = meta + 2 * (g * s->pad + c);
+    float copy[TKVI_BLOCK][TKVI_VF];
     tkvi_vf low, high, scale, zero;
     int t, k;
-    x += c;
-    low = high = tkvi_vf_load_first(x + (size_t)from * stride, lanes);
-    for (t = from + 1; t < end; t++) {
-        const tkvi_vf v = tkvi_vf_load_first(x + (size_t)t * stride, lanes);
+    x = TKVI_N(pad_columns)(x + (size_t)from * stride + c, s->dim - c, end - from, &stride, copy);
+    low = high = tkvi_vf_load(x);
+    for (t = 1; t < end - from; t++) {
+        const tkvi_vf v = tkvi_vf_load(x + (size_t)t * stride);
         low = tkvi_vf_min(v, low);
         high = tkvi_vf_max(v, high);
     }
     low = TKVI_N(clamp_f16)(low);
     high = TKVI_N(clamp_f16)(high);
     TKVI_N(store_grid)(low, tkvi_vf_sub(high, low), top, at, at + 2 * s->groups * s->pad, &scale, &zero);
-    for (t = from; t < end; t += 4) {
+    for (t = from; t < end; t += 4, x += 4 * stride) {
         tkvi_vi v[4];
         TKVI_UNROLL
         for (k = 0; k < 4; k++) {
             v[k] = tkvi_vi_splat(0);
             if (t + k < end)
-                v[k] = TKVI_N(group_codes)(tkvi_vf_load_first(x + (size_t)(t + k) * stride, lanes), scale,
-                                           zero, top);
+                v[k] = TKVI_N(group_codes)(tkvi_vf_load(x + (size_t)k * stride), scale, zero, top);
         }
         tkvi_vi_scatter4(code[c / 4] + 4 * t, TKVI_TILE_CODES, tkvi_vi_pack4(v));
     }
-}
-
-/* Loads up to TKVI_VF values of a token. The other lanes repeat `other`. */
-TKVI_OP tkvi_vf TKVI_N(load_group)(const float *p, int n, float other) {
-    float x[TKVI_VF];
-    int i;
-    if (n >= TKVI_VF) return tkvi_vf_load(p);
-    for (i = 0; i < TKVI_VF; i++) x[i] = i < n ? p[i] : other;
-    return tkvi_vf_load(x);
 }
 
 /* Encodes group g of tokens t .. t + 15 of V. Rows of missing tokens repeat the last one; their scales, zeros and codes
@@ -16008,49 +16095,58 @@ TKVI_OP tkvi_vf TKVI_N(load_group)(const float *p, int n, float other) {
 TKVI_OP void TKVI_N(encode_group_v)(const tkvi_side *s, const float *x, size_t stride, int n, int g, int t,
                                     tkvi_codes code, uint8_t *meta) {
     const float top = (float)((1 << s->format->bits) - 1);
-    const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
+    const int from = g * s->group, count = tkvi_min(s->dim - from, s->group);
     const tkvi_vf none = tkvi_vf_splat(0.0f), minus = tkvi_vf_of_bits(tkvi_vi_splat(INT32_MIN));
     uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
-    TKVI_ALIGNED float least[16], most[16];
+    TKVI_ALIGNED float copy[16][TKVI_BLOCK], least[16], most[16];
     tkvi_vf low[4], high[4], scale, zero;
+    const float *row[16];
     int c, k, q;
+    for (k = 0; k < 16; k++) {
+        row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride + from;
+        if (count % TKVI_VF == 0) continue;
+        for (c = 0; c < tkvi_round_up(count, TKVI_VF); c++) copy[k][c] = row[k][c < count ? c : 0];
+        row[k] = copy[k];
+    }
     for (q = 0; q < 16; q += 4) {
         TKVI_UNROLL
-        for (k = 0; k < 4; k++) {
-            const float *row = x + (size_t)tkvi_min(t + q + k, n - 1) * stride;
-            low[k] = high[k] = tkvi_vf_splat(row[from]);
-            for (c = from; c < end; c += TKVI_VF) {
-                const tkvi_vf v = TKVI_N(load_group)(row + c, end - c, row[from]);
+        for (k = 0; k < 4; k++) low[k] = high[k] = tkvi_vf_load(row[q + k]);
+        for (c = TKVI_VF; c < count; c += TKVI_VF) {
+            TKVI_UNROLL
+            for (k = 0; k < 4; k++) {
+                const tkvi_vf v = tkvi_vf_load(row[q + k] + c);
                 low[k] = tkvi_vf_min(v, low[k]);
                 high[k] = tkvi_vf_max(v, high[k]);
             }
-            low[k] = tkvi_vf_xor(low[k], minus);
         }
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) low[k] = tkvi_vf_xor(low[k], minus);
         tkvi_vf_max4(least + q, low);
         tkvi_vf_max4(most + q, high);
     }
     for (q = 0; q < 16; q += TKVI_VF) {
         const tkvi_vf a = TKVI_N(clamp_f16)(tkvi_vf_xor(tkvi_vf_load(least + q), minus));
         const tkvi_vf b = TKVI_N(clamp_f16)(tkvi_vf_load(most + q));
-        low[0] = tkvi_vf_first(n - t - q, a, none);
         TKVI_N(store_grid)
-        (low[0], tkvi_vf_first(n - t - q, tkvi_vf_sub(b, a), none), top, at + 2 * q,
-         at + 2 * (s->groups * TKVI_BLOCK + q), &scale, &zero);
+        (tkvi_vf_first(n - t - q, a, none), tkvi_vf_first(n - t - q, tkvi_vf_sub(b, a), none), top,
+         at + 2 * q, at + 2 * (s->groups * TKVI_BLOCK + q), &scale, &zero);
         tkvi_vf_store(most + q, scale);
         tkvi_vf_store(least + q, zero);
     }
     for (q = 0; q < 16 && t + q < n; q += 4)
-        for (c = from; c < end; c += TKVI_VF) {
+        for (c = 0; c < count; c += TKVI_VF) {
+            const int channel = from + c;
             tkvi_vi v[4];
             TKVI_UNROLL
             for (k = 0; k < 4; k++)
-                v[k] = TKVI_N(group_codes)(
-                    tkvi_vf_load_first(x + (size_t)tkvi_min(t + q + k, n - 1) * stride + c, end - c),
-                    tkvi_vf_splat(most[q + k]), tkvi_vf_splat(least[q + k]), top);
+                v[k] = TKVI_N(group_codes)(tkvi_vf_load(row[q + k] + c), tkvi_vf_splat(most[q + k]),
+                                           tkvi_vf_splat(least[q + k]), top);
             v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
             v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
-            v[0] = tkvi_vi_first(end - c, tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16)), tkvi_vi_splat(0));
-            tkvi_vi_store((int32_t *)(void *)(code[c / 16 * 4 + t / 16] + 16 * q + c % 16 * 4), v[0]);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16));
+            if (c + TKVI_VF > count) v[0] = tkvi_vi_first(count - c, v[0], tkvi_vi_splat(0));
+            tkvi_vi_store((int32_t *)(void *)(code[channel / 16 * 4 + t / 16] + 16 * q + channel % 16 * 4),
+                          v[0]);
         }
 }
 
@@ -17045,6 +17141,9 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vp_total
 #undef tkvi_vi_scatter4
 #undef tkvi_vb_scatter4
+#undef TKVI_CUTS
+#undef tkvi_vh_sum
+#undef tkvi_vh_total
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */

@@ -138,6 +138,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) vaddq_s32(x, tkvi_vp_total(tkvi_vp_dot(tkvi_vp_zero(), a, b)))
 #define tkvi_vi_add_pairs(x, a) vpadalq_s16(x, TKVI_HALVES_(a))
+#define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
+#define tkvi_vh_total(sum) (sum)
 #define tkvi_vp tkvi_pair_sums
 #define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
 #define tkvi_vp_dot(x, a, b)                                                                                 \

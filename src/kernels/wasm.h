@@ -175,6 +175,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
 #define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
 #define tkvi_vp v128_t
 #define tkvi_vp_zero() wasm_i32x4_const_splat(0)
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
