@@ -15,8 +15,8 @@
 #include "kernels/simd_avx2.inc"
 
 #include "kernels/convert.inc"
-#include "kernels/pack.inc"
 #include "kernels/encode.inc"
+#include "kernels/pack.inc"
 #include "kernels/groups.inc"
 
 /* >>pieces */

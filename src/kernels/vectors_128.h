@@ -19,8 +19,8 @@
 #include "kernels/codes.inc"
 #include "kernels/convert.inc"
 #include "kernels/rotate.inc"
-#include "kernels/pack.inc"
 #include "kernels/encode.inc"
+#include "kernels/pack.inc"
 #include "kernels/groups.inc"
 
 static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
