@@ -13,15 +13,19 @@
  * Sorting for K stays within 16 bytes. So a column does not have its tokens in order: byte 16 k + 4 p + j is token
  * 16 p + 4 k + j.
  *
- * Calls kernels/rotate_x86.h and kernels/x86.h.
+ * Calls kernels/simd_x86.h.
  */
 #ifndef TKVI_KERNELS_VALUES_X86_H
 #define TKVI_KERNELS_VALUES_X86_H
 
-#include "kernels/rotate_x86.h"
 #include "kernels/simd_x86.h"
 
 #ifdef TKVI_X86
+
+#include "kernels/simd_avx2.inc"
+#include "kernels/codes.inc"
+#include "kernels/rotate.inc"
+#include "kernels/simd_end.inc"
 
 /* >>both instruction sets */
 /* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
@@ -138,10 +142,6 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 }
 
 /* >>AVX2 */
-#include "kernels/simd_avx2.inc"
-#include "kernels/codes.inc"
-#include "kernels/simd_end.inc"
-
 /* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
 TKVI_FLAT_AVX2 __m256i tkvi_sorted_plane_avx2(const uint8_t *code, int p, int h) {
     const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
@@ -231,16 +231,6 @@ static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
         }
 }
 
-/* Mask of the first n of 8 lanes. n can be any number. */
-TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
-    if (n >= 8) _mm256_storeu_ps(to, x);
-    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
-}
-
 TKVI_FLAT_AVX2 void tkvi_row_to_floats_avx2(const tkvi_decoded_rows *r, int t, const int k,
                                             const int with_sign, int n, float *to) {
     const tkvi_side *s = r->s;
@@ -307,6 +297,7 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 
 #include "kernels/simd_avx512.inc"
 #include "kernels/codes.inc"
+#include "kernels/rotate.inc"
 #include "kernels/simd_end.inc"
 
 /* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
