@@ -11213,16 +11213,13 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
     const tkvi_vf none = tkvi_vf_splat(0.0f), one = tkvi_vf_splat(1.0f);
     const tkvi_vi count = tkvi_vi_splat(c->n);
     const float *low = c->low, *step = c->step;
-    const uint8_t *log = c->log, *width = c->width;
-    uint8_t *to = c->offset;
-    float *middle = c->middle;
-    uint32_t beyond = 0;
+    tkvi_vi bytes[16 / TKVI_VF], most = tkvi_vi_splat(0);
     int l;
     for (l = 0; l < TKVI_LANES; l++) /* integers below 2^53: exact */
         var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
     for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
         const tkvi_vi k = tkvi_vi_load(c->sum_c + l), u = tkvi_vi_load(c->sum_u + l), k2 = tkvi_vi_add(k, k);
-        const tkvi_vi bits = tkvi_vi_load_u8(width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
+        const tkvi_vi bits = tkvi_vi_load_u8(c->width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
         const tkvi_vf a = tkvi_vf_load(var + l);
         const tkvi_vf cov = TKVI_N(covariance)(c->n, k, u, tkvi_vi_load(c->sum_cu + l));
         const tkvi_vf var_c = TKVI_N(covariance)(c->n, k, k, tkvi_vi_load(c->sum_cc + l));
@@ -11244,7 +11241,7 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         const tkvi_vm near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
         tkvi_vf_store(unit + l, tkvi_vf_where(near, tkvi_vf_load(unit + l)));
         tkvi_vf_store(scale + l, tkvi_vf_select(tkvi_vf_gt(by, none), by, one));
-        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(1)));
+        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(128)));
     }
     for (l = 0; l < TKVI_LANES; l++) mean[l] = tkvi_f64((double)low[l] + (double)step[l] * (double)mean_u[l]);
     for (l = 0; l < TKVI_LANES; l++) {
@@ -11252,13 +11249,19 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         v = tkvi_f64(tkvi_f64(v * (double)unit[l]) + 1000.5);
         offset[l] = (int32_t)v - 1000;
     }
-    for (l = 0; l < TKVI_LANES; l++) middle[l] = (float)mean[l];
-    for (l = 0; l < TKVI_LANES; l++) {
-        const int is_far = far[l] & ((log[l] != 0) | (mean[l] != 0.0));
-        beyond |= (uint32_t)((((uint32_t)offset[l] + 127u > 254u) | is_far) & (width[l] != 0)) << l;
-        to[l] = (uint8_t)offset[l];
+    for (l = 0; l < TKVI_LANES; l++) c->middle[l] = (float)mean[l];
+    TKVI_UNROLL
+    for (l = 0; l < 16 / TKVI_VF; l++) {
+        const tkvi_vi x = tkvi_vi_load(offset + l * TKVI_VF), less = tkvi_vi_sub(tkvi_vi_splat(0), x);
+        bytes[l] = tkvi_vi_and(x, tkvi_vi_splat(255));
+        most = tkvi_vi_max(tkvi_vi_max(most, tkvi_vi_load(far + l * TKVI_VF)), tkvi_vi_max(x, less));
     }
-    c->beyond_mask = beyond;
+    tkvi_vi_store_u8(c->offset, bytes);
+    c->beyond_mask = 0;
+    if (tkvi_vf_max_across(tkvi_vi_to_float(most)) < 128.0f) return;
+    for (l = 0; l < TKVI_LANES; l++)
+        if (c->width[l] && (offset[l] < -127 || offset[l] > 127 || (far[l] && (c->log[l] || mean[l] != 0.0))))
+            c->beyond_mask |= 1u << l;
 }
 /* ======== kernels/avx2.h ======== */
 /* ======== kernels/groups.inc ======== */
@@ -15998,16 +16001,13 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
     const tkvi_vf none = tkvi_vf_splat(0.0f), one = tkvi_vf_splat(1.0f);
     const tkvi_vi count = tkvi_vi_splat(c->n);
     const float *low = c->low, *step = c->step;
-    const uint8_t *log = c->log, *width = c->width;
-    uint8_t *to = c->offset;
-    float *middle = c->middle;
-    uint32_t beyond = 0;
+    tkvi_vi bytes[16 / TKVI_VF], most = tkvi_vi_splat(0);
     int l;
     for (l = 0; l < TKVI_LANES; l++) /* integers below 2^53: exact */
         var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
     for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
         const tkvi_vi k = tkvi_vi_load(c->sum_c + l), u = tkvi_vi_load(c->sum_u + l), k2 = tkvi_vi_add(k, k);
-        const tkvi_vi bits = tkvi_vi_load_u8(width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
+        const tkvi_vi bits = tkvi_vi_load_u8(c->width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
         const tkvi_vf a = tkvi_vf_load(var + l);
         const tkvi_vf cov = TKVI_N(covariance)(c->n, k, u, tkvi_vi_load(c->sum_cu + l));
         const tkvi_vf var_c = TKVI_N(covariance)(c->n, k, k, tkvi_vi_load(c->sum_cc + l));
@@ -16029,7 +16029,7 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         const tkvi_vm near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
         tkvi_vf_store(unit + l, tkvi_vf_where(near, tkvi_vf_load(unit + l)));
         tkvi_vf_store(scale + l, tkvi_vf_select(tkvi_vf_gt(by, none), by, one));
-        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(1)));
+        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(128)));
     }
     for (l = 0; l < TKVI_LANES; l++) mean[l] = tkvi_f64((double)low[l] + (double)step[l] * (double)mean_u[l]);
     for (l = 0; l < TKVI_LANES; l++) {
@@ -16037,13 +16037,19 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         v = tkvi_f64(tkvi_f64(v * (double)unit[l]) + 1000.5);
         offset[l] = (int32_t)v - 1000;
     }
-    for (l = 0; l < TKVI_LANES; l++) middle[l] = (float)mean[l];
-    for (l = 0; l < TKVI_LANES; l++) {
-        const int is_far = far[l] & ((log[l] != 0) | (mean[l] != 0.0));
-        beyond |= (uint32_t)((((uint32_t)offset[l] + 127u > 254u) | is_far) & (width[l] != 0)) << l;
-        to[l] = (uint8_t)offset[l];
+    for (l = 0; l < TKVI_LANES; l++) c->middle[l] = (float)mean[l];
+    TKVI_UNROLL
+    for (l = 0; l < 16 / TKVI_VF; l++) {
+        const tkvi_vi x = tkvi_vi_load(offset + l * TKVI_VF), less = tkvi_vi_sub(tkvi_vi_splat(0), x);
+        bytes[l] = tkvi_vi_and(x, tkvi_vi_splat(255));
+        most = tkvi_vi_max(tkvi_vi_max(most, tkvi_vi_load(far + l * TKVI_VF)), tkvi_vi_max(x, less));
     }
-    c->beyond_mask = beyond;
+    tkvi_vi_store_u8(c->offset, bytes);
+    c->beyond_mask = 0;
+    if (tkvi_vf_max_across(tkvi_vi_to_float(most)) < 128.0f) return;
+    for (l = 0; l < TKVI_LANES; l++)
+        if (c->width[l] && (offset[l] < -127 || offset[l] > 127 || (far[l] && (c->log[l] || mean[l] != 0.0))))
+            c->beyond_mask |= 1u << l;
 }
 /* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/groups.inc ======== */
