@@ -8833,6 +8833,7 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
  * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
  */
 #define TKVI_N(name) tkvi_##name##_avx2
+#define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX2
 #define TKVI_KERNEL static TKVI_TARGET_AVX2
 
@@ -9423,6 +9424,7 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/values_x86.h ======== */
 
 /* >>both instruction sets */
@@ -9701,6 +9703,7 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
  * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
  */
 #define TKVI_N(name) tkvi_##name##_avx512
+#define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX512
 #define TKVI_KERNEL static TKVI_TARGET_AVX512
 
@@ -10271,6 +10274,7 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/values_x86.h ======== */
 
 /* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -10501,6 +10505,7 @@ typedef struct tkvi_weights_k {
  * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
  */
 #define TKVI_N(name) tkvi_##name##_avx2
+#define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX2
 #define TKVI_KERNEL static TKVI_TARGET_AVX2
 
@@ -11405,19 +11410,25 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *ro
     return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
-                                                 tkvi_f32_to_f16_avx2,
-                                                 tkvi_decode_log_scales_avx2,
-                                                 tkvi_decode_zero_points_avx2,
-                                                 tkvi_encode_log_scales_avx2,
-                                                 tkvi_pack_tile_avx2,
-                                                 tkvi_interleave_avx2,
-                                                 tkvi_encode_k_columns_avx2,
-                                                 tkvi_finalize_scales_avx2,
-                                                 tkvi_encode_v_tokens_avx2,
-                                                 tkvi_encode_groups_avx2,
-                                                 tkvi_decode_tiles_avx2,
-                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx2)};
+/* ======== kernels/simd_ops.inc ======== */
+/*
+ * kernels/simd_ops.inc - a template: the table of an instruction set's steps of formats (core/format.h). TKVI_SHARED
+ * names functions that AVX-512 takes from AVX2.
+ */
+static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
+                                               TKVI_SHARED(f32_to_f16),
+                                               TKVI_N(decode_log_scales),
+                                               TKVI_N(decode_zero_points),
+                                               TKVI_SHARED(encode_log_scales),
+                                               TKVI_SHARED(pack_tile),
+                                               TKVI_SHARED(interleave),
+                                               TKVI_N(encode_k_columns),
+                                               TKVI_SHARED(finalize_scales),
+                                               TKVI_N(encode_v_tokens),
+                                               TKVI_SHARED(encode_groups),
+                                               TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
+/* ======== kernels/avx2.h ======== */
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -12550,6 +12561,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -12588,6 +12600,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
  * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
  */
 #define TKVI_N(name) tkvi_##name##_avx512
+#define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX512
 #define TKVI_KERNEL static TKVI_TARGET_AVX512
 
@@ -13180,19 +13193,25 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t
     return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
-                                                   tkvi_f32_to_f16_avx2,
-                                                   tkvi_decode_log_scales_avx512,
-                                                   tkvi_decode_zero_points_avx512,
-                                                   tkvi_encode_log_scales_avx2,
-                                                   tkvi_pack_tile_avx2,
-                                                   tkvi_interleave_avx2,
-                                                   tkvi_encode_k_columns_avx512,
-                                                   tkvi_finalize_scales_avx2,
-                                                   tkvi_encode_v_tokens_avx512,
-                                                   tkvi_encode_groups_avx2,
-                                                   tkvi_decode_tiles_avx512,
-                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
+/* ======== kernels/simd_ops.inc ======== */
+/*
+ * kernels/simd_ops.inc - a template: the table of an instruction set's steps of formats (core/format.h). TKVI_SHARED
+ * names functions that AVX-512 takes from AVX2.
+ */
+static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
+                                               TKVI_SHARED(f32_to_f16),
+                                               TKVI_N(decode_log_scales),
+                                               TKVI_N(decode_zero_points),
+                                               TKVI_SHARED(encode_log_scales),
+                                               TKVI_SHARED(pack_tile),
+                                               TKVI_SHARED(interleave),
+                                               TKVI_N(encode_k_columns),
+                                               TKVI_SHARED(finalize_scales),
+                                               TKVI_N(encode_v_tokens),
+                                               TKVI_SHARED(encode_groups),
+                                               TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
+/* ======== kernels/avx512.h ======== */
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -14491,6 +14510,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -14990,8 +15010,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vi_count(x, a, b) wasm_i32x4_sub(x, wasm_i32x4_gt(a, b)) /* x + (a > b) */
 #define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
 #define tkvi_vi_of_bits(x) (x)
-#define tkvi_vi_trunc(x) wasm_i32x4_trunc_sat_f32x4(x)
-#define tkvi_vi_floor(x) wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_floor(x))
+#define tkvi_vi_trunc(x)                                                                                     \
+    tkvi_nearest_128(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
+#define tkvi_vi_floor(x) tkvi_nearest_128(wasm_f32x4_floor(x))
 #define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
 #define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
 #define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
@@ -15032,7 +15053,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
 TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
     const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
     const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
-    const v128_t twice = wasm_i16x8_shuffle(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
+    const v128_t twice = wasm_u16x8_narrow_i32x4(wasm_u32x4_shr(low, 16), wasm_u32x4_shr(high, 16));
     return wasm_i16x8_min(wasm_u16x8_avgr(twice, zero), top);
 }
 
@@ -15167,6 +15188,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
  * Types: tkvi_vf, 4 floats; tkvi_vi, 4 integers of 32 bits; tkvi_vb, 16 bytes.
  */
 #define TKVI_N(name) tkvi_##name##_128
+#define TKVI_SHARED(name) tkvi_##name##_128
 #define TKVI_OP TKVI_FLAT_128
 #define TKVI_KERNEL static
 
@@ -16183,19 +16205,27 @@ TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_
 }
 /* ======== kernels/vectors_128.h ======== */
 
-static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
-                                                tkvi_f32_to_f16_128,
-                                                tkvi_decode_log_scales_128,
-                                                tkvi_decode_zero_points_128,
-                                                tkvi_encode_log_scales_128,
-                                                tkvi_pack_tile_128,
-                                                tkvi_interleave_128,
-                                                tkvi_encode_k_columns_128,
-                                                tkvi_finalize_scales_128,
-                                                tkvi_encode_v_tokens_128,
-                                                tkvi_encode_groups_128,
-                                                tkvi_decode_tiles_scalar,
-                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_128)};
+#define tkvi_decode_tiles_128 tkvi_decode_tiles_scalar /* not written for them yet */
+/* ======== kernels/simd_ops.inc ======== */
+/*
+ * kernels/simd_ops.inc - a template: the table of an instruction set's steps of formats (core/format.h). TKVI_SHARED
+ * names functions that AVX-512 takes from AVX2.
+ */
+static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
+                                               TKVI_SHARED(f32_to_f16),
+                                               TKVI_N(decode_log_scales),
+                                               TKVI_N(decode_zero_points),
+                                               TKVI_SHARED(encode_log_scales),
+                                               TKVI_SHARED(pack_tile),
+                                               TKVI_SHARED(interleave),
+                                               TKVI_N(encode_k_columns),
+                                               TKVI_SHARED(finalize_scales),
+                                               TKVI_N(encode_v_tokens),
+                                               TKVI_SHARED(encode_groups),
+                                               TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
+/* ======== kernels/vectors_128.h ======== */
+#undef tkvi_decode_tiles_128
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -17162,6 +17192,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */
