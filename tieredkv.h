@@ -8930,7 +8930,7 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
         _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
 #define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
 #define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
-#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define TKVI_CUTS 1 /* ranges of K columns that are tried at once: their sums stay in registers */
 #define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
 #define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
 #define tkvi_vp __m256i /* sums of products */
@@ -10602,7 +10602,7 @@ typedef struct tkvi_weights_k {
         _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
 #define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
 #define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
-#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define TKVI_CUTS 1 /* ranges of K columns that are tried at once: their sums stay in registers */
 #define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
 #define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
 #define tkvi_vp __m256i /* sums of products */
@@ -10741,13 +10741,14 @@ TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int t
 TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
     const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
     int i;
-    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
-    if (i < n) {
-        uint8_t codes[TKVI_VB] = {0};
+    for (i = 0; i < n; i += TKVI_VB) {
+        const int is_full = i + TKVI_VB <= n;
+        uint8_t codes[TKVI_VB];
         float x[TKVI_VB];
-        memcpy(codes, src + i, (size_t)(n - i));
-        TKVI_N(log_values)(codes, tables, top, x);
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+        if (!is_full) memset(codes, 0, sizeof codes);
+        if (!is_full) memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(is_full ? src + i : codes, tables, top, is_full ? dst + i : x);
+        if (!is_full) memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
     }
 }
 
@@ -10906,7 +10907,7 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
         for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
             TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
-        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        if (TKVI_CUTS > 1) TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
@@ -12816,13 +12817,14 @@ TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int t
 TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
     const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
     int i;
-    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
-    if (i < n) {
-        uint8_t codes[TKVI_VB] = {0};
+    for (i = 0; i < n; i += TKVI_VB) {
+        const int is_full = i + TKVI_VB <= n;
+        uint8_t codes[TKVI_VB];
         float x[TKVI_VB];
-        memcpy(codes, src + i, (size_t)(n - i));
-        TKVI_N(log_values)(codes, tables, top, x);
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+        if (!is_full) memset(codes, 0, sizeof codes);
+        if (!is_full) memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(is_full ? src + i : codes, tables, top, is_full ? dst + i : x);
+        if (!is_full) memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
     }
 }
 
@@ -12981,7 +12983,7 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
         for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
             TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
-        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        if (TKVI_CUTS > 1) TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
@@ -15410,13 +15412,14 @@ TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int t
 TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
     const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
     int i;
-    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
-    if (i < n) {
-        uint8_t codes[TKVI_VB] = {0};
+    for (i = 0; i < n; i += TKVI_VB) {
+        const int is_full = i + TKVI_VB <= n;
+        uint8_t codes[TKVI_VB];
         float x[TKVI_VB];
-        memcpy(codes, src + i, (size_t)(n - i));
-        TKVI_N(log_values)(codes, tables, top, x);
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+        if (!is_full) memset(codes, 0, sizeof codes);
+        if (!is_full) memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(is_full ? src + i : codes, tables, top, is_full ? dst + i : x);
+        if (!is_full) memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
     }
 }
 
@@ -15711,7 +15714,7 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
         for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
             TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
-        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        if (TKVI_CUTS > 1) TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
