@@ -8899,6 +8899,7 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
  * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
  */
 #define TKVI_N(name) tkvi_##name##_avx2
+#define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX2
 #define TKVI_KERNEL static TKVI_TARGET_AVX2
 
@@ -9001,7 +9002,7 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
         _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
 #define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
 #define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
-#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define TKVI_CUTS 1 /* ranges of K columns that are tried at once: their sums stay in registers */
 #define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
 #define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
 #define tkvi_vp __m256i /* sums of products */
@@ -9548,6 +9549,7 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/values_x86.h ======== */
 
 /* >>both instruction sets */
@@ -9826,6 +9828,7 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
  * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
  */
 #define TKVI_N(name) tkvi_##name##_avx512
+#define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX512
 #define TKVI_KERNEL static TKVI_TARGET_AVX512
 
@@ -10458,6 +10461,7 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/values_x86.h ======== */
 
 /* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -10824,6 +10828,7 @@ typedef struct tkvi_weights_k {
  * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
  */
 #define TKVI_N(name) tkvi_##name##_avx2
+#define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX2
 #define TKVI_KERNEL static TKVI_TARGET_AVX2
 
@@ -10926,7 +10931,7 @@ typedef struct tkvi_weights_k {
         _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
 #define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
 #define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
-#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define TKVI_CUTS 1 /* ranges of K columns that are tried at once: their sums stay in registers */
 #define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
 #define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
 #define tkvi_vp __m256i /* sums of products */
@@ -11082,13 +11087,14 @@ TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int t
 TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
     const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
     int i;
-    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
-    if (i < n) {
-        uint8_t codes[TKVI_VB] = {0};
+    for (i = 0; i < n; i += TKVI_VB) {
+        const int is_full = i + TKVI_VB <= n;
+        uint8_t codes[TKVI_VB];
         float x[TKVI_VB];
-        memcpy(codes, src + i, (size_t)(n - i));
-        TKVI_N(log_values)(codes, tables, top, x);
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+        if (!is_full) memset(codes, 0, sizeof codes);
+        if (!is_full) memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(is_full ? src + i : codes, tables, top, is_full ? dst + i : x);
+        if (!is_full) memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
     }
 }
 
@@ -11247,7 +11253,7 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
         for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
             TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
-        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        if (TKVI_CUTS > 1) TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
@@ -11559,16 +11565,13 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
     const tkvi_vf none = tkvi_vf_splat(0.0f), one = tkvi_vf_splat(1.0f);
     const tkvi_vi count = tkvi_vi_splat(c->n);
     const float *low = c->low, *step = c->step;
-    const uint8_t *log = c->log, *width = c->width;
-    uint8_t *to = c->offset;
-    float *middle = c->middle;
-    uint32_t beyond = 0;
+    tkvi_vi bytes[16 / TKVI_VF], most = tkvi_vi_splat(0);
     int l;
     for (l = 0; l < TKVI_LANES; l++) /* integers below 2^53: exact */
         var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
     for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
         const tkvi_vi k = tkvi_vi_load(c->sum_c + l), u = tkvi_vi_load(c->sum_u + l), k2 = tkvi_vi_add(k, k);
-        const tkvi_vi bits = tkvi_vi_load_u8(width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
+        const tkvi_vi bits = tkvi_vi_load_u8(c->width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
         const tkvi_vf a = tkvi_vf_load(var + l);
         const tkvi_vf cov = TKVI_N(covariance)(c->n, k, u, tkvi_vi_load(c->sum_cu + l));
         const tkvi_vf var_c = TKVI_N(covariance)(c->n, k, k, tkvi_vi_load(c->sum_cc + l));
@@ -11590,7 +11593,7 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         const tkvi_vm near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
         tkvi_vf_store(unit + l, tkvi_vf_where(near, tkvi_vf_load(unit + l)));
         tkvi_vf_store(scale + l, tkvi_vf_select(tkvi_vf_gt(by, none), by, one));
-        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(1)));
+        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(128)));
     }
     for (l = 0; l < TKVI_LANES; l++) mean[l] = tkvi_f64((double)low[l] + (double)step[l] * (double)mean_u[l]);
     for (l = 0; l < TKVI_LANES; l++) {
@@ -11598,13 +11601,19 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         v = tkvi_f64(tkvi_f64(v * (double)unit[l]) + 1000.5);
         offset[l] = (int32_t)v - 1000;
     }
-    for (l = 0; l < TKVI_LANES; l++) middle[l] = (float)mean[l];
-    for (l = 0; l < TKVI_LANES; l++) {
-        const int is_far = far[l] & ((log[l] != 0) | (mean[l] != 0.0));
-        beyond |= (uint32_t)((((uint32_t)offset[l] + 127u > 254u) | is_far) & (width[l] != 0)) << l;
-        to[l] = (uint8_t)offset[l];
+    for (l = 0; l < TKVI_LANES; l++) c->middle[l] = (float)mean[l];
+    TKVI_UNROLL
+    for (l = 0; l < 16 / TKVI_VF; l++) {
+        const tkvi_vi x = tkvi_vi_load(offset + l * TKVI_VF), less = tkvi_vi_sub(tkvi_vi_splat(0), x);
+        bytes[l] = tkvi_vi_and(x, tkvi_vi_splat(255));
+        most = tkvi_vi_max(tkvi_vi_max(most, tkvi_vi_load(far + l * TKVI_VF)), tkvi_vi_max(x, less));
     }
-    c->beyond_mask = beyond;
+    tkvi_vi_store_u8(c->offset, bytes);
+    c->beyond_mask = 0;
+    if (tkvi_vf_max_across(tkvi_vi_to_float(most)) < 128.0f) return;
+    for (l = 0; l < TKVI_LANES; l++)
+        if (c->width[l] && (offset[l] < -127 || offset[l] > 127 || (far[l] && (c->log[l] || mean[l] != 0.0))))
+            c->beyond_mask |= 1u << l;
 }
 /* ======== kernels/avx2.h ======== */
 /* ======== kernels/groups.inc ======== */
@@ -11748,19 +11757,25 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *ro
     return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
-                                                 tkvi_f32_to_f16_avx2,
-                                                 tkvi_decode_log_scales_avx2,
-                                                 tkvi_decode_zero_points_avx2,
-                                                 tkvi_encode_log_scales_avx2,
-                                                 tkvi_pack_tile_avx2,
-                                                 tkvi_interleave_avx2,
-                                                 tkvi_encode_k_columns_avx2,
-                                                 tkvi_finalize_scales_avx2,
-                                                 tkvi_encode_v_tokens_avx2,
-                                                 tkvi_encode_groups_avx2,
-                                                 tkvi_decode_tiles_avx2,
-                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx2)};
+/* ======== kernels/simd_ops.inc ======== */
+/*
+ * kernels/simd_ops.inc - a template: the table of an instruction set's steps of formats (core/format.h). TKVI_SHARED
+ * names functions that AVX-512 takes from AVX2.
+ */
+static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
+                                               TKVI_SHARED(f32_to_f16),
+                                               TKVI_N(decode_log_scales),
+                                               TKVI_N(decode_zero_points),
+                                               TKVI_SHARED(encode_log_scales),
+                                               TKVI_SHARED(pack_tile),
+                                               TKVI_SHARED(interleave),
+                                               TKVI_N(encode_k_columns),
+                                               TKVI_SHARED(finalize_scales),
+                                               TKVI_N(encode_v_tokens),
+                                               TKVI_SHARED(encode_groups),
+                                               TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
+/* ======== kernels/avx2.h ======== */
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
@@ -13620,6 +13635,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -13658,6 +13674,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
  * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
  */
 #define TKVI_N(name) tkvi_##name##_avx512
+#define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX512
 #define TKVI_KERNEL static TKVI_TARGET_AVX512
 
@@ -13899,13 +13916,14 @@ TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int t
 TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
     const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
     int i;
-    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
-    if (i < n) {
-        uint8_t codes[TKVI_VB] = {0};
+    for (i = 0; i < n; i += TKVI_VB) {
+        const int is_full = i + TKVI_VB <= n;
+        uint8_t codes[TKVI_VB];
         float x[TKVI_VB];
-        memcpy(codes, src + i, (size_t)(n - i));
-        TKVI_N(log_values)(codes, tables, top, x);
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+        if (!is_full) memset(codes, 0, sizeof codes);
+        if (!is_full) memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(is_full ? src + i : codes, tables, top, is_full ? dst + i : x);
+        if (!is_full) memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
     }
 }
 
@@ -14064,7 +14082,7 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
         for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
             TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
-        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        if (TKVI_CUTS > 1) TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
@@ -14276,19 +14294,25 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t
     return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
-                                                   tkvi_f32_to_f16_avx2,
-                                                   tkvi_decode_log_scales_avx512,
-                                                   tkvi_decode_zero_points_avx512,
-                                                   tkvi_encode_log_scales_avx2,
-                                                   tkvi_pack_tile_avx2,
-                                                   tkvi_interleave_avx2,
-                                                   tkvi_encode_k_columns_avx512,
-                                                   tkvi_finalize_scales_avx2,
-                                                   tkvi_encode_v_tokens_avx512,
-                                                   tkvi_encode_groups_avx2,
-                                                   tkvi_decode_tiles_avx512,
-                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
+/* ======== kernels/simd_ops.inc ======== */
+/*
+ * kernels/simd_ops.inc - a template: the table of an instruction set's steps of formats (core/format.h). TKVI_SHARED
+ * names functions that AVX-512 takes from AVX2.
+ */
+static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
+                                               TKVI_SHARED(f32_to_f16),
+                                               TKVI_N(decode_log_scales),
+                                               TKVI_N(decode_zero_points),
+                                               TKVI_SHARED(encode_log_scales),
+                                               TKVI_SHARED(pack_tile),
+                                               TKVI_SHARED(interleave),
+                                               TKVI_N(encode_k_columns),
+                                               TKVI_SHARED(finalize_scales),
+                                               TKVI_N(encode_v_tokens),
+                                               TKVI_SHARED(encode_groups),
+                                               TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
+/* ======== kernels/avx512.h ======== */
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
@@ -16314,6 +16338,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -16873,8 +16898,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vi_count(x, a, b) wasm_i32x4_sub(x, wasm_i32x4_gt(a, b)) /* x + (a > b) */
 #define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
 #define tkvi_vi_of_bits(x) (x)
-#define tkvi_vi_trunc(x) wasm_i32x4_trunc_sat_f32x4(x)
-#define tkvi_vi_floor(x) wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_floor(x))
+#define tkvi_vi_trunc(x)                                                                                     \
+    tkvi_nearest_128(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
+#define tkvi_vi_floor(x) tkvi_nearest_128(wasm_f32x4_floor(x))
 #define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
 #define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
 #define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
@@ -16915,7 +16941,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
 TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
     const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
     const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
-    const v128_t twice = wasm_i16x8_shuffle(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
+    const v128_t twice = wasm_u16x8_narrow_i32x4(wasm_u32x4_shr(low, 16), wasm_u32x4_shr(high, 16));
     return wasm_i16x8_min(wasm_u16x8_avgr(twice, zero), top);
 }
 
@@ -17068,6 +17094,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
  * Types: tkvi_vf, 4 floats; tkvi_vi, 4 integers of 32 bits; tkvi_vb, 16 bytes.
  */
 #define TKVI_N(name) tkvi_##name##_128
+#define TKVI_SHARED(name) tkvi_##name##_128
 #define TKVI_OP TKVI_FLAT_128
 #define TKVI_KERNEL static
 
@@ -17295,13 +17322,14 @@ TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int t
 TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
     const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
     int i;
-    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
-    if (i < n) {
-        uint8_t codes[TKVI_VB] = {0};
+    for (i = 0; i < n; i += TKVI_VB) {
+        const int is_full = i + TKVI_VB <= n;
+        uint8_t codes[TKVI_VB];
         float x[TKVI_VB];
-        memcpy(codes, src + i, (size_t)(n - i));
-        TKVI_N(log_values)(codes, tables, top, x);
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+        if (!is_full) memset(codes, 0, sizeof codes);
+        if (!is_full) memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(is_full ? src + i : codes, tables, top, is_full ? dst + i : x);
+        if (!is_full) memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
     }
 }
 
@@ -17596,7 +17624,7 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
         best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
         for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
             TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
-        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        if (TKVI_CUTS > 1) TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
         tkvi_vi_store(c->sum_c + l, best.sum);
         tkvi_vi_store(c->sum_cc + l, best.squares);
         tkvi_vi_store(c->sum_cu + l, best.products);
@@ -17908,16 +17936,13 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
     const tkvi_vf none = tkvi_vf_splat(0.0f), one = tkvi_vf_splat(1.0f);
     const tkvi_vi count = tkvi_vi_splat(c->n);
     const float *low = c->low, *step = c->step;
-    const uint8_t *log = c->log, *width = c->width;
-    uint8_t *to = c->offset;
-    float *middle = c->middle;
-    uint32_t beyond = 0;
+    tkvi_vi bytes[16 / TKVI_VF], most = tkvi_vi_splat(0);
     int l;
     for (l = 0; l < TKVI_LANES; l++) /* integers below 2^53: exact */
         var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
     for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
         const tkvi_vi k = tkvi_vi_load(c->sum_c + l), u = tkvi_vi_load(c->sum_u + l), k2 = tkvi_vi_add(k, k);
-        const tkvi_vi bits = tkvi_vi_load_u8(width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
+        const tkvi_vi bits = tkvi_vi_load_u8(c->width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
         const tkvi_vf a = tkvi_vf_load(var + l);
         const tkvi_vf cov = TKVI_N(covariance)(c->n, k, u, tkvi_vi_load(c->sum_cu + l));
         const tkvi_vf var_c = TKVI_N(covariance)(c->n, k, k, tkvi_vi_load(c->sum_cc + l));
@@ -17939,7 +17964,7 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         const tkvi_vm near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
         tkvi_vf_store(unit + l, tkvi_vf_where(near, tkvi_vf_load(unit + l)));
         tkvi_vf_store(scale + l, tkvi_vf_select(tkvi_vf_gt(by, none), by, one));
-        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(1)));
+        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(128)));
     }
     for (l = 0; l < TKVI_LANES; l++) mean[l] = tkvi_f64((double)low[l] + (double)step[l] * (double)mean_u[l]);
     for (l = 0; l < TKVI_LANES; l++) {
@@ -17947,13 +17972,19 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         v = tkvi_f64(tkvi_f64(v * (double)unit[l]) + 1000.5);
         offset[l] = (int32_t)v - 1000;
     }
-    for (l = 0; l < TKVI_LANES; l++) middle[l] = (float)mean[l];
-    for (l = 0; l < TKVI_LANES; l++) {
-        const int is_far = far[l] & ((log[l] != 0) | (mean[l] != 0.0));
-        beyond |= (uint32_t)((((uint32_t)offset[l] + 127u > 254u) | is_far) & (width[l] != 0)) << l;
-        to[l] = (uint8_t)offset[l];
+    for (l = 0; l < TKVI_LANES; l++) c->middle[l] = (float)mean[l];
+    TKVI_UNROLL
+    for (l = 0; l < 16 / TKVI_VF; l++) {
+        const tkvi_vi x = tkvi_vi_load(offset + l * TKVI_VF), less = tkvi_vi_sub(tkvi_vi_splat(0), x);
+        bytes[l] = tkvi_vi_and(x, tkvi_vi_splat(255));
+        most = tkvi_vi_max(tkvi_vi_max(most, tkvi_vi_load(far + l * TKVI_VF)), tkvi_vi_max(x, less));
     }
-    c->beyond_mask = beyond;
+    tkvi_vi_store_u8(c->offset, bytes);
+    c->beyond_mask = 0;
+    if (tkvi_vf_max_across(tkvi_vi_to_float(most)) < 128.0f) return;
+    for (l = 0; l < TKVI_LANES; l++)
+        if (c->width[l] && (offset[l] < -127 || offset[l] > 127 || (far[l] && (c->log[l] || mean[l] != 0.0))))
+            c->beyond_mask |= 1u << l;
 }
 /* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/groups.inc ======== */
@@ -18087,19 +18118,27 @@ TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_
 }
 /* ======== kernels/vectors_128.h ======== */
 
-static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
-                                                tkvi_f32_to_f16_128,
-                                                tkvi_decode_log_scales_128,
-                                                tkvi_decode_zero_points_128,
-                                                tkvi_encode_log_scales_128,
-                                                tkvi_pack_tile_128,
-                                                tkvi_interleave_128,
-                                                tkvi_encode_k_columns_128,
-                                                tkvi_finalize_scales_128,
-                                                tkvi_encode_v_tokens_128,
-                                                tkvi_encode_groups_128,
-                                                tkvi_decode_tiles_scalar,
-                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_128)};
+#define tkvi_decode_tiles_128 tkvi_decode_tiles_scalar /* not written for them yet */
+/* ======== kernels/simd_ops.inc ======== */
+/*
+ * kernels/simd_ops.inc - a template: the table of an instruction set's steps of formats (core/format.h). TKVI_SHARED
+ * names functions that AVX-512 takes from AVX2.
+ */
+static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
+                                               TKVI_SHARED(f32_to_f16),
+                                               TKVI_N(decode_log_scales),
+                                               TKVI_N(decode_zero_points),
+                                               TKVI_SHARED(encode_log_scales),
+                                               TKVI_SHARED(pack_tile),
+                                               TKVI_SHARED(interleave),
+                                               TKVI_N(encode_k_columns),
+                                               TKVI_SHARED(finalize_scales),
+                                               TKVI_N(encode_v_tokens),
+                                               TKVI_SHARED(encode_groups),
+                                               TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
+/* ======== kernels/vectors_128.h ======== */
+#undef tkvi_decode_tiles_128
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -19793,6 +19832,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_CUTS
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
+#undef TKVI_SHARED
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */

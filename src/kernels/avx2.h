@@ -30,19 +30,7 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *ro
     return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
-                                                 tkvi_f32_to_f16_avx2,
-                                                 tkvi_decode_log_scales_avx2,
-                                                 tkvi_decode_zero_points_avx2,
-                                                 tkvi_encode_log_scales_avx2,
-                                                 tkvi_pack_tile_avx2,
-                                                 tkvi_interleave_avx2,
-                                                 tkvi_encode_k_columns_avx2,
-                                                 tkvi_finalize_scales_avx2,
-                                                 tkvi_encode_v_tokens_avx2,
-                                                 tkvi_encode_groups_avx2,
-                                                 tkvi_decode_tiles_avx2,
-                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx2)};
+#include "kernels/simd_ops.inc"
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);

@@ -39,19 +39,7 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t
     return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
-                                                   tkvi_f32_to_f16_avx2,
-                                                   tkvi_decode_log_scales_avx512,
-                                                   tkvi_decode_zero_points_avx512,
-                                                   tkvi_encode_log_scales_avx2,
-                                                   tkvi_pack_tile_avx2,
-                                                   tkvi_interleave_avx2,
-                                                   tkvi_encode_k_columns_avx512,
-                                                   tkvi_finalize_scales_avx2,
-                                                   tkvi_encode_v_tokens_avx512,
-                                                   tkvi_encode_groups_avx2,
-                                                   tkvi_decode_tiles_avx512,
-                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
+#include "kernels/simd_ops.inc"
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));

@@ -24,19 +24,9 @@
 #include "kernels/pack.inc"
 #include "kernels/groups.inc"
 
-static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
-                                                tkvi_f32_to_f16_128,
-                                                tkvi_decode_log_scales_128,
-                                                tkvi_decode_zero_points_128,
-                                                tkvi_encode_log_scales_128,
-                                                tkvi_pack_tile_128,
-                                                tkvi_interleave_128,
-                                                tkvi_encode_k_columns_128,
-                                                tkvi_finalize_scales_128,
-                                                tkvi_encode_v_tokens_128,
-                                                tkvi_encode_groups_128,
-                                                tkvi_decode_tiles_scalar,
-                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_128)};
+#define tkvi_decode_tiles_128 tkvi_decode_tiles_scalar /* not written for them yet */
+#include "kernels/simd_ops.inc"
+#undef tkvi_decode_tiles_128
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
