@@ -8292,6 +8292,20 @@ TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes8_avx2(const uint8_t *p) {
+    return _mm_loadl_epi64((const __m128i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(tkvi_load_bytes16_avx2(p)),
+                                   tkvi_load_bytes16_avx2(p + distance), 1);
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_parts_avx2(uint8_t *p, int distance, __m256i x) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(x));
+    _mm_storeu_si128((__m128i *)(void *)(p + distance), _mm256_extracti128_si256(x, 1));
+}
+
 TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -8352,6 +8366,16 @@ TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
 #ifdef TKVI_AVX512
 TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(tkvi_load_parts_avx2(p, distance)),
+                              tkvi_load_parts_avx2(p + 2 * distance, distance), 1);
+}
+
+TKVI_FLAT_AVX512 void tkvi_store_parts_avx512(uint8_t *p, int distance, __m512i x) {
+    tkvi_store_parts_avx2(p, distance, _mm512_castsi512_si256(x));
+    tkvi_store_parts_avx2(p + 2 * distance, distance, _mm512_extracti64x4_epi64(x, 1));
 }
 
 /* Horizontal sums and maxima of four vectors. */
@@ -8687,7 +8711,7 @@ static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const 
  * kernels/rotate_x86.h - the rotation of core/rotate.h with AVX2 and AVX-512. The results have the bits of the scalar
  * code.
  *
- * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values_x86.h). A lane is a
+ * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values.inc). A lane is a
  * channel. AVX2 needs 8 channels or more, AVX-512 needs 16.
  */
 #ifndef TKVI_KERNELS_ROTATE_X86_H
@@ -8948,1091 +8972,6 @@ static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_ROTATE_X86_H */
-/* ======== kernels/values_x86.h ======== */
-/*
- * kernels/values_x86.h - decodes a side of tiles to floats with AVX2 or AVX-512. The results have the same bits as
- * those of formats/tiles.h.
- *
- * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
- * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
- * back, as in core/rotate.h.
- *
- *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
- *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
- *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
- *
- * Sorting for K stays within 16 bytes. So a column does not have its tokens in order: byte 16 k + 4 p + j is token
- * 16 p + 4 k + j.
- *
- * Calls kernels/rotate_x86.h and kernels/x86.h.
- */
-#ifndef TKVI_KERNELS_VALUES_X86_H
-#define TKVI_KERNELS_VALUES_X86_H
-
-
-#ifdef TKVI_X86
-
-/* >>both instruction sets */
-/* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
-typedef struct tkvi_decoded_rows {
-    const tkvi_side *s;
-    float *x;
-    size_t stride;
-    int first, n;
-    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];  /* [token][pad] */
-    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* K: [channel][64] */
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM],
-        zero[2 * TKV_MAX_HEAD_DIM]; /* K: [group][channel], V: [group][token] */
-} tkvi_decoded_rows;
-
-typedef struct tkvi_row_ops {
-    void (*unpack_tile)(const uint8_t *tile, int width, uint8_t *code); /* as tkvi_unpack_tile */
-    /* Sorts the codes of a tile of K into four columns. */
-    void (*sort_columns)(const uint8_t *code, uint8_t *const *column);
-    /* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
-     * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
-    void (*sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper, uint8_t *row,
-                      int stride);
-    /* K: transposes r->column into r->level. */
-    void (*transpose)(tkvi_decoded_rows *r);
-    /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
-    void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
-    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
-} tkvi_row_ops;
-
-static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
-    const tkvi_side *s = r->s;
-    const uint8_t *at = src;
-    int width, i, k, position = 0;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
-            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
-            uint8_t *column[4];
-            for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
-            v->unpack_tile(at, width, code);
-            v->sort_columns(code, column);
-            at += TKVI_TILE_BYTES(width);
-        }
-    for (; position < s->pad; position++) /* channels without codes */
-        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    v->transpose(r);
-}
-
-/* Sorts metadata of K from positions to channels. */
-static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
-    float plain[2 * TKV_MAX_HEAD_DIM];
-    int g, i;
-    memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
-    for (g = 0; g < s->groups; g++)
-        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
-}
-
-static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
-    const tkvi_side *s = r->s;
-    const uint8_t *at = src;
-    int width, i, slab = 0;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int channels = tkvi_slab_channels(s, width);
-        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
-        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
-        for (i = 0; i < s->tiles.n[width]; i++) {
-            const int from = i % 4 * 16;
-            if (from < r->first + r->n && from + 16 > r->first) {
-                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
-                v->unpack_tile(at, width, code);
-                v->sort_slab(code, lower, upper, r->level + from * s->pad + slab, s->pad);
-            }
-            at += TKVI_TILE_BYTES(width);
-            if (i % 4 == 3) slab += channels;
-        }
-    }
-}
-
-/* Converts all rows to floats. Rotates them back if the format is rotated. */
-static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
-    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    const tkvi_side *s = r->s;
-    void (*row)(const tkvi_decoded_rows *, int, int, float *) =
-        v->row_to_floats[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
-    float *to = r->x;
-    int t;
-    if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
-    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
-        if (!s->format->rotated) {
-            row(r, t, s->dim, to);
-            continue;
-        }
-        row(r, t, TKV_MAX_HEAD_DIM, y);
-        v->rotate_back(y, signs, s->dim, to);
-    }
-}
-
-static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, const tkvi_simd_ops *ops,
-                                  const uint8_t *src, int first, int n, float *x, size_t stride) {
-    tkvi_decoded_rows r;
-    r.s = s;
-    r.x = x;
-    r.stride = stride;
-    r.first = first;
-    r.n = n;
-    s->format->side[s->which].meta(s, src, ops, r.scale, r.zero);
-    if (s->which == TKV_K) {
-        tkvi_unpack_rows_k(v, &r, src);
-        if (s->order) tkvi_sort_by_channel(s, r.scale);
-        if (s->order) tkvi_sort_by_channel(s, r.zero);
-    } else {
-        tkvi_unpack_rows_v(v, &r, src);
-    }
-    tkvi_rows_to_floats(v, &r);
-}
-
-/* >>AVX2 */
-/* ======== kernels/simd_avx2.inc ======== */
-/*
- * kernels/simd_avx2.inc - the vector vocabulary for AVX2, FMA and F16C (Haswell, Zen and later). kernels/simd_end.inc
- * ends it. The templates kernels/ *.inc are kernels in this vocabulary.
- *
- * Types: tkvi_vf, 8 floats; tkvi_vi, 8 integers of 32 bits; tkvi_vb, 32 bytes.
- *
- * Products of codes: one-limb sums have 16 bits. vpmaddubsw adds two products, and a few such sums fit. Then they are
- * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
- */
-#define TKVI_N(name) tkvi_##name##_avx2
-#define TKVI_OP TKVI_FLAT_AVX2
-#define TKVI_KERNEL static TKVI_TARGET_AVX2
-
-#define tkvi_vf __m256
-#define tkvi_vi __m256i
-#define tkvi_vb __m256i
-#define TKVI_VF 8  /* floats in a vector */
-#define TKVI_VB 32 /* bytes in a vector */
-
-/* >>floats */
-#define tkvi_vf_load(p) _mm256_loadu_ps(p)
-#define tkvi_vf_store(p, x) _mm256_storeu_ps(p, x)
-#define tkvi_vf_splat(x) _mm256_set1_ps(x)
-#define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
-#define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
-#define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
-#define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
-#define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
-#define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
-
-/* >>integers */
-#define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
-#define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
-#define tkvi_vi_splat(x) _mm256_set1_epi32(x)
-#define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
-#define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
-#define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
-#define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
-#define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
-#define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
-#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx2(v))
-/* x in lanes i with i < n, else y */
-#define tkvi_vi_first(n, x, y)                                                                               \
-    _mm256_blendv_epi8(y, x,                                                                                 \
-                       _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
-
-/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
-#define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
-#define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
-#define tkvi_vb_or(a, b) _mm256_or_si256(a, b)
-#define tkvi_vb_left(x, n) _mm256_slli_epi16(x, n)
-#define tkvi_vb_right(x, n) _mm256_srli_epi16(x, n)
-/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields for a half: shifted right by
- * n, and by m more for the second half. */
-#define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
-#define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
-#define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
-#define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
-
-/* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
-#define TKVI_V_PARTS 1  /* passes of a slab */
-#define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
-#define TKVI_K_PASSES 4
-#define TKVI_K_FIRST(pass) ((pass) / 2 * 2)   /* first plane of a pass */
-#define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
-#define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
-#define TKVI_V_SLABS 1                        /* slabs in a pass */
-#define TKVI_V_COLUMN(v, part) (32 * (v))
-#define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
-
-/* Weights of one limb: bytes, [row][position]. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 1)
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 0)
-
-/* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
-#if defined(__GNUC__) || defined(__clang__)
-#define tkvi_keep(sum) __asm__("" : "+x"(sum));
-#define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
-#else
-#define tkvi_keep(sum)
-#define tkvi_keep_pointer(p)
-#endif
-
-#define tkvi_sums __m256i
-#define tkvi_sums_zero() _mm256_setzero_si256()
-#define TKVI_SUM_MAX 32767 /* K; in V sums have no sign and reach 65535 */
-#define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
-#define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
-#define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
-#define tkvi_widen_v(sum)                                                                                    \
-    _mm256_add_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(sum, 16))
-/* signed levels by unsigned weights up to 127 */
-#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
-    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, levels), _mm256_set1_epi16(1)))
-
-/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb __m256i /* weights, loaded */
-#define tkvi_wide_none() _mm256_setzero_si256()
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
-#define tkvi_wide_sums __m256i
-#define tkvi_wide_zero() _mm256_setzero_si256()
-#define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
-#define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
-#define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
-#define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
-#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
-    _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/codes.inc ======== */
-/*
- * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
- */
-/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
- * extracts a plane. Only for 3 bits `first` must be a constant. */
-TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
-                               int column, tkvi_vb *x) {
-    int p;
-    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
-    if (width == 8) {
-        TKVI_UNROLL
-        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
-    } else if (width >= 4) {
-        x[0] = tkvi_vb_load(at + 32 * first);
-        if (count > 2) x[1] = tkvi_vb_load(at + 64);
-    } else if (width >= 2) {
-        x[0] = tkvi_vb_load(at);
-        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
-    }
-    if (width == 6) x[2] = tkvi_vb_load(at + 128);
-    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
-    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
-    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
-    if (width == 3 && first + count > 2) {
-        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
-        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
-        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
-    }
-}
-
-/* Moves the bits at `from` of each byte to `to`, and clears the others. */
-TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
-    if (from > to) x = tkvi_vb_right(x, from - to);
-    if (to > from) x = tkvi_vb_left(x, to - from);
-    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
-}
-
-/* Codes of plane first + p of a tile that load_tile loaded. */
-TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
-    tkvi_vb c;
-    if (width == 8) return x[p];
-    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
-    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
-    if (width == 3) {
-        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
-        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
-        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
-    }
-    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
-    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
-    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
-    return c;
-}
-
-TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
-    tkvi_vb x[4];
-    int column, p;
-    for (column = 0; column < 64; column += TKVI_VB) {
-        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
-    }
-}
-
-/* As tkvi_unpack_tile. */
-TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
-    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
-    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
-    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
-    else TKVI_N(unpack_codes)(width, tile, code);
-}
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/simd_end.inc ======== */
-/* kernels/simd_end.inc - ends a vocabulary and its templates. */
-#undef TKVI_N
-#undef TKVI_OP
-#undef TKVI_KERNEL
-#undef tkvi_vf
-#undef tkvi_vi
-#undef tkvi_vb
-#undef TKVI_VF
-#undef TKVI_VB
-#undef tkvi_vf_load
-#undef tkvi_vf_store
-#undef tkvi_vf_splat
-#undef tkvi_vf_add
-#undef tkvi_vf_sub
-#undef tkvi_vf_mul
-#undef tkvi_vf_madd
-#undef tkvi_vf_max
-#undef tkvi_vf_abs
-#undef tkvi_vf_sum4
-#undef tkvi_vf_max4
-#undef tkvi_vi_load
-#undef tkvi_vi_store
-#undef tkvi_vi_splat
-#undef tkvi_vi_add
-#undef tkvi_vi_sub
-#undef tkvi_vi_left
-#undef tkvi_vi_mul16
-#undef tkvi_vi_nearest
-#undef tkvi_vi_to_float
-#undef tkvi_vi_sum4
-#undef tkvi_vi_first
-#undef tkvi_vb_load
-#undef tkvi_vb_store
-#undef tkvi_vb_splat
-#undef tkvi_vb_and
-#undef tkvi_vb_or
-#undef tkvi_vb_left
-#undef tkvi_vb_right
-#undef tkvi_vb_tail
-#undef tkvi_vb_right_half
-#undef tkvi_vb_biased
-#undef tkvi_vb_table
-#undef tkvi_vb_look_up
-#undef tkvi_ahead
-#undef tkvi_distance
-#undef TKVI_HAS_NARROW
-#undef TKVI_BIAS
-#undef TKVI_V_PARTS
-#undef TKVI_K_PLANES
-#undef TKVI_K_PASSES
-#undef TKVI_K_FIRST
-#undef TKVI_K_COLUMN
-#undef TKVI_V_VECTORS
-#undef TKVI_V_SLABS
-#undef TKVI_V_COLUMN
-#undef TKVI_V_SPLIT
-#undef TKVI_W_TILE
-#undef tkvi_weights
-#undef tkvi_store_weights_k
-#undef tkvi_store_weights_v
-#undef tkvi_keep
-#undef tkvi_keep_pointer
-#undef tkvi_sums
-#undef tkvi_sums_zero
-#undef TKVI_SUM_MAX
-#undef tkvi_dot_k
-#undef tkvi_dot_v
-#undef tkvi_widen_k
-#undef tkvi_widen_v
-#undef tkvi_dot_levels
-#undef TKVI_WIDE_TILE
-#undef tkvi_wide_vb
-#undef tkvi_wide_none
-#undef tkvi_keep_wide
-#undef tkvi_wide_sums
-#undef tkvi_wide_zero
-#undef tkvi_even
-#undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
-#undef tkvi_wide_even
-#undef tkvi_wide_odd
-#undef tkvi_dot_wide
-#undef tkvi_widen_wide
-#undef tkvi_store_wide
-#undef TKVI_EACH_SUM_
-#undef TKVI_SUMS_OF_
-#undef TKVI_DECLARE_TWO_
-#undef TKVI_DECLARE_FOUR_
-#undef TKVI_DECLARE_
-#undef TKVI_TWO_
-#undef TKVI_FOUR_
-#undef TKVI_K_SUMS_
-#undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
-#undef TKVI_K_CLEAR_
-#undef TKVI_K_DOT_
-#undef TKVI_K_DOT_WIDE_
-#undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
-#undef TKVI_K_LOAD_
-#undef TKVI_K_RUN_
-#undef TKVI_K_WIDE_RUN_
-#undef TKVI_V_EACH_
-#undef TKVI_V_SUMS_
-#undef TKVI_V_ODD_
-#undef TKVI_V_STEP_
-#undef TKVI_V_JOIN_
-#undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
-#undef TKVI_V_DOT_
-#undef TKVI_V_DOT_LEVELS_
-#undef TKVI_V_DOT_WIDE_
-#undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
-#undef TKVI_V_LOAD_
-#undef TKVI_EACH_ROWS_
-/* ======== kernels/values_x86.h ======== */
-
-/* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
-TKVI_FLAT_AVX2 __m256i tkvi_sorted_plane_avx2(const uint8_t *code, int p, int h) {
-    const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
-                                            1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)(code + 64 * p + 32 * h));
-    return _mm256_shuffle_epi8(x, sorted);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_look_up_avx2(const int8_t *levels, __m256i code) {
-    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
-}
-
-static TKVI_TARGET_AVX2 void tkvi_sort_columns_avx2(const uint8_t *code, uint8_t *const *column) {
-    int h, p;
-    for (h = 0; h < 2; h++) {
-        __m256i x[4], a, b, c, d;
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) x[p] = tkvi_sorted_plane_avx2(code, p, h);
-        a = _mm256_unpacklo_epi32(x[0], x[1]);
-        b = _mm256_unpacklo_epi32(x[2], x[3]);
-        c = _mm256_unpackhi_epi32(x[0], x[1]);
-        d = _mm256_unpackhi_epi32(x[2], x[3]);
-        _mm256_storeu_si256((__m256i *)(void *)(column[0] + 32 * h), _mm256_unpacklo_epi64(a, b));
-        _mm256_storeu_si256((__m256i *)(void *)(column[1] + 32 * h), _mm256_unpackhi_epi64(a, b));
-        _mm256_storeu_si256((__m256i *)(void *)(column[2] + 32 * h), _mm256_unpacklo_epi64(c, d));
-        _mm256_storeu_si256((__m256i *)(void *)(column[3] + 32 * h), _mm256_unpackhi_epi64(c, d));
-    }
-}
-
-/* Stores 16 codes or levels of two tokens, which are two rows apart. */
-TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper,
-                                              uint8_t *row, int stride) {
-    __m256i x = lower ? tkvi_look_up_avx2(lower, code) : code;
-    _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x));
-    _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride), _mm256_extracti128_si256(x, 1));
-    if (!upper) return;
-    x = tkvi_look_up_avx2(upper, code);
-    _mm_storeu_si128((__m128i *)(void *)(row + 16), _mm256_castsi256_si128(x));
-    _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride + 16), _mm256_extracti128_si256(x, 1));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_sort_slab_avx2(const uint8_t *code, const int8_t *lower,
-                                                 const int8_t *upper, uint8_t *row, int stride) {
-    const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    int p;
-    for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_sorted_plane_avx2(code, p, 0), by_token);
-        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_sorted_plane_avx2(code, p, 1), by_token);
-        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), lower, upper, row, stride);
-        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), lower, upper, row + stride, stride);
-    }
-}
-
-/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
-TKVI_FLAT_AVX2 void tkvi_interleave_bytes_avx2(__m256i *x, const int h) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < 8; i++) {
-        __m256i *a = x + i / h * h + i, low = _mm256_unpacklo_epi8(a[0], a[h]);
-        a[h] = _mm256_unpackhi_epi8(a[0], a[h]);
-        a[0] = low;
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
-    const int pad = r->s->pad;
-    int c, k, i;
-    for (c = 0; c < pad; c += 16)
-        for (k = 0; k < 4; k += 2) {
-            const uint8_t *from = r->column + c * TKVI_BLOCK + 16 * k;
-            uint8_t *to = r->level + 4 * k * pad + c;
-            __m256i x[16];
-            TKVI_UNROLL
-            for (i = 0; i < 16; i++)
-                x[i] = _mm256_loadu_si256((const __m256i *)(const void *)(from + TKVI_BLOCK * i));
-            tkvi_interleave_bytes_avx2(x, 8);
-            tkvi_interleave_bytes_avx2(x, 4);
-            tkvi_interleave_bytes_avx2(x, 2);
-            tkvi_interleave_bytes_avx2(x, 1);
-            TKVI_UNROLL
-            for (i = 0; i < 16; i++) {
-                uint8_t *row = to + (i / 4 * 16 + i % 4) * pad;
-                _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x[i]));
-                _mm_storeu_si128((__m128i *)(void *)(row + 4 * pad), _mm256_extracti128_si256(x[i], 1));
-            }
-        }
-}
-
-/* Mask of the first n of 8 lanes. n can be any number. */
-TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
-    if (n >= 8) _mm256_storeu_ps(to, x);
-    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
-}
-
-TKVI_FLAT_AVX2 void tkvi_row_to_floats_avx2(const tkvi_decoded_rows *r, int t, const int k,
-                                            const int with_sign, int n, float *to) {
-    const tkvi_side *s = r->s;
-    const uint8_t *level = r->level + t * s->pad;
-    const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
-    const float *zero = r->zero + (scale - r->scale);
-    int c, end;
-    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
-        const __m256 by = _mm256_set1_ps(*scale), plus = _mm256_set1_ps(*zero);
-        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += 8) {
-            const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(level + c));
-            const __m256 x =
-                _mm256_cvtepi32_ps(with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-            tkvi_store_first_avx2(
-                to + c,
-                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
-                  : _mm256_fmadd_ps(x, by, plus),
-                n - c);
-        }
-    }
-}
-
-#define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_decoded_rows *r, int t, int n,            \
-                                                        float *to) {                                         \
-        tkvi_row_to_floats_avx2(r, t, k, with_sign, n, to);                                                  \
-    }
-TKVI_ROW_(k, 1, 0)
-TKVI_ROW_(v, 0, 0)
-TKVI_ROW_(v_signed, 0, 1)
-#undef TKVI_ROW_
-
-static TKVI_TARGET_AVX2 void tkvi_rotate_row_back_avx2(float *y, const float *signs, int dim, float *to) {
-    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
-    int c;
-    if (n < dim) (void)tkvi_window_avx2(y + dim - n, NULL, y + dim - n, log2n);
-    (void)tkvi_window_avx2(y, NULL, y, log2n);
-    for (c = 0; c < dim; c += 8)
-        tkvi_store_first_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)),
-                              dim - c);
-}
-
-static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_tile_avx2,
-                                               tkvi_sort_columns_avx2,
-                                               tkvi_sort_slab_avx2,
-                                               tkvi_transpose_columns_avx2,
-                                               {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
-                                               tkvi_rotate_row_back_avx2};
-
-static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
-                                   int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
-    else tkvi_decode_tile_rows(&tkvi_row_ops_avx2, s, ops, src, first, n, x, stride);
-}
-
-/* >>AVX-512 */
-#ifdef TKVI_AVX512
-/* g++ 12 finds uninitialised variables in its own header (gcc bug 105593). */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-/* ======== kernels/simd_avx512.inc ======== */
-/*
- * kernels/simd_avx512.inc - the vector vocabulary for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later), as
- * kernels/simd_avx2.inc. vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
- *
- * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
- */
-#define TKVI_N(name) tkvi_##name##_avx512
-#define TKVI_OP TKVI_FLAT_AVX512
-#define TKVI_KERNEL static TKVI_TARGET_AVX512
-
-#define tkvi_vf __m512
-#define tkvi_vi __m512i
-#define tkvi_vb __m512i
-#define TKVI_VF 16 /* floats in a vector */
-#define TKVI_VB 64 /* bytes in a vector */
-
-/* >>floats */
-#define tkvi_vf_load(p) _mm512_loadu_ps(p)
-#define tkvi_vf_store(p, x) _mm512_storeu_ps(p, x)
-#define tkvi_vf_splat(x) _mm512_set1_ps(x)
-#define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
-#define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
-#define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
-#define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
-#define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
-#define tkvi_vf_abs(x) _mm512_abs_ps(x)
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
-
-/* >>integers */
-#define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
-#define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vi_splat(x) _mm512_set1_epi32(x)
-#define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
-#define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
-#define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
-#define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
-#define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
-#define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
-#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx512(v))
-/* x in lanes i with i < n, else y */
-#define tkvi_vi_first(n, x, y)                                                                               \
-    _mm512_mask_blend_epi32(                                                                                 \
-        _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
-                                _mm512_set1_epi32(n)),                                                       \
-        y, x)
-
-/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
-#define tkvi_vb_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_avx512(x)
-#define tkvi_vb_and(a, b) _mm512_and_si512(a, b)
-#define tkvi_vb_or(a, b) _mm512_or_si512(a, b)
-#define tkvi_vb_left(x, n) _mm512_slli_epi16(x, (unsigned char)(n))
-#define tkvi_vb_right(x, n) _mm512_srli_epi16(x, (unsigned char)(n))
-/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by
- * m more for the second half. */
-#define tkvi_vb_tail(p, column)                                                                              \
-    _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)((p) + (column))))
-#define tkvi_vb_right_half(x, column, n, m)                                                                  \
-    _mm512_srlv_epi16(                                                                                       \
-        x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
-#define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
-#define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
-
-/* >>products of four codes by four weights */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
-#define TKVI_V_PARTS 1  /* passes of a slab */
-#define TKVI_K_PLANES 4 /* planes of a K tile in a pass */
-#define TKVI_K_PASSES 1
-#define TKVI_K_FIRST(pass) 0  /* first plane of a pass */
-#define TKVI_K_COLUMN(pass) 0 /* first byte of a plane */
-#define TKVI_V_VECTORS 2      /* vectors of V in a pass, 16 channels each */
-#define TKVI_V_SLABS 2        /* slabs in a pass */
-#define TKVI_V_COLUMN(v, part) 0
-#define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
-#define tkvi_keep(sum)
-#define tkvi_keep_pointer(p)
-
-/* Weights of one limb: bytes, [row][position]. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) _mm512_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k)                                                                \
-    _mm_storeu_si128((__m128i *)(void *)((w) + (r) * (stride)), _mm512_cvtepi32_epi8((k)[0]))
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_k(w, stride, r, k)
-
-#define tkvi_sums __m512i
-#define tkvi_sums_zero() _mm512_setzero_si512()
-#define TKVI_SUM_MAX 0x7fffffff
-#define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
-#define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
-#define tkvi_widen_k(sum) (sum)
-#define tkvi_widen_v(sum) (sum)
-/* signed levels by unsigned weights up to 127 */
-#define tkvi_dot_levels(sum, levels, u, r) _mm512_dpbusd_epi32(sum, u, levels)
-
-/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb __m512i /* weights, loaded */
-#define tkvi_wide_none() _mm512_setzero_si512()
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
-#define tkvi_wide_sums __m512i
-#define tkvi_wide_zero() _mm512_setzero_si512()
-#define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
-#define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
-#define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
-#define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
-#define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/codes.inc ======== */
-/*
- * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
- */
-/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
- * extracts a plane. Only for 3 bits `first` must be a constant. */
-TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
-                               int column, tkvi_vb *x) {
-    int p;
-    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
-    if (width == 8) {
-        TKVI_UNROLL
-        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
-    } else if (width >= 4) {
-        x[0] = tkvi_vb_load(at + 32 * first);
-        if (count > 2) x[1] = tkvi_vb_load(at + 64);
-    } else if (width >= 2) {
-        x[0] = tkvi_vb_load(at);
-        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
-    }
-    if (width == 6) x[2] = tkvi_vb_load(at + 128);
-    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
-    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
-    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
-    if (width == 3 && first + count > 2) {
-        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
-        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
-        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
-    }
-}
-
-/* Moves the bits at `from` of each byte to `to`, and clears the others. */
-TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
-    if (from > to) x = tkvi_vb_right(x, from - to);
-    if (to > from) x = tkvi_vb_left(x, to - from);
-    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
-}
-
-/* Codes of plane first + p of a tile that load_tile loaded. */
-TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
-    tkvi_vb c;
-    if (width == 8) return x[p];
-    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
-    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
-    if (width == 3) {
-        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
-        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
-        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
-    }
-    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
-    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
-    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
-    return c;
-}
-
-TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
-    tkvi_vb x[4];
-    int column, p;
-    for (column = 0; column < 64; column += TKVI_VB) {
-        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
-    }
-}
-
-/* As tkvi_unpack_tile. */
-TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
-    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
-    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
-    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
-    else TKVI_N(unpack_codes)(width, tile, code);
-}
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/simd_end.inc ======== */
-/* kernels/simd_end.inc - ends a vocabulary and its templates. */
-#undef TKVI_N
-#undef TKVI_OP
-#undef TKVI_KERNEL
-#undef tkvi_vf
-#undef tkvi_vi
-#undef tkvi_vb
-#undef TKVI_VF
-#undef TKVI_VB
-#undef tkvi_vf_load
-#undef tkvi_vf_store
-#undef tkvi_vf_splat
-#undef tkvi_vf_add
-#undef tkvi_vf_sub
-#undef tkvi_vf_mul
-#undef tkvi_vf_madd
-#undef tkvi_vf_max
-#undef tkvi_vf_abs
-#undef tkvi_vf_sum4
-#undef tkvi_vf_max4
-#undef tkvi_vi_load
-#undef tkvi_vi_store
-#undef tkvi_vi_splat
-#undef tkvi_vi_add
-#undef tkvi_vi_sub
-#undef tkvi_vi_left
-#undef tkvi_vi_mul16
-#undef tkvi_vi_nearest
-#undef tkvi_vi_to_float
-#undef tkvi_vi_sum4
-#undef tkvi_vi_first
-#undef tkvi_vb_load
-#undef tkvi_vb_store
-#undef tkvi_vb_splat
-#undef tkvi_vb_and
-#undef tkvi_vb_or
-#undef tkvi_vb_left
-#undef tkvi_vb_right
-#undef tkvi_vb_tail
-#undef tkvi_vb_right_half
-#undef tkvi_vb_biased
-#undef tkvi_vb_table
-#undef tkvi_vb_look_up
-#undef tkvi_ahead
-#undef tkvi_distance
-#undef TKVI_HAS_NARROW
-#undef TKVI_BIAS
-#undef TKVI_V_PARTS
-#undef TKVI_K_PLANES
-#undef TKVI_K_PASSES
-#undef TKVI_K_FIRST
-#undef TKVI_K_COLUMN
-#undef TKVI_V_VECTORS
-#undef TKVI_V_SLABS
-#undef TKVI_V_COLUMN
-#undef TKVI_V_SPLIT
-#undef TKVI_W_TILE
-#undef tkvi_weights
-#undef tkvi_store_weights_k
-#undef tkvi_store_weights_v
-#undef tkvi_keep
-#undef tkvi_keep_pointer
-#undef tkvi_sums
-#undef tkvi_sums_zero
-#undef TKVI_SUM_MAX
-#undef tkvi_dot_k
-#undef tkvi_dot_v
-#undef tkvi_widen_k
-#undef tkvi_widen_v
-#undef tkvi_dot_levels
-#undef TKVI_WIDE_TILE
-#undef tkvi_wide_vb
-#undef tkvi_wide_none
-#undef tkvi_keep_wide
-#undef tkvi_wide_sums
-#undef tkvi_wide_zero
-#undef tkvi_even
-#undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
-#undef tkvi_wide_even
-#undef tkvi_wide_odd
-#undef tkvi_dot_wide
-#undef tkvi_widen_wide
-#undef tkvi_store_wide
-#undef TKVI_EACH_SUM_
-#undef TKVI_SUMS_OF_
-#undef TKVI_DECLARE_TWO_
-#undef TKVI_DECLARE_FOUR_
-#undef TKVI_DECLARE_
-#undef TKVI_TWO_
-#undef TKVI_FOUR_
-#undef TKVI_K_SUMS_
-#undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
-#undef TKVI_K_CLEAR_
-#undef TKVI_K_DOT_
-#undef TKVI_K_DOT_WIDE_
-#undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
-#undef TKVI_K_LOAD_
-#undef TKVI_K_RUN_
-#undef TKVI_K_WIDE_RUN_
-#undef TKVI_V_EACH_
-#undef TKVI_V_SUMS_
-#undef TKVI_V_ODD_
-#undef TKVI_V_STEP_
-#undef TKVI_V_JOIN_
-#undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
-#undef TKVI_V_DOT_
-#undef TKVI_V_DOT_LEVELS_
-#undef TKVI_V_DOT_WIDE_
-#undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
-#undef TKVI_V_LOAD_
-#undef TKVI_EACH_ROWS_
-/* ======== kernels/values_x86.h ======== */
-
-/* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
-TKVI_FLAT_AVX512 __m512i tkvi_sorted_plane_avx512(const uint8_t *code, int p) {
-    const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
-    return _mm512_shuffle_epi8(_mm512_load_si512((const void *)(code + 64 * p)), sorted);
-}
-
-TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code) {
-    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
-}
-
-static TKVI_TARGET_AVX512 void tkvi_sort_columns_avx512(const uint8_t *code, uint8_t *const *column) {
-    __m512i x[4], a, b, c, d;
-    int p;
-    TKVI_UNROLL
-    for (p = 0; p < 4; p++) x[p] = tkvi_sorted_plane_avx512(code, p);
-    a = _mm512_unpacklo_epi32(x[0], x[1]);
-    b = _mm512_unpacklo_epi32(x[2], x[3]);
-    c = _mm512_unpackhi_epi32(x[0], x[1]);
-    d = _mm512_unpackhi_epi32(x[2], x[3]);
-    _mm512_storeu_si512((void *)column[0], _mm512_unpacklo_epi64(a, b));
-    _mm512_storeu_si512((void *)column[1], _mm512_unpackhi_epi64(a, b));
-    _mm512_storeu_si512((void *)column[2], _mm512_unpacklo_epi64(c, d));
-    _mm512_storeu_si512((void *)column[3], _mm512_unpackhi_epi64(c, d));
-}
-
-/* Stores the four quarters of a vector, `stride` bytes apart. */
-TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512i x) {
-    _mm_storeu_si128((__m128i *)(void *)to, _mm512_castsi512_si128(x));
-    _mm_storeu_si128((__m128i *)(void *)(to + stride), _mm512_extracti32x4_epi32(x, 1));
-    _mm_storeu_si128((__m128i *)(void *)(to + 2 * stride), _mm512_extracti32x4_epi32(x, 2));
-    _mm_storeu_si128((__m128i *)(void *)(to + 3 * stride), _mm512_extracti32x4_epi32(x, 3));
-}
-
-static TKVI_TARGET_AVX512 void tkvi_sort_slab_avx512(const uint8_t *code, const int8_t *lower,
-                                                     const int8_t *upper, uint8_t *row, int stride) {
-    const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    int p;
-    for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_sorted_plane_avx512(code, p));
-        tkvi_store_quarters_avx512(row, stride, lower ? tkvi_look_up_avx512(lower, x) : x);
-        if (upper) tkvi_store_quarters_avx512(row + 16, stride, tkvi_look_up_avx512(upper, x));
-    }
-}
-
-TKVI_FLAT_AVX512 void tkvi_interleave_bytes_avx512(__m512i *x, const int h) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < 8; i++) {
-        __m512i *a = x + i / h * h + i, low = _mm512_unpacklo_epi8(a[0], a[h]);
-        a[h] = _mm512_unpackhi_epi8(a[0], a[h]);
-        a[0] = low;
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_transpose_columns_avx512(tkvi_decoded_rows *r) {
-    const int pad = r->s->pad;
-    int c, i;
-    for (c = 0; c < pad; c += 16) {
-        const uint8_t *from = r->column + c * TKVI_BLOCK;
-        __m512i x[16];
-        TKVI_UNROLL
-        for (i = 0; i < 16; i++) x[i] = _mm512_load_si512((const void *)(from + TKVI_BLOCK * i));
-        tkvi_interleave_bytes_avx512(x, 8);
-        tkvi_interleave_bytes_avx512(x, 4);
-        tkvi_interleave_bytes_avx512(x, 2);
-        tkvi_interleave_bytes_avx512(x, 1);
-        TKVI_UNROLL
-        for (i = 0; i < 16; i++)
-            tkvi_store_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
-    }
-}
-
-TKVI_FLAT_AVX512 void tkvi_store_first_avx512(float *to, __m512 x, int n) {
-    if (n >= 16) _mm512_storeu_ps(to, x);
-    else _mm512_mask_storeu_ps(to, (__mmask16)((1 << n) - 1), x);
-}
-
-TKVI_FLAT_AVX512 void tkvi_row_to_floats_avx512(const tkvi_decoded_rows *r, int t, const int k,
-                                                const int with_sign, int n, float *to) {
-    const tkvi_side *s = r->s;
-    const uint8_t *level = r->level + t * s->pad;
-    const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
-    const float *zero = r->zero + (scale - r->scale);
-    int c, end;
-    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
-        const __m512 by = _mm512_set1_ps(*scale), plus = _mm512_set1_ps(*zero);
-        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += 16) {
-            const __m128i bytes = _mm_load_si128((const __m128i *)(const void *)(level + c));
-            const __m512 x =
-                _mm512_cvtepi32_ps(with_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-            tkvi_store_first_avx512(
-                to + c,
-                k ? _mm512_fmadd_ps(x, _mm512_loadu_ps(scale + c), _mm512_loadu_ps(zero + c))
-                  : _mm512_fmadd_ps(x, by, plus),
-                n - c);
-        }
-    }
-}
-
-#define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_decoded_rows *r, int t, int n,        \
-                                                            float *to) {                                     \
-        tkvi_row_to_floats_avx512(r, t, k, with_sign, n, to);                                                \
-    }
-TKVI_ROW_(k, 1, 0)
-TKVI_ROW_(v, 0, 0)
-TKVI_ROW_(v_signed, 0, 1)
-#undef TKVI_ROW_
-
-static TKVI_TARGET_AVX512 void tkvi_rotate_row_back_avx512(float *y, const float *signs, int dim, float *to) {
-    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
-    int c;
-    if (n < dim) (void)tkvi_window_avx512(y + dim - n, NULL, y + dim - n, log2n);
-    (void)tkvi_window_avx512(y, NULL, y, log2n);
-    for (c = 0; c < dim; c += 16)
-        tkvi_store_first_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
-                                dim - c);
-}
-
-static const tkvi_row_ops tkvi_row_ops_avx512 = {
-    tkvi_unpack_tile_avx512,
-    tkvi_sort_columns_avx512,
-    tkvi_sort_slab_avx512,
-    tkvi_transpose_columns_avx512,
-    {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
-    tkvi_rotate_row_back_avx512};
-
-static void tkvi_decode_tiles_avx512(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
-                                     int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
-    else tkvi_decode_tile_rows(&tkvi_row_ops_avx512, s, ops, src, first, n, x, stride);
-}
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-#endif /* TKVI_AVX512 */
-
-#endif /* TKVI_X86 */
-
-#endif /* TKVI_KERNELS_VALUES_X86_H */
 /* ======== kernels/groups_x86.h ======== */
 /*
  * kernels/groups_x86.h - encodes the groups of KIVI (formats/kivi.h) with AVX2. Codes, scales and zeros have the
@@ -10052,6 +8991,11 @@ static void tkvi_decode_tiles_avx512(const tkvi_side *s, const tkvi_simd_ops *op
 #else
 #define TKVI_INEXACT_DIVISION 0
 #endif
+
+/* Mask of the first n of 8 lanes. n can be any number. */
+TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
 
 /* Clamps to the range of fp16. */
 TKVI_FLAT_AVX2 __m256 tkvi_clamp_f16_avx2(__m256 x) {
@@ -10194,7 +9138,8 @@ static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const f
 #endif /* TKVI_KERNELS_GROUPS_X86_H */
 /* ======== kernels/tiles.h ======== */
 /*
- * kernels/tiles.h - shared by the instances of kernels/tiles.inc: parameters of folding and of products.
+ * kernels/tiles.h - shared by the instances of kernels/tiles.inc and kernels/values.inc: parameters of folding and of
+ * products; the order of metadata.
  */
 #ifndef TKVI_KERNELS_TILES_H
 #define TKVI_KERNELS_TILES_H
@@ -10254,6 +9199,15 @@ typedef struct tkvi_weights_k {
     TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
 } tkvi_weights_k;
 
+/* Decoding: sorts metadata of K from positions to channels. */
+static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
+    float plain[2 * TKV_MAX_HEAD_DIM];
+    int g, i;
+    memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
+    for (g = 0; g < s->groups; g++)
+        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
+}
+
 #endif /* TKVI_KERNELS_TILES_H */
 /* ======== kernels/avx2.h ======== */
 /*
@@ -10296,6 +9250,7 @@ typedef struct tkvi_weights_k {
 #define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
+#define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
@@ -10303,6 +9258,8 @@ typedef struct tkvi_weights_k {
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
 #define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
+#define tkvi_vi_load_bytes(p) _mm256_cvtepu8_epi32(tkvi_load_bytes8_avx2(p)) /* 8 bytes */
+#define tkvi_vi_load_signed_bytes(p) _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(p))
 #define tkvi_vi_splat(x) _mm256_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
@@ -10331,6 +9288,17 @@ typedef struct tkvi_weights_k {
 #define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
 #define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
 #define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
+
+/* The first (low) or second (high) halves of each 16 bytes of a and b, interleaved in steps of 8, 32 or 64 bits. */
+#define tkvi_vb_low8(a, b) _mm256_unpacklo_epi8(a, b)
+#define tkvi_vb_high8(a, b) _mm256_unpackhi_epi8(a, b)
+#define tkvi_vb_low32(a, b) _mm256_unpacklo_epi32(a, b)
+#define tkvi_vb_high32(a, b) _mm256_unpackhi_epi32(a, b)
+#define tkvi_vb_low64(a, b) _mm256_unpacklo_epi64(a, b)
+#define tkvi_vb_high64(a, b) _mm256_unpackhi_epi64(a, b)
+/* 16 bytes from p, p + distance and so on. */
+#define tkvi_vb_load_parts(p, distance) tkvi_load_parts_avx2(p, distance)
+#define tkvi_vb_store_parts(p, distance, x) tkvi_store_parts_avx2(p, distance, x)
 
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
@@ -10392,6 +9360,289 @@ typedef struct tkvi_weights_k {
     _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/codes.inc ======== */
+/*
+ * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
+ */
+/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
+ * extracts a plane. Only for 3 bits `first` must be a constant. */
+TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
+                               int column, tkvi_vb *x) {
+    int p;
+    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
+    } else if (width >= 4) {
+        x[0] = tkvi_vb_load(at + 32 * first);
+        if (count > 2) x[1] = tkvi_vb_load(at + 64);
+    } else if (width >= 2) {
+        x[0] = tkvi_vb_load(at);
+        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
+    }
+    if (width == 6) x[2] = tkvi_vb_load(at + 128);
+    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 3 && first + count > 2) {
+        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
+        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
+        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
+    }
+}
+
+/* Moves the bits at `from` of each byte to `to`, and clears the others. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
+    if (from > to) x = tkvi_vb_right(x, from - to);
+    if (to > from) x = tkvi_vb_left(x, to - from);
+    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+}
+
+/* Codes of plane first + p of a tile that load_tile loaded. */
+TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
+    tkvi_vb c;
+    if (width == 8) return x[p];
+    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 3) {
+        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
+        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+    }
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    return c;
+}
+
+TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
+    tkvi_vb x[4];
+    int column, p;
+    for (column = 0; column < 64; column += TKVI_VB) {
+        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
+    }
+}
+
+/* As tkvi_unpack_tile. */
+TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
+    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
+    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
+    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
+    else TKVI_N(unpack_codes)(width, tile, code);
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/values.inc ======== */
+/*
+ * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
+ * formats/tiles.h. It needs kernels/codes.inc.
+ *
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
+ *
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
+ *
+ * A vector has parts of 16 bytes, and sorting stays within a part. So a column does not have its tokens in order: byte
+ * 16 k + 4 p + j is token 16 p + 4 k + j.
+ */
+
+/* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
+ * x[0 .. 3]. */
+TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
+    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    tkvi_vb a, b, c, d;
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    a = tkvi_vb_low32(x[0], x[1]);
+    b = tkvi_vb_low32(x[2], x[3]);
+    c = tkvi_vb_high32(x[0], x[1]);
+    d = tkvi_vb_high32(x[2], x[3]);
+    x[0] = tkvi_vb_low64(a, b);
+    x[1] = tkvi_vb_high64(a, b);
+    x[2] = tkvi_vb_low64(c, d);
+    x[3] = tkvi_vb_high64(c, d);
+}
+
+/* Sorts the codes of a tile of K into four columns. */
+TKVI_KERNEL void TKVI_N(sort_columns)(const uint8_t *code, uint8_t *const *column) {
+    int i, p;
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VB) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) x[p] = tkvi_vb_load(code + 64 * p + i);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(column[p] + i, x[p]);
+    }
+}
+
+/* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+ * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper,
+                                   uint8_t *row, int stride) {
+    int p, k;
+    for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_load_parts(code + 64 * p + 16 * k, 64);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_store_parts(row + k * stride, 4 * stride,
+                                lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+        if (!upper) continue;
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_store_parts(row + k * stride + 16, 4 * stride,
+                                tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+    }
+}
+
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
+TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) {
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_low8(a[0], a[h]);
+        a[h] = tkvi_vb_high8(a[0], a[h]);
+        a[0] = low;
+    }
+}
+
+/* Transposes columns of 64 tokens into rows of `pad` channels. */
+TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8_t *level) {
+    int c, k, i;
+    for (c = 0; c < pad; c += 16)
+        for (k = 0; k < 4; k += TKVI_VB / 16) {
+            uint8_t *to = level + 4 * k * pad + c;
+            tkvi_vb x[16];
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) x[i] = tkvi_vb_load(column + TKVI_BLOCK * (c + i) + 16 * k);
+            TKVI_N(interleave_bytes)(x, 8);
+            TKVI_N(interleave_bytes)(x, 4);
+            TKVI_N(interleave_bytes)(x, 2);
+            TKVI_N(interleave_bytes)(x, 1);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) tkvi_vb_store_parts(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+        }
+}
+
+/* level: out, [token][pad]. */
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
+    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+    int width, i, k, position = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+            uint8_t *column[4];
+            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            TKVI_N(unpack_tile)(src, width, code);
+            TKVI_N(sort_columns)(code, column);
+        }
+    for (; position < s->pad; position++) /* channels without codes */
+        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
+    TKVI_N(transpose_columns)(columns, s->pad, level);
+}
+
+/* Rows of other tokens than first .. first + n - 1 can stay as they are. */
+static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int first, int n, uint8_t *level) {
+    int width, i, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
+        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
+        for (i = 0; i < s->tiles.n[width]; i++, src += TKVI_TILE_BYTES(width)) {
+            const int from = i % 4 * 16;
+            if (from < first + n && from + 16 > first) {
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                TKVI_N(unpack_tile)(src, width, code);
+                TKVI_N(sort_slab)(code, lower, upper, level + from * s->pad + slab, s->pad);
+            }
+            if (i % 4 == 3) slab += channels;
+        }
+    }
+}
+
+/* Stores the first n floats of a vector, or all if n is larger. */
+TKVI_OP void TKVI_N(store_first)(float *to, tkvi_vf x, int n) {
+    if (n >= TKVI_VF) {
+        tkvi_vf_store(to, x);
+    } else {
+        float all[TKVI_VF];
+        tkvi_vf_store(all, x);
+        memcpy(to, all, (size_t)n * sizeof *to);
+    }
+}
+
+/* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
+ * token. */
+TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
+                                      const float *zero, const int k, const int with_sign, int n, float *to) {
+    int c, end;
+    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
+        const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
+        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_signed_bytes(level + c)
+                                                         : tkvi_vi_load_bytes(level + c));
+            TKVI_N(store_first)
+            (to + c,
+             k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c)) : tkvi_vf_madd(x, by, plus),
+             n - c);
+        }
+    }
+}
+
+/* Replaces y by its rotation back, before the signs. `to`: out, the first dim values with their signs. */
+TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, float *to) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
+    (void)TKVI_N(window)(y, NULL, y, log2n);
+    for (c = 0; c < dim; c += TKVI_VF)
+        TKVI_N(store_first)(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+}
+
+/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
+TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
+                                       const float *zero, int n, float *to) {
+    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
+    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
+    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
+    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+}
+
+static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated;
+    int t;
+    if (s->dim < 16) {
+        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+        return;
+    }
+    s->format->side[s->which].meta(s, src, ops, scale, zero);
+    if (s->which == TKV_V) {
+        TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    } else {
+        TKVI_N(unpack_rows_k)(s, src, level);
+        if (s->order) tkvi_sort_by_channel(s, scale);
+        if (s->order) tkvi_sort_by_channel(s, zero);
+    }
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        TKVI_N(row_to_floats)
+        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
+}
 /* ======== kernels/avx2.h ======== */
 
 /* >>pieces */
@@ -11972,11 +11223,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
+#undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
 #undef tkvi_vi_load
 #undef tkvi_vi_store
+#undef tkvi_vi_load_bytes
+#undef tkvi_vi_load_signed_bytes
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
@@ -11998,6 +11252,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
+#undef tkvi_vb_low8
+#undef tkvi_vb_high8
+#undef tkvi_vb_low32
+#undef tkvi_vb_high32
+#undef tkvi_vb_low64
+#undef tkvi_vb_high64
+#undef tkvi_vb_load_parts
+#undef tkvi_vb_store_parts
 #undef tkvi_ahead
 #undef tkvi_distance
 #undef TKVI_HAS_NARROW
@@ -12133,6 +11395,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
+#define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
@@ -12140,6 +11403,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
 #define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
+#define tkvi_vi_load_bytes(p) _mm512_cvtepu8_epi32(tkvi_load_bytes16_avx2(p)) /* 16 bytes */
+#define tkvi_vi_load_signed_bytes(p) _mm512_cvtepi8_epi32(tkvi_load_bytes16_avx2(p))
 #define tkvi_vi_splat(x) _mm512_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
@@ -12173,6 +11438,17 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
 #define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
 #define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
+
+/* The first (low) or second (high) halves of each 16 bytes of a and b, interleaved in steps of 8, 32 or 64 bits. */
+#define tkvi_vb_low8(a, b) _mm512_unpacklo_epi8(a, b)
+#define tkvi_vb_high8(a, b) _mm512_unpackhi_epi8(a, b)
+#define tkvi_vb_low32(a, b) _mm512_unpacklo_epi32(a, b)
+#define tkvi_vb_high32(a, b) _mm512_unpackhi_epi32(a, b)
+#define tkvi_vb_low64(a, b) _mm512_unpacklo_epi64(a, b)
+#define tkvi_vb_high64(a, b) _mm512_unpackhi_epi64(a, b)
+/* 16 bytes from p, p + distance and so on. */
+#define tkvi_vb_load_parts(p, distance) tkvi_load_parts_avx512(p, distance)
+#define tkvi_vb_store_parts(p, distance, x) tkvi_store_parts_avx512(p, distance, x)
 
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
@@ -12225,6 +11501,290 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/codes.inc ======== */
+/*
+ * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
+ */
+/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
+ * extracts a plane. Only for 3 bits `first` must be a constant. */
+TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
+                               int column, tkvi_vb *x) {
+    int p;
+    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
+    } else if (width >= 4) {
+        x[0] = tkvi_vb_load(at + 32 * first);
+        if (count > 2) x[1] = tkvi_vb_load(at + 64);
+    } else if (width >= 2) {
+        x[0] = tkvi_vb_load(at);
+        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
+    }
+    if (width == 6) x[2] = tkvi_vb_load(at + 128);
+    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 3 && first + count > 2) {
+        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
+        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
+        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
+    }
+}
+
+/* Moves the bits at `from` of each byte to `to`, and clears the others. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
+    if (from > to) x = tkvi_vb_right(x, from - to);
+    if (to > from) x = tkvi_vb_left(x, to - from);
+    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+}
+
+/* Codes of plane first + p of a tile that load_tile loaded. */
+TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
+    tkvi_vb c;
+    if (width == 8) return x[p];
+    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 3) {
+        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
+        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+    }
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    return c;
+}
+
+TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
+    tkvi_vb x[4];
+    int column, p;
+    for (column = 0; column < 64; column += TKVI_VB) {
+        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
+    }
+}
+
+/* As tkvi_unpack_tile. */
+TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
+    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
+    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
+    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
+    else TKVI_N(unpack_codes)(width, tile, code);
+}
+/* ======== kernels/avx512.h ======== */
+#define tkvi_flips_avx512 tkvi_flips_avx2
+/* ======== kernels/values.inc ======== */
+/*
+ * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
+ * formats/tiles.h. It needs kernels/codes.inc.
+ *
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
+ *
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
+ *
+ * A vector has parts of 16 bytes, and sorting stays within a part. So a column does not have its tokens in order: byte
+ * 16 k + 4 p + j is token 16 p + 4 k + j.
+ */
+
+/* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
+ * x[0 .. 3]. */
+TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
+    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    tkvi_vb a, b, c, d;
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    a = tkvi_vb_low32(x[0], x[1]);
+    b = tkvi_vb_low32(x[2], x[3]);
+    c = tkvi_vb_high32(x[0], x[1]);
+    d = tkvi_vb_high32(x[2], x[3]);
+    x[0] = tkvi_vb_low64(a, b);
+    x[1] = tkvi_vb_high64(a, b);
+    x[2] = tkvi_vb_low64(c, d);
+    x[3] = tkvi_vb_high64(c, d);
+}
+
+/* Sorts the codes of a tile of K into four columns. */
+TKVI_KERNEL void TKVI_N(sort_columns)(const uint8_t *code, uint8_t *const *column) {
+    int i, p;
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VB) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) x[p] = tkvi_vb_load(code + 64 * p + i);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(column[p] + i, x[p]);
+    }
+}
+
+/* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+ * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper,
+                                   uint8_t *row, int stride) {
+    int p, k;
+    for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_load_parts(code + 64 * p + 16 * k, 64);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_store_parts(row + k * stride, 4 * stride,
+                                lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+        if (!upper) continue;
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_store_parts(row + k * stride + 16, 4 * stride,
+                                tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+    }
+}
+
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
+TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) {
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_low8(a[0], a[h]);
+        a[h] = tkvi_vb_high8(a[0], a[h]);
+        a[0] = low;
+    }
+}
+
+/* Transposes columns of 64 tokens into rows of `pad` channels. */
+TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8_t *level) {
+    int c, k, i;
+    for (c = 0; c < pad; c += 16)
+        for (k = 0; k < 4; k += TKVI_VB / 16) {
+            uint8_t *to = level + 4 * k * pad + c;
+            tkvi_vb x[16];
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) x[i] = tkvi_vb_load(column + TKVI_BLOCK * (c + i) + 16 * k);
+            TKVI_N(interleave_bytes)(x, 8);
+            TKVI_N(interleave_bytes)(x, 4);
+            TKVI_N(interleave_bytes)(x, 2);
+            TKVI_N(interleave_bytes)(x, 1);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) tkvi_vb_store_parts(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+        }
+}
+
+/* level: out, [token][pad]. */
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
+    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+    int width, i, k, position = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+            uint8_t *column[4];
+            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            TKVI_N(unpack_tile)(src, width, code);
+            TKVI_N(sort_columns)(code, column);
+        }
+    for (; position < s->pad; position++) /* channels without codes */
+        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
+    TKVI_N(transpose_columns)(columns, s->pad, level);
+}
+
+/* Rows of other tokens than first .. first + n - 1 can stay as they are. */
+static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int first, int n, uint8_t *level) {
+    int width, i, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
+        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
+        for (i = 0; i < s->tiles.n[width]; i++, src += TKVI_TILE_BYTES(width)) {
+            const int from = i % 4 * 16;
+            if (from < first + n && from + 16 > first) {
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                TKVI_N(unpack_tile)(src, width, code);
+                TKVI_N(sort_slab)(code, lower, upper, level + from * s->pad + slab, s->pad);
+            }
+            if (i % 4 == 3) slab += channels;
+        }
+    }
+}
+
+/* Stores the first n floats of a vector, or all if n is larger. */
+TKVI_OP void TKVI_N(store_first)(float *to, tkvi_vf x, int n) {
+    if (n >= TKVI_VF) {
+        tkvi_vf_store(to, x);
+    } else {
+        float all[TKVI_VF];
+        tkvi_vf_store(all, x);
+        memcpy(to, all, (size_t)n * sizeof *to);
+    }
+}
+
+/* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
+ * token. */
+TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
+                                      const float *zero, const int k, const int with_sign, int n, float *to) {
+    int c, end;
+    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
+        const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
+        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_signed_bytes(level + c)
+                                                         : tkvi_vi_load_bytes(level + c));
+            TKVI_N(store_first)
+            (to + c,
+             k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c)) : tkvi_vf_madd(x, by, plus),
+             n - c);
+        }
+    }
+}
+
+/* Replaces y by its rotation back, before the signs. `to`: out, the first dim values with their signs. */
+TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, float *to) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
+    (void)TKVI_N(window)(y, NULL, y, log2n);
+    for (c = 0; c < dim; c += TKVI_VF)
+        TKVI_N(store_first)(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+}
+
+/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
+TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
+                                       const float *zero, int n, float *to) {
+    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
+    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
+    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
+    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+}
+
+static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated;
+    int t;
+    if (s->dim < 16) {
+        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+        return;
+    }
+    s->format->side[s->which].meta(s, src, ops, scale, zero);
+    if (s->which == TKV_V) {
+        TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    } else {
+        TKVI_N(unpack_rows_k)(s, src, level);
+        if (s->order) tkvi_sort_by_channel(s, scale);
+        if (s->order) tkvi_sort_by_channel(s, zero);
+    }
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        TKVI_N(row_to_floats)
+        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
+}
 /* ======== kernels/avx512.h ======== */
 
 /* >>pieces */
@@ -13744,11 +13304,14 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
+#undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
 #undef tkvi_vi_load
 #undef tkvi_vi_store
+#undef tkvi_vi_load_bytes
+#undef tkvi_vi_load_signed_bytes
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
@@ -13770,6 +13333,14 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
+#undef tkvi_vb_low8
+#undef tkvi_vb_high8
+#undef tkvi_vb_low32
+#undef tkvi_vb_high32
+#undef tkvi_vb_low64
+#undef tkvi_vb_high64
+#undef tkvi_vb_load_parts
+#undef tkvi_vb_store_parts
 #undef tkvi_ahead
 #undef tkvi_distance
 #undef TKVI_HAS_NARROW
@@ -13902,6 +13473,9 @@ TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) {
+    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)));
+}
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
@@ -13938,11 +13512,12 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } 
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
 
-/* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+/* Four bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
     int32_t x;
     memcpy(&x, p, 4);
-    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
+    if (is_signed) return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(x))))));
 }
 
 /* >>bytes */
@@ -13966,6 +13541,20 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+
+/* The same by 32 and 64 bits. */
+TKVI_FLAT_128 tkvi_b16 tkvi_low32_128(tkvi_b16 a, tkvi_b16 b) {
+    return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_high32_128(tkvi_b16 a, tkvi_b16 b) {
+    return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_low64_128(tkvi_b16 a, tkvi_b16 b) {
+    return vcombine_u8(vget_low_u8(a), vget_low_u8(b));
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_high64_128(tkvi_b16 a, tkvi_b16 b) {
+    return vcombine_u8(vget_high_u8(a), vget_high_u8(b));
 }
 
 /* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */
@@ -14129,6 +13718,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) { return wasm_v128_xor(a, b); }
 
 /* Four horizontal sums. */
 TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
@@ -14191,9 +13781,11 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
-/* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
-    return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
+/* Four bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
+    const v128_t x = wasm_v128_load32_zero(p);
+    if (is_signed) return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(x));
+    return wasm_u32x4_extend_low_u16x8(wasm_u16x8_extend_low_u8x16(x));
 }
 
 /* >>bytes */
@@ -14223,6 +13815,14 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
+
+/* The same by 32 and 64 bits. */
+TKVI_FLAT_128 tkvi_b16 tkvi_low32_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i32x4_shuffle(a, b, 0, 4, 1, 5); }
+TKVI_FLAT_128 tkvi_b16 tkvi_high32_128(tkvi_b16 a, tkvi_b16 b) {
+    return wasm_i32x4_shuffle(a, b, 2, 6, 3, 7);
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_low64_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 0, 2); }
+TKVI_FLAT_128 tkvi_b16 tkvi_high64_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 1, 3); }
 
 TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
 TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
@@ -14327,6 +13927,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
 #define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
 #define tkvi_vf_max(a, b) tkvi_max_128(a, b)
+#define tkvi_vf_xor(a, b) tkvi_xor_floats_128(a, b)
 #define tkvi_vf_abs(x) tkvi_abs_128(x)
 #define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
 #define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
@@ -14334,6 +13935,8 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_128(p)
 #define tkvi_vi_store(p, x) tkvi_store_ints_128(p, x)
+#define tkvi_vi_load_bytes(p) tkvi_load_bytes4_128(p, 0) /* 4 bytes */
+#define tkvi_vi_load_signed_bytes(p) tkvi_load_bytes4_128(p, 1)
 #define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
 #define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
 #define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
@@ -14358,6 +13961,16 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
 #define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
 #define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
+
+/* The first (low) or second (high) halves of a and b, interleaved in steps of 8, 32 or 64 bits. */
+#define tkvi_vb_low8(a, b) tkvi_zip1_128(a, b)
+#define tkvi_vb_high8(a, b) tkvi_zip2_128(a, b)
+#define tkvi_vb_low32(a, b) tkvi_low32_128(a, b)
+#define tkvi_vb_high32(a, b) tkvi_high32_128(a, b)
+#define tkvi_vb_low64(a, b) tkvi_low64_128(a, b)
+#define tkvi_vb_high64(a, b) tkvi_high64_128(a, b)
+#define tkvi_vb_load_parts(p, distance) tkvi_load_bytes_128(p) /* a vector is one part */
+#define tkvi_vb_store_parts(p, distance, x) tkvi_store_bytes_128(p, x)
 
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
@@ -14449,6 +14062,227 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 }
 /* ======== kernels/vectors_128.h ======== */
 
+/* Scalar, until the rotation is a template. */
+static void tkvi_window_128(const float *x, const float *flip, float *y, int log2n) {
+    (void)x;
+    (void)flip;
+    tkvi_window(y, 1 << log2n, log2n);
+}
+static void tkvi_flips_128(float *flip, int n) {
+    int c;
+    for (c = 0; c < n; c++) flip[c] = tkvi_from_bits((tkvi_signs[c / 32] >> c % 32 & 1u) << 31);
+}
+/* ======== kernels/values.inc ======== */
+/*
+ * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
+ * formats/tiles.h. It needs kernels/codes.inc.
+ *
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
+ *
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
+ *
+ * A vector has parts of 16 bytes, and sorting stays within a part. So a column does not have its tokens in order: byte
+ * 16 k + 4 p + j is token 16 p + 4 k + j.
+ */
+
+/* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
+ * x[0 .. 3]. */
+TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
+    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    tkvi_vb a, b, c, d;
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    a = tkvi_vb_low32(x[0], x[1]);
+    b = tkvi_vb_low32(x[2], x[3]);
+    c = tkvi_vb_high32(x[0], x[1]);
+    d = tkvi_vb_high32(x[2], x[3]);
+    x[0] = tkvi_vb_low64(a, b);
+    x[1] = tkvi_vb_high64(a, b);
+    x[2] = tkvi_vb_low64(c, d);
+    x[3] = tkvi_vb_high64(c, d);
+}
+
+/* Sorts the codes of a tile of K into four columns. */
+TKVI_KERNEL void TKVI_N(sort_columns)(const uint8_t *code, uint8_t *const *column) {
+    int i, p;
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VB) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) x[p] = tkvi_vb_load(code + 64 * p + i);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(column[p] + i, x[p]);
+    }
+}
+
+/* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+ * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper,
+                                   uint8_t *row, int stride) {
+    int p, k;
+    for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_load_parts(code + 64 * p + 16 * k, 64);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_store_parts(row + k * stride, 4 * stride,
+                                lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+        if (!upper) continue;
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_store_parts(row + k * stride + 16, 4 * stride,
+                                tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+    }
+}
+
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
+TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) {
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_low8(a[0], a[h]);
+        a[h] = tkvi_vb_high8(a[0], a[h]);
+        a[0] = low;
+    }
+}
+
+/* Transposes columns of 64 tokens into rows of `pad` channels. */
+TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8_t *level) {
+    int c, k, i;
+    for (c = 0; c < pad; c += 16)
+        for (k = 0; k < 4; k += TKVI_VB / 16) {
+            uint8_t *to = level + 4 * k * pad + c;
+            tkvi_vb x[16];
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) x[i] = tkvi_vb_load(column + TKVI_BLOCK * (c + i) + 16 * k);
+            TKVI_N(interleave_bytes)(x, 8);
+            TKVI_N(interleave_bytes)(x, 4);
+            TKVI_N(interleave_bytes)(x, 2);
+            TKVI_N(interleave_bytes)(x, 1);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) tkvi_vb_store_parts(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+        }
+}
+
+/* level: out, [token][pad]. */
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
+    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+    int width, i, k, position = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+            uint8_t *column[4];
+            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            TKVI_N(unpack_tile)(src, width, code);
+            TKVI_N(sort_columns)(code, column);
+        }
+    for (; position < s->pad; position++) /* channels without codes */
+        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
+    TKVI_N(transpose_columns)(columns, s->pad, level);
+}
+
+/* Rows of other tokens than first .. first + n - 1 can stay as they are. */
+static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int first, int n, uint8_t *level) {
+    int width, i, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
+        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
+        for (i = 0; i < s->tiles.n[width]; i++, src += TKVI_TILE_BYTES(width)) {
+            const int from = i % 4 * 16;
+            if (from < first + n && from + 16 > first) {
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                TKVI_N(unpack_tile)(src, width, code);
+                TKVI_N(sort_slab)(code, lower, upper, level + from * s->pad + slab, s->pad);
+            }
+            if (i % 4 == 3) slab += channels;
+        }
+    }
+}
+
+/* Stores the first n floats of a vector, or all if n is larger. */
+TKVI_OP void TKVI_N(store_first)(float *to, tkvi_vf x, int n) {
+    if (n >= TKVI_VF) {
+        tkvi_vf_store(to, x);
+    } else {
+        float all[TKVI_VF];
+        tkvi_vf_store(all, x);
+        memcpy(to, all, (size_t)n * sizeof *to);
+    }
+}
+
+/* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
+ * token. */
+TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
+                                      const float *zero, const int k, const int with_sign, int n, float *to) {
+    int c, end;
+    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
+        const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
+        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_signed_bytes(level + c)
+                                                         : tkvi_vi_load_bytes(level + c));
+            TKVI_N(store_first)
+            (to + c,
+             k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c)) : tkvi_vf_madd(x, by, plus),
+             n - c);
+        }
+    }
+}
+
+/* Replaces y by its rotation back, before the signs. `to`: out, the first dim values with their signs. */
+TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, float *to) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
+    (void)TKVI_N(window)(y, NULL, y, log2n);
+    for (c = 0; c < dim; c += TKVI_VF)
+        TKVI_N(store_first)(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+}
+
+/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
+TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
+                                       const float *zero, int n, float *to) {
+    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
+    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
+    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
+    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+}
+
+static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated;
+    int t;
+    if (s->dim < 16) {
+        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+        return;
+    }
+    s->format->side[s->which].meta(s, src, ops, scale, zero);
+    if (s->which == TKV_V) {
+        TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    } else {
+        TKVI_N(unpack_rows_k)(s, src, level);
+        if (s->order) tkvi_sort_by_channel(s, scale);
+        if (s->order) tkvi_sort_by_channel(s, zero);
+    }
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        TKVI_N(row_to_floats)
+        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
+
 /* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
 static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     int i;
@@ -14494,7 +14328,7 @@ static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scal
                                         float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) {
-        tkvi_i4 by = tkvi_sub_ints_128(tkvi_load_bytes4_128(offset + i), tkvi_splat_ints_128(middle));
+        tkvi_i4 by = tkvi_sub_ints_128(tkvi_load_bytes4_128(offset + i, 1), tkvi_splat_ints_128(middle));
         tkvi_f4 x = tkvi_mul_128(tkvi_load_128(scale + i), tkvi_splat_128(unit));
         tkvi_store_128(dst + i, tkvi_madd_128(tkvi_load_128(mean + i), x, tkvi_to_float_128(by)));
     }
@@ -14512,7 +14346,7 @@ static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
                                                 tkvi_finalize_scales_scalar,
                                                 tkvi_encode_v_tokens_scalar,
                                                 tkvi_encode_groups_scalar,
-                                                tkvi_decode_tiles_scalar,
+                                                tkvi_decode_tiles_128,
                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 static float tkvi_max64_128(const float *s) {
@@ -15309,11 +15143,14 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
+#undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
 #undef tkvi_vi_load
 #undef tkvi_vi_store
+#undef tkvi_vi_load_bytes
+#undef tkvi_vi_load_signed_bytes
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
@@ -15335,6 +15172,14 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
+#undef tkvi_vb_low8
+#undef tkvi_vb_high8
+#undef tkvi_vb_low32
+#undef tkvi_vb_high32
+#undef tkvi_vb_low64
+#undef tkvi_vb_high64
+#undef tkvi_vb_load_parts
+#undef tkvi_vb_store_parts
 #undef tkvi_ahead
 #undef tkvi_distance
 #undef TKVI_HAS_NARROW

@@ -65,7 +65,6 @@ extern "C" {
 #include "kernels/simd_x86.h"
 #include "kernels/decode_x86.h"
 #include "kernels/rotate_x86.h"
-#include "kernels/values_x86.h"
 #include "kernels/groups_x86.h"
 #include "kernels/tiles.h"
 #include "kernels/avx2.h"

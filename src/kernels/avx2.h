@@ -8,12 +8,13 @@
 
 #include "kernels/decode_x86.h"
 #include "kernels/groups_x86.h"
-#include "kernels/values_x86.h"
 #include "kernels/tiles.h"
 
 #ifdef TKVI_X86
 
 #include "kernels/simd_avx2.inc"
+#include "kernels/codes.inc"
+#include "kernels/values.inc"
 
 /* >>pieces */
 /* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */

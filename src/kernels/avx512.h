@@ -24,6 +24,9 @@
 #endif
 
 #include "kernels/simd_avx512.inc"
+#include "kernels/codes.inc"
+#define tkvi_flips_avx512 tkvi_flips_avx2
+#include "kernels/values.inc"
 
 /* >>pieces */
 /* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */

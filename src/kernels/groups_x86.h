@@ -6,7 +6,8 @@
 #ifndef TKVI_KERNELS_GROUPS_X86_H
 #define TKVI_KERNELS_GROUPS_X86_H
 
-#include "kernels/values_x86.h"
+#include "kernels/rotate_x86.h"
+#include "kernels/simd_x86.h"
 
 #ifdef TKVI_X86
 
@@ -17,6 +18,11 @@
 #else
 #define TKVI_INEXACT_DIVISION 0
 #endif
+
+/* Mask of the first n of 8 lanes. n can be any number. */
+TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
 
 /* Clamps to the range of fp16. */
 TKVI_FLAT_AVX2 __m256 tkvi_clamp_f16_avx2(__m256 x) {

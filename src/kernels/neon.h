@@ -42,6 +42,9 @@ TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) {
+    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)));
+}
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
@@ -78,11 +81,12 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } 
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
 
-/* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+/* Four bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
     int32_t x;
     memcpy(&x, p, 4);
-    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
+    if (is_signed) return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(x))))));
 }
 
 /* >>bytes */
@@ -106,6 +110,20 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+
+/* The same by 32 and 64 bits. */
+TKVI_FLAT_128 tkvi_b16 tkvi_low32_128(tkvi_b16 a, tkvi_b16 b) {
+    return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_high32_128(tkvi_b16 a, tkvi_b16 b) {
+    return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_low64_128(tkvi_b16 a, tkvi_b16 b) {
+    return vcombine_u8(vget_low_u8(a), vget_low_u8(b));
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_high64_128(tkvi_b16 a, tkvi_b16 b) {
+    return vcombine_u8(vget_high_u8(a), vget_high_u8(b));
 }
 
 /* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */

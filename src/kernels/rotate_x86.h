@@ -2,7 +2,7 @@
  * kernels/rotate_x86.h - the rotation of core/rotate.h with AVX2 and AVX-512. The results have the bits of the scalar
  * code.
  *
- * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values_x86.h). A lane is a
+ * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values.inc). A lane is a
  * channel. AVX2 needs 8 channels or more, AVX-512 needs 16.
  */
 #ifndef TKVI_KERNELS_ROTATE_X86_H

@@ -20,6 +20,20 @@ TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes8_avx2(const uint8_t *p) {
+    return _mm_loadl_epi64((const __m128i *)(const void *)p);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(tkvi_load_bytes16_avx2(p)),
+                                   tkvi_load_bytes16_avx2(p + distance), 1);
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_parts_avx2(uint8_t *p, int distance, __m256i x) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(x));
+    _mm_storeu_si128((__m128i *)(void *)(p + distance), _mm256_extracti128_si256(x, 1));
+}
+
 TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -80,6 +94,16 @@ TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
 #ifdef TKVI_AVX512
 TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(tkvi_load_parts_avx2(p, distance)),
+                              tkvi_load_parts_avx2(p + 2 * distance, distance), 1);
+}
+
+TKVI_FLAT_AVX512 void tkvi_store_parts_avx512(uint8_t *p, int distance, __m512i x) {
+    tkvi_store_parts_avx2(p, distance, _mm512_castsi512_si256(x));
+    tkvi_store_parts_avx2(p + 2 * distance, distance, _mm512_extracti64x4_epi64(x, 1));
 }
 
 /* Horizontal sums and maxima of four vectors. */

@@ -18,6 +18,18 @@
 #include "kernels/simd_128.inc"
 #include "kernels/codes.inc"
 
+/* Scalar, until the rotation is a template. */
+static void tkvi_window_128(const float *x, const float *flip, float *y, int log2n) {
+    (void)x;
+    (void)flip;
+    tkvi_window(y, 1 << log2n, log2n);
+}
+static void tkvi_flips_128(float *flip, int n) {
+    int c;
+    for (c = 0; c < n; c++) flip[c] = tkvi_from_bits((tkvi_signs[c / 32] >> c % 32 & 1u) << 31);
+}
+#include "kernels/values.inc"
+
 /* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
 static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
     int i;
@@ -63,7 +75,7 @@ static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scal
                                         float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i + 4 <= n; i += 4) {
-        tkvi_i4 by = tkvi_sub_ints_128(tkvi_load_bytes4_128(offset + i), tkvi_splat_ints_128(middle));
+        tkvi_i4 by = tkvi_sub_ints_128(tkvi_load_bytes4_128(offset + i, 1), tkvi_splat_ints_128(middle));
         tkvi_f4 x = tkvi_mul_128(tkvi_load_128(scale + i), tkvi_splat_128(unit));
         tkvi_store_128(dst + i, tkvi_madd_128(tkvi_load_128(mean + i), x, tkvi_to_float_128(by)));
     }
@@ -81,7 +93,7 @@ static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
                                                 tkvi_finalize_scales_scalar,
                                                 tkvi_encode_v_tokens_scalar,
                                                 tkvi_encode_groups_scalar,
-                                                tkvi_decode_tiles_scalar,
+                                                tkvi_decode_tiles_128,
                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 static float tkvi_max64_128(const float *s) {

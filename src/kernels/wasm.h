@@ -43,6 +43,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) { return wasm_v128_xor(a, b); }
 
 /* Four horizontal sums. */
 TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
@@ -105,9 +106,11 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
-/* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
-    return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
+/* Four bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
+    const v128_t x = wasm_v128_load32_zero(p);
+    if (is_signed) return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(x));
+    return wasm_u32x4_extend_low_u16x8(wasm_u16x8_extend_low_u8x16(x));
 }
 
 /* >>bytes */
@@ -137,6 +140,14 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
+
+/* The same by 32 and 64 bits. */
+TKVI_FLAT_128 tkvi_b16 tkvi_low32_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i32x4_shuffle(a, b, 0, 4, 1, 5); }
+TKVI_FLAT_128 tkvi_b16 tkvi_high32_128(tkvi_b16 a, tkvi_b16 b) {
+    return wasm_i32x4_shuffle(a, b, 2, 6, 3, 7);
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_low64_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 0, 2); }
+TKVI_FLAT_128 tkvi_b16 tkvi_high64_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 1, 3); }
 
 TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
 TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
