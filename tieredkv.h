@@ -3218,7 +3218,7 @@ extern "C" {
 #define TKVI_HAS_STATES 1
 #endif
 
-/* Formats that attention decodes: any of them, and those that kernels/decode_x86.h reads. */
+/* Formats that attention decodes: any of them, and those that kernels/code_rows.h reads. */
 #define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
 #define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */
@@ -5213,7 +5213,7 @@ static void tkvi_set_member_int(void *base, size_t offset, int x) {
  *                     meta; decode is tkvi_decode_tiles.
  *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
  *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
- *                     kernels/decode_x86.h is faster than decode, for the formats that it supports.
+ *                     kernels/code_rows.h is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.
@@ -5256,7 +5256,10 @@ typedef struct tkvi_simd_ops {
     /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
     void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                           uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder decode_tiles;                    /* formats/tiles.h */
+    tkvi_decoder decode_tiles; /* formats/tiles.h */
+    /* Formats stored by tokens. Returns 0 for a side that it does not support. NULL: supports none. */
+    int (*decode_rows)(const struct tkvi_side *s, const struct tkvi_simd_ops *ops, const uint8_t *src,
+                       int first, int n, float *x, size_t stride);
     void (*turn_rows)(const tkvi_turned_rows *t); /* core/rope.h */
 } tkvi_simd_ops;
 
@@ -5283,6 +5286,11 @@ typedef struct tkvi_columns {
 /* Tokens t and t + 2 share 32 bits, so that one shift puts the codes of four tokens in order. */
 static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
+}
+
+static int tkvi_decode_rows(const struct tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                            int first, int n, float *x, size_t stride) {
+    return ops->decode_rows && ops->decode_rows(s, ops, src, first, n, x, stride);
 }
 
 static void tkvi_f16_to_f32_scalar(const uint8_t *src, int n, float *dst) {
@@ -6040,7 +6048,7 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
                                  int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * row;
         float *y = x + (size_t)(t - first) * stride;
@@ -6636,7 +6644,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  *
  * tkv_encode_block has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the
  * block's minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones
- * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
+ * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/code_rows.h).
  */
 #ifndef TKVI_FORMATS_KVQUANT_H
 #define TKVI_FORMATS_KVQUANT_H
@@ -6902,7 +6910,7 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t, known = tkvi_kvquant_ranges_of(s, src, &r);
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (t = first; t < first + n; t++, x += stride) {
         if (!known) {
             memset(x, 0, (size_t)s->dim * sizeof *x);
@@ -6920,7 +6928,7 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t;
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (t = first; t < first + n; t++, x += stride) {
         const uint8_t *meta = src + s->code_bytes + 2 * t;
         float radius = tkvi_f16_at(meta), middle = tkvi_f16_at(meta + 2 * TKVI_BLOCK);
@@ -7349,7 +7357,7 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     tkvi_token_at at = tkvi_token_places(s);
     float level[256];
     int t, c;
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * at.row;
@@ -7511,6 +7519,7 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {tkvi_f16_to_f32_scalar,
                                                    tkvi_encode_v_tokens_scalar,
                                                    tkvi_encode_groups_scalar,
                                                    tkvi_decode_tiles_scalar,
+                                                   NULL,
                                                    TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 /* In the order of tkv_format. */
@@ -8055,7 +8064,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/decode_x86.h). */
+/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/code_rows.h). */
 #define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
 
 /* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */
@@ -8280,6 +8289,20 @@ TKVI_FLAT int32_t tkvi_load_two_weights(const int16_t *w) {
 
 #ifdef TKVI_X86
 
+/* Hides how x was computed. gcc treats intrinsics as plain operations: it reorders sums with -ffast-math, and fuses
+ * products into sums. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_HIDE_X86(x) __asm__("" : "+v"(x))
+#else
+#define TKVI_HIDE_X86(x) ((void)0)
+#endif
+
+TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
 TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
@@ -8304,6 +8327,36 @@ TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
 TKVI_FLAT_AVX2 void tkvi_store_parts_avx2(uint8_t *p, int distance, __m256i x) {
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(x));
     _mm_storeu_si128((__m128i *)(void *)(p + distance), _mm256_extracti128_si256(x, 1));
+}
+
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_e4m3_avx2(const uint8_t *p) {
+    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(tkvi_load_bytes8_avx2(p)), 8), 1);
+    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
+    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_load_table_floats_avx2(const float *level, const uint8_t *p, int bits) {
+    const __m256i step =
+        _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
+    const __m256i x = _mm256_srlv_epi32(_mm256_set1_epi32(tkvi_load_int_x86(p)), step);
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(level), x); /* uses 3 bits of x */
+    if (bits < 4) return low;
+    return _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(_mm256_loadu_ps(level + 8), x),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_load_twice_avx2(const float *p) {
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
+                                    _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+}
+
+/* n: 1 .. 63 */
+TKVI_FLAT_AVX2 __m256i tkvi_mul_right_avx2(__m256i a, __m256i b, const int n) {
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), n);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+    return _mm256_blend_epi32(even, n > 32 ? _mm256_srli_epi64(odd, n - 32) : _mm256_slli_epi64(odd, 32 - n),
+                              0xaa);
 }
 
 TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
@@ -8368,6 +8421,34 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
 }
 
+TKVI_FLAT_AVX512 __m512 tkvi_load_e4m3_avx512(const uint8_t *p) {
+    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(p)), 8), 1);
+    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
+    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_load_table_floats_avx512(const float *level, const uint8_t *p, int bits) {
+    const __m512i step = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7),
+                                            _mm512_set1_epi32(bits));
+    const __m512i x = _mm512_inserti64x4(_mm512_set1_epi32(tkvi_load_int_x86(p)),
+                                         _mm256_set1_epi32(tkvi_load_int_x86(p + bits)), 1);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, step), _mm512_loadu_ps(level)); /* uses 4 bits of x */
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_load_twice_avx512(const float *p) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+                                 _mm512_castps256_ps512(_mm256_loadu_ps(p)));
+}
+
+/* n: 1 .. 63 */
+TKVI_FLAT_AVX512 __m512i tkvi_mul_right_avx512(__m512i a, __m512i b, const int n) {
+    const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(a, b), (unsigned char)n);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+    return _mm512_mask_mov_epi32(even, 0xaaaa,
+                                 n > 32 ? _mm512_srli_epi64(odd, (unsigned char)(n - 32))
+                                        : _mm512_slli_epi64(odd, (unsigned char)(32 - n)));
+}
+
 TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(tkvi_load_parts_avx2(p, distance)),
                               tkvi_load_parts_avx2(p + 2 * distance, distance), 1);
@@ -8427,33 +8508,23 @@ TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_SIMD_X86_H */
-/* ======== kernels/decode_x86.h ======== */
+/* ======== kernels/code_rows.h ======== */
 /*
- * kernels/decode_x86.h - attention on TKVI_AS_DECODED formats on x86. Codes become levels in registers, so tokens
- * need no decode function. kernels/avx2.h and kernels/avx512.h have the loops.
+ * kernels/code_rows.h - rows of codes: the formats stored by tokens (TKVI_AS_DECODED) as kernels/code_rows.inc reads
+ * them. This part has no vectors. It locates codes, levels and scales of a side:
  *
- * This file locates codes, levels and scales of a side:
+ *     x[c] = level[code[c]] * scale                        formats of formats/token.h, per token
+ *     x[c] = level[code[c]] * scale + zero + outliers      KVQUANT (K: per channel; V: per token), SUBSPACE (per token)
  *
- *     x[c] = level[code[c]] * scale + zero     scale, zero: per channel (keys of KVQuant), or per token. Scales per
- *                                              token can also differ between groups of 2^shift channels.
- *
- * It also moves the options of a format from the tokens to the query, which costs less:
- *     center    q.(y + mean) = q.y + q.mean
- *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
- *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
- *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
- *     outliers  Outliers of K are added to the decoded keys, those of V to the output.
- *
- * q.ref is subtracted last. The rounding of a large q.ref, 1e-7 of it, is far below the error of these formats.
- * Sums have another order than in decode. So attention agrees with decode within rounding, not bit by bit.
- *
- * Channels come in vectors of 16. With RoPE, vectors 2i and 2i + 1 hold the partners of 16 pairs.
+ * Scales and zeros per token can differ between parts of 2^shift channels.
  */
-#ifndef TKVI_KERNELS_DECODE_X86_H
-#define TKVI_KERNELS_DECODE_X86_H
+#ifndef TKVI_KERNELS_CODE_ROWS_H
+#define TKVI_KERNELS_CODE_ROWS_H
 
 
-#ifdef TKVI_X86
+#define TKVI_MAX_PARTS (TKV_MAX_HEAD_DIM / 16) /* scales of a token */
+
+typedef void (*tkvi_f16_loader)(const uint8_t *src, int n, float *dst); /* as in tkvi_simd_ops */
 
 typedef enum tkvi_code_kind {
     TKVI_CODES_TABLE, /* 2 to 4 bits, with a table of levels */
@@ -8462,250 +8533,139 @@ typedef enum tkvi_code_kind {
     TKVI_CODES_E5M2
 } tkvi_code_kind;
 
+typedef enum tkvi_code_scales {
+    TKVI_SCALE_BY_TOKEN, /* no zeros */
+    TKVI_LINE_BY_TOKEN,
+    TKVI_LINE_BY_CHANNEL
+} tkvi_code_scales;
+
 /* A side as rows of codes. */
 typedef struct tkvi_code_rows {
     const tkvi_side *s;
-    const tkvi_rope *rope;
-    const uint8_t *codes, *slots; /* slots: outliers of KVQuant, or NULL */
-    size_t row_bytes;             /* codes of one token */
-    /* by_channel 1: scale[c] and zero[c]. 0: scale[token * scales_per_token + (channel >> shift)] and zero[token]. */
-    int bits, by_channel, shift, scales_per_token;
+    const uint8_t *codes;
+    size_t row_bytes; /* codes of one token */
     tkvi_code_kind kind;
-    const uint8_t *
-        factors; /* E4M3, of 16 channels each, to be multiplied into scale: [token][scales_per_token]; or NULL */
-    uintptr_t ahead;
-    int n_vectors, n_partners;                /* the first n_partners vectors hold RoPE partners */
-    int vector_at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
-    TKVI_ALIGNED float level[16];
-    TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], zero[TKV_MAX_HEAD_DIM + 32];
+    tkvi_code_scales scales;
+    int bits, shift, parts; /* BY_TOKEN: scale[token * parts + (channel >> shift)], zero alike */
+    const uint8_t
+        *slots; /* of outliers, [64][s->slots], 3 bytes each (formats/kvquant.h); NULL: there are none */
+    const uint8_t *means;   /* fp16, [dim], to be added after the rotation back; NULL: none */
+    const uint8_t *factors; /* E4M3, [64][parts], scale is factor * zero[token]; NULL: none */
+    int rotated;
+    uintptr_t ahead; /* see tkvi_prefetch */
+    TKVI_ALIGNED float level[16], outlier[TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_PARTS + 16],
+        zero[TKVI_BLOCK * TKVI_MAX_PARTS]; /* + 16: slack */
 } tkvi_code_rows;
 
-#define TKVI_VECTOR_FLOATS (TKV_MAX_HEAD_DIM + 32) /* largest size of a row in vector order */
-
 /* Repeats the 2^bits levels, so that higher bits of an index make no difference. */
-static void tkvi_set_level_table(tkvi_code_rows *r, const float *level, int bits) {
+static void tkvi_set_levels(tkvi_code_rows *r, const float *level) {
     int i;
-    for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
+    for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << r->bits) - 1)];
 }
 
-static int tkvi_open_token_rows(tkvi_code_rows *r, const uint8_t *src, const tkvi_simd_ops *ops) {
+static int tkvi_open_token_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     const tkvi_side *s = r->s;
     const tkvi_token_at at = tkvi_token_places(s);
     float level[16];
     int c;
-    r->row_bytes = at.row;
     r->bits = s->grid->bits;
-    r->scales_per_token = s->groups;
-    r->shift = s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
+    r->parts = at.parts ? at.parts : s->groups;
+    r->shift = at.parts ? 4 : s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
+    r->rotated = s->rotate;
+    if (s->center) r->means = r->codes + at.mean;
+    if (at.parts) r->factors = r->codes + at.part;
+    load(r->codes + at.scale, TKVI_BLOCK * s->groups, at.parts ? r->zero : r->scale);
     if (r->bits == 4) {
         for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
-        tkvi_set_level_table(r, level, 4);
+        tkvi_set_levels(r, level);
     } else {
         r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
                   : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
                                                : TKVI_CODES_E5M2;
     }
-    if (at.parts) {
-        r->factors = src + at.part;
-        r->scales_per_token = at.parts;
-        r->shift = 4;
-    }
-    ops->f16_to_f32(src + at.scale, TKVI_BLOCK * s->groups, r->scale);
     return 1;
 }
 
-/* Locates the vectors in a row of codes. Returns 0 if a vector does not begin at a whole byte. */
-static int tkvi_place_vectors(tkvi_code_rows *r) {
-    const tkvi_rope *rope = r->rope;
-    int c = 0, n = 0, i;
-    if (rope) {
-        for (i = 0; i < rope->pairs; i += 16) {
-            r->vector_at[n++] = i * rope->step * r->bits / 8;
-            r->vector_at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
-        }
-        c = 2 * rope->pairs;
-        if ((rope->step == 1 && rope->pairs * r->bits % 8) || (c < r->s->dim && c % 8)) return 0;
-    }
-    r->n_partners = n;
-    for (; c < r->s->dim; c += 16) r->vector_at[n++] = c * r->bits / 8;
-    r->n_vectors = n;
+static int tkvi_open_subspace_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
+    const tkvi_side *s = r->s;
+    const int n = TKVI_BLOCK * s->groups, width = s->dim / s->groups;
+    int c;
+    if (width % 16 || (width & (width - 1)) || width * s->groups != s->dim) return 0;
+    for (c = 0; c < 16; c++) r->level[c] = (float)(c & ((1 << r->bits) - 1));
+    r->scales = TKVI_LINE_BY_TOKEN;
+    r->parts = s->groups;
+    r->shift = tkvi_log2_floor(width);
+    r->rotated = 1;
+    load(r->codes + s->code_bytes, n, r->scale);
+    load(r->codes + s->code_bytes + 2 * n, n, r->zero);
     return 1;
 }
 
-/* Sorts channels into the order of the vectors. Lanes without a channel get 0. */
-static void tkvi_sort_by_vector(const tkvi_code_rows *r, const float *from, float *to) {
-    const tkvi_rope *rope = r->rope;
-    const int dim = r->s->dim;
-    int i, j, c = 0;
-    if (16 * r->n_vectors > dim) memset(to, 0, (size_t)(16 * r->n_vectors) * sizeof *to);
-    if (rope) {
-        for (i = 0; i < rope->pairs; i += 16, to += 32) {
-            const int n = tkvi_min(16, rope->pairs - i);
-            if (rope->step == 1 && n == 16) {
-                memcpy(to, from + i, 16 * sizeof *to);
-                memcpy(to + 16, from + i + rope->apart, 16 * sizeof *to);
-                continue;
-            }
-            for (j = 0; j < n; j++) {
-                to[j] = from[(i + j) * rope->step];
-                to[16 + j] = from[(i + j) * rope->step + rope->apart];
-            }
-        }
-        c = 2 * rope->pairs;
-    }
-    memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
-}
-
-/* Prepares reading of a side. Returns 0 if this file does not support it. */
-static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                               const tkvi_simd_ops *ops) {
+static int tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
+    const tkvi_side *s = r->s;
+    const uint8_t *slot = r->codes + tkvi_kvquant_places(s).slot;
+    uint8_t outlier[2 * TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
     tkvi_kvquant_ranges own;
     tkvi_book standard;
-    r->s = s;
-    r->rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
-    r->codes = src;
-    r->ahead = tkvi_prefetch_distance(src, next);
-    r->slots = r->factors = NULL;
-    r->kind = TKVI_CODES_TABLE;
-    r->by_channel = r->scales_per_token = r->shift = 0;
-    if (TKVI_HAS_TOKEN_FORMATS && s->grid) return tkvi_open_token_rows(r, src, ops) && tkvi_place_vectors(r);
-    if (!TKVI_HAS_KVQUANT || s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
-    r->row_bytes = tkvi_kvquant_places(s).row;
-    r->bits = s->format->bits;
-    if (!tkvi_place_vectors(r)) return 0;
-    if (s->slots) r->slots = src + tkvi_kvquant_places(s).slot;
-    tkvi_set_level_table(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
-    r->by_channel = s->which == TKV_K;
-    if (r->by_channel) {
-        if (!tkvi_kvquant_ranges_of(s, src, &own)) return 0;
-        tkvi_sort_by_vector(r, own.radius, r->scale);
-        tkvi_sort_by_vector(r, own.middle, r->zero);
-    } else {
-        r->scales_per_token = 1;
-        r->shift = 8;
-        ops->f16_to_f32(src + s->code_bytes, TKVI_BLOCK, r->scale);
-        ops->f16_to_f32(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
+    int i;
+    tkvi_set_levels(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)));
+    r->slots = s->slots ? slot : NULL;
+    for (i = 0; i < TKVI_BLOCK * s->slots; i++) memcpy(outlier + 2 * i, slot + 3 * i + 1, 2);
+    load(outlier, TKVI_BLOCK * s->slots, r->outlier);
+    r->scales = s->which == TKV_K ? TKVI_LINE_BY_CHANNEL : TKVI_LINE_BY_TOKEN;
+    if (s->which == TKV_V) {
+        load(r->codes + s->code_bytes, TKVI_BLOCK, r->scale);
+        load(r->codes + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
+        return 1;
     }
+    if (!tkvi_kvquant_ranges_of(s, r->codes, &own)) return 0;
+    memset(r->scale, 0, (size_t)s->pad * sizeof(float));
+    memset(r->zero, 0, (size_t)s->pad * sizeof(float));
+    memcpy(r->scale, own.radius, (size_t)s->dim * sizeof(float));
+    memcpy(r->zero, own.middle, (size_t)s->dim * sizeof(float));
     return 1;
 }
 
-/* Prefetches the bytes of the next record that correspond to token t of this one. */
-TKVI_FLAT void tkvi_prefetch_code_row(const tkvi_code_rows *r, int t) {
-    const tkvi_side *s = r->s;
-    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row_bytes, (int)r->row_bytes, r->ahead);
-    if (t % 4 == 0 && (size_t)(16 * t) < s->meta_bytes)
-        tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
+/* Prepares reading of a side. Returns 0 if kernels/code_rows.inc does not support it: its decode function must do. */
+static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, tkvi_f16_loader load,
+                               const uint8_t *src, uintptr_t ahead) {
+    r->s = s;
+    r->codes = src;
+    r->row_bytes = s->code_bytes / TKVI_BLOCK;
+    r->kind = TKVI_CODES_TABLE;
+    r->scales = TKVI_SCALE_BY_TOKEN;
+    r->bits = s->format->bits;
+    r->parts = 1;
+    r->shift = 8;
+    r->slots = r->means = r->factors = NULL;
+    r->rotated = 0;
+    r->ahead = ahead;
+    if (s->dim < 16) return 0;
+    if (TKVI_HAS_TOKEN_FORMATS && s->grid) return tkvi_open_token_rows(r, load);
+    if (TKVI_HAS_SUBSPACE && s->format->side[s->which].layout == tkvi_subspace_layout)
+        return tkvi_open_subspace_rows(r, load);
+    return TKVI_HAS_KVQUANT && tkvi_open_kvquant_rows(r, load);
 }
 
-/* plain: out, a float side for rows in vector order, to be passed to kernels of the exact tiers. */
-static void tkvi_make_scratch_side(const tkvi_code_rows *r, tkvi_side *plain) {
-    *plain = *r->s;
-    plain->format = &tkvi_formats[TKV_F32];
-    plain->pad = (int16_t)(16 * r->n_vectors);
-}
-
-TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    return x;
-}
-
-/* Cosines and sines of RoPE for the block's first key. As tkvi_cos_sin, but in floats, with an error of 1e-7. */
-static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, float *cosine, float *sine) {
-    const uint64_t start = (uint64_t)(int64_t)tkvi_load_int_x86(r->codes + r->s->code_bytes);
-    const __m256i one = _mm256_set1_epi32(1);
-    TKVI_ALIGNED int32_t angle[TKV_MAX_HEAD_DIM / 2];
-    int j;
-    for (j = 0; j < r->rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(start * r->rope->frequency[j] >> 32);
-    for (; j % 16 != 0; j++) angle[j] = 0; /* vectors of 16 are read, and must hold no NaN */
-    for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
-        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(angle + j));
-        const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
-        const __m256 x =
-            _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
-                          _mm256_set1_ps(1.46291808e-9f)); /* 2 pi / 2^32 */
-        const __m256 z = _mm256_mul_ps(x, x);
-        __m256 s = _mm256_fmadd_ps(_mm256_set1_ps(-1.95152960e-4f), z, _mm256_set1_ps(8.33216087e-3f));
-        __m256 c = _mm256_fmadd_ps(_mm256_set1_ps(2.44331571e-5f), z, _mm256_set1_ps(-1.38873163e-3f)), swap,
-               y;
-        s = _mm256_fmadd_ps(s, z, _mm256_set1_ps(-1.66666546e-1f));
-        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(4.16666457e-2f));
-        s = _mm256_fmadd_ps(_mm256_mul_ps(s, z), x, x);
-        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
-        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
-        swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
-        y = _mm256_blendv_ps(s, c, swap); /* in the next quarter, sine is cosine and cosine is -sine */
-        c = _mm256_blendv_ps(c, s, swap);
-        s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
-        c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
-                                 _mm256_srli_epi32(_mm256_add_epi32(quarter, one), 1), 31)));
-        _mm256_storeu_ps(cosine + j, c);
-        _mm256_storeu_ps(sine + j, s);
-    }
-}
-
-/* to: out, the queries in the order of the vectors, [row][16 * n_vectors]. less: out, q.(ref - mean) of each row, to
- * be subtracted from its scores. */
-static void tkvi_place_queries(const tkvi_code_rows *r, const float *q, const float *ref, int rows, float *to,
-                               float *less) {
-    const tkvi_side *s = r->s;
-    float plain[TKV_MAX_HEAD_DIM];
-    int i, c;
-    memcpy(plain, ref, (size_t)s->pad * sizeof(float));
-    if (s->grid && s->center)
-        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_f16_at(r->codes + tkvi_token_places(s).mean + 2 * c);
-    for (i = 0; i < rows; i++) less[i] = tkvi_float_dot(q + i * s->pad, plain, s->pad);
-    for (i = 0; i < rows; i++) {
-        memcpy(plain, q + i * s->pad, (size_t)s->pad * sizeof(float));
-        if (s->grid && s->rotate) tkvi_rotate(plain, s->dim);
-        tkvi_sort_by_vector(r, plain, to + 16 * i * r->n_vectors);
-    }
-}
-
-/* Position of channel c in the order of the vectors. */
-TKVI_FLAT int tkvi_vector_place(const tkvi_code_rows *r, int c) {
-    const tkvi_rope *rope = r->rope;
-    int second, pair;
-    if (!rope) return c;
-    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->n_partners;
-    second = rope->step == 2 ? c & 1 : c >= rope->apart;
-    pair = rope->step == 2 ? c >> 1 : c - (second ? rope->apart : 0);
-    return pair / 16 * 32 + pair % 16 + 16 * second;
-}
-
-TKVI_FLAT_AVX2 float tkvi_f16_x86(const uint8_t *p) {
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
-}
-
-/* Adds the outliers of n keys to rows of 16 * n_vectors floats. where: out, their places. Returns their number. */
-static TKVI_TARGET_AVX2 int tkvi_scatter_outliers_k(const tkvi_code_rows *r, int from, int n, float *more,
-                                                    float **where) {
-    const uint8_t *p = r->slots + 3 * from * r->s->slots;
-    int t, i, count = 0;
-    for (t = 0; t < n; t++, more += 16 * r->n_vectors)
-        for (i = 0; i < r->s->slots; i++, p += 3)
-            if (p[0] < r->s->dim) {
-                where[count] = more + tkvi_vector_place(r, p[0]);
-                *where[count++] += tkvi_f16_x86(p + 1);
-            }
-    return count;
-}
-
-static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const float *p, int rows, int n,
-                                                 float *out) {
-    const uint8_t *at = r->slots;
-    int t, i, k;
-    for (t = 0; t < n; t++)
-        for (i = 0; i < r->s->slots; i++, at += 3) {
-            const float x = tkvi_f16_x86(at + 1);
-            if (at[0] >= r->s->dim) continue;
-            for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
+/* Adds the outliers of n tokens, from token `from` on. */
+static void tkvi_add_outliers(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
+    const int slots = r->s->slots;
+    int t, i;
+    for (t = from; t < from + n && r->slots; t++, x += stride)
+        for (i = t * slots; i < (t + 1) * slots; i++) {
+            const int c = r->slots[3 * i];
+            if (c < r->s->dim) x[c] += r->outlier[i];
         }
 }
 
-#endif /* TKVI_X86 */
+/* Position of the first token of the block, for RoPE. */
+static int64_t tkvi_code_rows_start(const tkvi_code_rows *r) {
+    const uint32_t start = tkvi_load32(r->codes + r->s->code_bytes);
+    return start < 0x80000000u ? (int64_t)start : (int64_t)start - ((int64_t)1 << 32);
+}
 
-#endif /* TKVI_KERNELS_DECODE_X86_H */
+#endif /* TKVI_KERNELS_CODE_ROWS_H */
 /* ======== kernels/rotate_x86.h ======== */
 /*
  * kernels/rotate_x86.h - the rotation of core/rotate.h with AVX2 and AVX-512. The results have the bits of the scalar
@@ -9250,6 +9210,14 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
+#define tkvi_vf_min(a, b) _mm256_min_ps(a, b)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)              /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_swap(x) _mm256_permute_ps(x, 0xb1)    /* neighbours */
+#define tkvi_vf_load_twice(p) tkvi_load_twice_avx2(p) /* 4 floats, each in two neighbours */
+#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx2(p)
+/* Eight codes of 2 to 4 bits, of channels c and up of a row, looked up in 16 levels. */
+#define tkvi_vf_load_table(level, row, c, bits)                                                              \
+    tkvi_load_table_floats_avx2(level, (row) + (c) / 8 * (bits), bits)
 #define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
@@ -9263,6 +9231,11 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vi_splat(x) _mm256_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
+#define tkvi_vi_and(a, b) _mm256_and_si256(a, b)
+#define tkvi_vi_xor(a, b) _mm256_xor_si256(a, b)
+#define tkvi_vi_right(x, n) _mm256_srli_epi32(x, n)             /* without sign */
+#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx2(a, b, n) /* a b >> n, without signs */
+#define tkvi_vi_as_float(x) _mm256_castsi256_ps(x)
 #define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
 #define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
@@ -9289,13 +9262,13 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
 #define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
 
-/* The first (low) or second (high) halves of each 16 bytes of a and b, interleaved in steps of 8, 32 or 64 bits. */
-#define tkvi_vb_low8(a, b) _mm256_unpacklo_epi8(a, b)
-#define tkvi_vb_high8(a, b) _mm256_unpackhi_epi8(a, b)
-#define tkvi_vb_low32(a, b) _mm256_unpacklo_epi32(a, b)
-#define tkvi_vb_high32(a, b) _mm256_unpackhi_epi32(a, b)
-#define tkvi_vb_low64(a, b) _mm256_unpacklo_epi64(a, b)
-#define tkvi_vb_high64(a, b) _mm256_unpackhi_epi64(a, b)
+/* Interleave the first or second halves of each 16 bytes, by bytes, by 4 or by 8 bytes. */
+#define tkvi_vb_zip1(a, b) _mm256_unpacklo_epi8(a, b)
+#define tkvi_vb_zip2(a, b) _mm256_unpackhi_epi8(a, b)
+#define tkvi_vb_zip1_quads(a, b) _mm256_unpacklo_epi32(a, b)
+#define tkvi_vb_zip2_quads(a, b) _mm256_unpackhi_epi32(a, b)
+#define tkvi_vb_zip1_eights(a, b) _mm256_unpacklo_epi64(a, b)
+#define tkvi_vb_zip2_eights(a, b) _mm256_unpackhi_epi64(a, b)
 /* 16 bytes from p, p + distance and so on. */
 #define tkvi_vb_load_parts(p, distance) tkvi_load_parts_avx2(p, distance)
 #define tkvi_vb_store_parts(p, distance, x) tkvi_store_parts_avx2(p, distance, x)
@@ -9459,14 +9432,14 @@ TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
     int k;
     TKVI_UNROLL
     for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
-    a = tkvi_vb_low32(x[0], x[1]);
-    b = tkvi_vb_low32(x[2], x[3]);
-    c = tkvi_vb_high32(x[0], x[1]);
-    d = tkvi_vb_high32(x[2], x[3]);
-    x[0] = tkvi_vb_low64(a, b);
-    x[1] = tkvi_vb_high64(a, b);
-    x[2] = tkvi_vb_low64(c, d);
-    x[3] = tkvi_vb_high64(c, d);
+    a = tkvi_vb_zip1_quads(x[0], x[1]);
+    b = tkvi_vb_zip1_quads(x[2], x[3]);
+    c = tkvi_vb_zip2_quads(x[0], x[1]);
+    d = tkvi_vb_zip2_quads(x[2], x[3]);
+    x[0] = tkvi_vb_zip1_eights(a, b);
+    x[1] = tkvi_vb_zip2_eights(a, b);
+    x[2] = tkvi_vb_zip1_eights(c, d);
+    x[3] = tkvi_vb_zip2_eights(c, d);
 }
 
 /* Sorts the codes of a tile of K into four columns. */
@@ -9509,8 +9482,8 @@ TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
-        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_low8(a[0], a[h]);
-        a[h] = tkvi_vb_high8(a[0], a[h]);
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_zip1(a[0], a[h]);
+        a[h] = tkvi_vb_zip2(a[0], a[h]);
         a[0] = low;
     }
 }
@@ -10249,20 +10222,6 @@ static TKVI_TARGET_AVX2 void tkvi_turn_rows_avx2(const tkvi_turned_rows *t) {
     }
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
-                                                 tkvi_f32_to_f16_avx2,
-                                                 tkvi_decode_log_scales_avx2,
-                                                 tkvi_decode_zero_points_avx2,
-                                                 tkvi_encode_log_scales_avx2,
-                                                 tkvi_pack_tile_avx2,
-                                                 tkvi_interleave_avx2,
-                                                 tkvi_encode_k_columns_avx2,
-                                                 tkvi_finalize_scales_avx2,
-                                                 tkvi_encode_v_tokens_avx2,
-                                                 tkvi_encode_groups_avx2,
-                                                 tkvi_decode_tiles_avx2,
-                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx2)};
-
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
     __m256 m = _mm256_loadu_ps(s);
     int t;
@@ -10395,185 +10354,304 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
         }
 }
 
-/* >>decoded: see kernels/decode_x86.h. Tokens are decoded 16 at a time into a buffer, because 16 registers are too
- * few to decode and multiply together. */
-/* Levels of eight codes; see kernels/avx512.h. */
-TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
-    const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
-    const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
-    const __m256i large =
-        _mm256_add_epi32(_mm256_slli_epi32(size, 21), _mm256_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m256 subnormal = _mm256_mul_ps(
-        _mm256_cvtepi32_ps(size), _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
-    const __m256i x = _mm256_blendv_epi8(large, _mm256_castps_si256(subnormal),
-                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
-    return _mm256_castsi256_ps(_mm256_or_si256(x, sign));
+/* ======== kernels/code_rows.inc ======== */
+/*
+ * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
+ * back gives the bits of the format's decode function. Attention multiplies them as it does exact tokens, and moves
+ * the options of a format from the tokens to the query, which costs less:
+ *
+ *     center    q.(y + mean - ref) = q.(y - (ref - mean))
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *
+ * ref goes with the queries. Its rounding, 1e-7 of it, is far below the error of these formats. Sums have another order
+ * than in decode. So attention agrees with decode within rounding, not bit by bit.
+ */
+
+/* Levels of E5M2. Codes of subnormals (exponent 0) are read as if they were normal numbers of half the step: twice the
+ * result, less the smallest normal number, is right for them, and too large for the others. All of it is exact. */
+TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
+    const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
+    const tkvi_vf normal =
+        tkvi_vi_as_float(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vi_as_float(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+    const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
+    return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
 }
 
-TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
-    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(code), 8), 1);
-    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
-    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
+/* Levels of the channels from c on, a multiple of TKVI_VF. Those beyond the last channel have no meaning. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const tkvi_code_rows *r, const tkvi_code_kind kind, const uint8_t *row,
+                                    int c) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(r->level, row, c, r->bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(row + c));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(row + c) : TKVI_N(e5m2)(tkvi_vi_load_bytes(row + c));
 }
 
-/* Levels of 8 of the 16 channels whose codes begin at p: the first 8, or the last 8 if half is 1. neighbours: 1:
- * RoPE partners are neighbours, so the vector takes every second code. */
-TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
-                                            const int neighbours, const uint8_t *p, const int half,
-                                            __m256i shift) {
-    __m256i x;
-    __m256 low, high;
-    if (kind != TKVI_CODES_TABLE) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(p + 8 * half));
-        if (kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-        return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
-    }
-    p += half * r->bits * (neighbours ? 2 : 1);
-    x = _mm256_set1_epi32(tkvi_load_int_x86(p));
-    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
-    x = _mm256_srlv_epi32(x, shift);
-    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* uses 3 bits of x */
-    high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
-    TKVI_ALIGNED float scale[TKVI_BLOCK];
-    int t, c;
-    memcpy(scale, r->scale, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK * r->scales_per_token; t += 8) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->factors + t));
-        _mm256_store_ps(r->scale + t, tkvi_e4m3_avx2(bytes));
-    }
-    for (t = 0; t < TKVI_BLOCK; t++)
-        for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
-}
-
-/* Decodes tokens from .. from + n - 1 to x, [token][16 * n_vectors]. */
-TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
-                                              const int by_channel, const int neighbours, int from, int n,
-                                              float *x) {
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
-    __m256i shift[2];
-    int t, v, h;
-    shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
-    shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
-    for (t = from; t < from + n; t++) {
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. */
+TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                     const tkvi_code_scales scales, int from, int n, float *x,
+                                     size_t stride) {
+    const int pad = r->s->pad;
+    int t, c, h;
+    for (t = from; t < from + n; t++, x += stride) {
         const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
-        const float *by = r->scale + t * r->scales_per_token;
-        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->zero[t]);
-        tkvi_prefetch_code_row(r, t);
-        for (v = 0; v < r->n_vectors; v++) {
-            const int spread =
-                neighbours &&
-                v < r->n_partners; /* the other channels are not rotated, and keep their order */
+        const float *scale = r->scale + t * r->parts, *zero = r->zero + t * r->parts;
+        if (r->ahead) tkvi_ahead(row, (int)r->row_bytes, r->ahead);
+        if (r->ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, r->ahead);
+        for (c = 0; c < pad; c += 16) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> r->shift;
+            const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
             TKVI_UNROLL
-            for (h = 0; h < 2; h++, x += 8) {
-                const int c = 16 * v + 8 * h;
-                __m256 y;
-                if (spread) y = tkvi_load_levels_avx2(r, kind, 1, row + r->vector_at[v], h, shift[v & 1]);
-                else
-                    y = tkvi_load_levels_avx2(r, kind, 0, row + r->vector_at[v], h,
-                                              _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
-                if (by_channel)
-                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->scale + c), _mm256_load_ps(r->zero + c));
-                else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
-                _mm256_store_ps(x, y);
+            for (h = c; h < c + 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r, kind, row, h);
+                if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
+                else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + h), tkvi_vf_load(r->zero + h));
+                tkvi_vf_store(x + h, y);
             }
         }
     }
 }
 
-static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r, int from, int n, float *x) {
-    if (r->kind == TKVI_CODES_INT8) tkvi_codes_to_floats_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E4M3) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E5M2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
-    else if (!r->by_channel) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
-    else if (r->rope && r->rope->step == 2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
-    else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
+/* x: out, tokens from .. from + n - 1 with their outliers, [token][pad], `stride` floats apart. */
+TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
+#define TKVI_CODES_(kind, scales) TKVI_N(codes_to_floats)(r, kind, scales, from, n, x, stride)
+    if (r->kind == TKVI_CODES_INT8) TKVI_CODES_(TKVI_CODES_INT8, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E4M3) TKVI_CODES_(TKVI_CODES_E4M3, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E5M2) TKVI_CODES_(TKVI_CODES_E5M2, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_SCALE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
+    else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
+#undef TKVI_CODES_
+    tkvi_add_outliers(r, from, n, x, stride);
 }
 
-/* Rotates a row in the order of the vectors as RoPE does. back: 1: by minus the angle. */
-static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
-                                                const float *sine, int back, float *x) {
-    const __m256 sign = _mm256_castsi256_ps(
-        _mm256_set1_epi32(back ? INT32_MIN : 0)); /* from bits: -ffast-math drops the sign of -0.0f */
-    int v, h;
-    for (v = 0; v < r->n_partners; v += 2)
-        for (h = 0; h < 2; h++) {
-            float *at = x + 16 * v + 8 * h;
-            const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
-            const __m256 s = _mm256_xor_ps(_mm256_loadu_ps(sine + 8 * v + 8 * h), sign);
-            const __m256 b = _mm256_load_ps(at + 16);
-            _mm256_store_ps(at, _mm256_fnmadd_ps(b, s, _mm256_mul_ps(a, c)));
-            _mm256_store_ps(at + 16, _mm256_fmadd_ps(a, s, _mm256_mul_ps(b, c)));
+/* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
+TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                       uintptr_t ahead) {
+    uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
+    int t, c;
+    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
+    if (!r->factors) return 1;
+    memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
+    memset(factor + TKVI_BLOCK * r->parts, 0, 16);
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
+            tkvi_vf_store(r->scale + c,
+                          tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
+    return 1;
+}
+
+/* Rotates a row of `pad` channels as core/rotate.h. */
+TKVI_KERNEL void TKVI_N(rotate_row)(float *x, const float *signs, int dim) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store(x + c, tkvi_vf_xor(tkvi_vf_load(x + c), tkvi_vf_load(signs + c)));
+    (void)TKVI_N(window)(x, NULL, x, log2n);
+    if (n < dim) (void)TKVI_N(window)(x + dim - n, NULL, x + dim - n, log2n);
+}
+
+/* >>RoPE */
+/* tkvi_turn_make for positions from 0 on: the bits of tkvi_cos_sin (core/rope.h). a / 90 is a mul_high(a, 2^38 / 90),
+ * rounded up, and so on: exact below 2^31. */
+TKVI_KERNEL void TKVI_N(turn)(const tkvi_rope *rope, int64_t position, float *cosine, float *sine) {
+    const uint64_t distance = (uint64_t)(position < 0 ? -position : position);
+    const tkvi_vi one = tkvi_vi_splat((int32_t)0x80000000u), none = tkvi_vi_splat(0);
+    const tkvi_vf unit = tkvi_vf_splat(9.3132257461547852e-10f); /* 2^-30 */
+    int32_t angle[TKV_MAX_HEAD_DIM / 2];
+    int j;
+    for (j = 0; j < rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(distance * rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0;
+#define TKVI_OVER_(x, by, n) tkvi_vi_mul_right(x, tkvi_vi_splat((int32_t)(by)), n)
+    for (j = 0; j < rope->pairs; j += TKVI_VF) {
+        const tkvi_vi p = tkvi_vi_load(angle + j);
+        const tkvi_vi quarter = tkvi_vi_right(tkvi_vi_add(p, tkvi_vi_splat(0x20000000)), 30);
+        const tkvi_vi rest = tkvi_vi_sub(p, tkvi_vi_left(quarter, 30));
+        const tkvi_vi minus = tkvi_vi_sub(none, tkvi_vi_right(rest, 31));
+        const tkvi_vi swap = tkvi_vi_sub(none, tkvi_vi_and(quarter, tkvi_vi_splat(1)));
+        tkvi_vi x = tkvi_vi_sub(tkvi_vi_xor(rest, minus), minus), z, s, c, both;
+        x = TKVI_OVER_(x, 0x6487ed51, 29);
+        z = tkvi_vi_mul_right(x, x, 31);
+        c = tkvi_vi_sub(one, TKVI_OVER_(z, 0xb60b60b7u, 38));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x92492493u, 37));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x88888889u, 36));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x2aaaaaabu, 33));
+        c = tkvi_vi_right(tkvi_vi_sub(one, tkvi_vi_mul_right(z, c, 32)), 1);
+        s = tkvi_vi_sub(one, TKVI_OVER_(z, 0x38e38e39u, 36));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x30c30c31u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x66666667u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x2aaaaaabu, 32));
+        s = tkvi_vi_mul_right(x, s, 32);
+        s = tkvi_vi_sub(tkvi_vi_xor(s, minus), minus);
+        both = tkvi_vi_and(tkvi_vi_xor(s, c), swap); /* in the next quarter, cos is -sin and sin is cos */
+        s = tkvi_vi_xor(s, both);
+        c = tkvi_vi_xor(c, both);
+        both = tkvi_vi_sub(none, tkvi_vi_right(quarter, 1));
+        s = tkvi_vi_sub(tkvi_vi_xor(s, both), both);
+        both = tkvi_vi_xor(both, swap);
+        c = tkvi_vi_sub(tkvi_vi_xor(c, both), both);
+        tkvi_vf_store(cosine + j, tkvi_vf_mul(tkvi_vi_to_float(c), unit));
+        tkvi_vf_store(sine + j, tkvi_vf_mul(tkvi_vi_to_float(s), unit));
+    }
+#undef TKVI_OVER_
+    for (j = 0; j < rope->pairs && position < 0; j++) sine[j] = -sine[j];
+}
+
+/* tkvi_turn_apply. */
+TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, const float *sine, float *x) {
+    static const float signs[16] = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    const tkvi_vf sign = tkvi_vf_load(signs);
+    float *y = x + rope->apart;
+    int j;
+    if (rope->pairs % TKVI_VF) {
+        tkvi_turn_apply(rope, cosine, sine, x);
+        return;
+    }
+    for (j = 0; j < 2 * rope->pairs && rope->step == 2; j += TKVI_VF) {
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_swap(a);
+        a = tkvi_vf_mul(a, tkvi_vf_load_twice(cosine + j / 2));
+        b = tkvi_vf_mul(b, tkvi_vf_mul(tkvi_vf_load_twice(sine + j / 2), sign));
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+    }
+    for (j = 0; j < rope->pairs && rope->step == 1; j += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + j), s = tkvi_vf_load(sine + j);
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(y + j), as = tkvi_vf_mul(a, s),
+                bs = tkvi_vf_mul(b, s);
+        a = tkvi_vf_mul(a, c);
+        b = tkvi_vf_mul(b, c);
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_hide(as);
+        tkvi_vf_hide(bs);
+        tkvi_vf_store(x + j, tkvi_vf_sub(a, bs));
+        tkvi_vf_store(y + j, tkvi_vf_add(b, as));
+    }
+}
+
+/* >>reading back */
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                    int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    tkvi_code_rows r;
+    int from, t, c;
+    (void)ops;
+    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    if (r.rotated) TKVI_N(flips)(signs, s->pad);
+    if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
+    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+        float *to = direct ? x : y;
+        const size_t apart = direct ? stride : (size_t)s->pad;
+        TKVI_N(decode_code_rows)(&r, from, count, to, apart);
+        for (t = from; t < from + count; t++, x += stride, to += apart) {
+            if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
+            else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
+            for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
+            if (!s->rope || s->rope->pairs < 1) continue;
+            TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
+            TKVI_N(turn_row)(s->rope, cosine, sine, x);
         }
+    }
+    return 1;
 }
 
-static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *q, const float *ref, int rows, int n,
-                                                 int n_limbs, float *scores) {
-    TKVI_ALIGNED float rotated[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
-    float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
-    tkvi_code_rows rd;
-    tkvi_side plain;
-    int from, r, t;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+/* >>attention */
+/* A float side for decoded rows, to be passed to kernels of the exact tiers. */
+static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
+    tkvi_side plain = *s;
+    plain.format = &tkvi_formats[TKV_F32];
+    return plain;
+}
+
+TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *q, const float *ref, int rows, int n, int n_limbs,
+                                   float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    memset(none, 0, sizeof none);
-    if (rd.factors) tkvi_fold_factors_avx2(&rd);
-    tkvi_place_queries(&rd, q, ref, rows, rotated, less);
-    tkvi_make_scratch_side(&rd, &plain);
-    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
+    if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
+        memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
+        memcpy(moved + rows * pad, ref, (size_t)pad * sizeof *ref);
+        q = moved;
+        ref = moved + rows * pad;
+    }
+    if (r.means) {
+        TKVI_N(f16_to_f32)(r.means, s->dim, x);
+        for (c = 0; c < s->dim; c++) moved[rows * pad + c] -= x[c];
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
+    if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_decode_code_rows_avx2(&rd, from, count, x);
-        if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
-        for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine + TKVI_ROPE_NEAR * rd.rope->row : first[0],
-                               from ? rd.rope->sine + TKVI_ROPE_NEAR * rd.rope->row : first[1], 1,
-                               rotated + 16 * r * rd.n_vectors);
-        for (t = 1; t < count && rd.rope; t++)
-            tkvi_rope_row_avx2(&rd, rd.rope->cosine + t * rd.rope->row, rd.rope->sine + t * rd.rope->row, 0,
-                               x + 16 * t * rd.n_vectors);
-        for (r = 0; r < rows; r += 4)
-            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
-                                   rows - r, count, scores + r * TKVI_BLOCK + from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
+        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        for (i = 1; i < count && rope; i++)
+            TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
+        for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
+        (&plain, (const uint8_t *)x, 0, q + i * pad, ref, rows - i, count, scores + i * TKVI_BLOCK + from);
     }
-    for (r = 0; r < rows; r++)
-        for (t = 0; t < TKVI_BLOCK; t++) scores[r * TKVI_BLOCK + t] -= less[r];
 }
 
-static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *p, int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_code_rows rd;
-    tkvi_side plain;
-    float *o = s->grid && s->rotate ? sum : out;
-    int from, r, c;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
         tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
-    if (rd.factors) tkvi_fold_factors_avx2(&rd);
-    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    tkvi_make_scratch_side(&rd, &plain);
+    if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
     for (from = 0; from < n; from += TKVI_AT_ONCE) {
         const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_decode_code_rows_avx2(&rd, from, count, x);
-        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, o);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        TKVI_N(exact_v)
+        (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
     }
-    for (r = 0; r < rows && o == sum; r++) {
-        tkvi_rotate_back(sum + r * s->pad, s->dim);
-        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i < rows && r.rotated; i++, out += pad) {
+        TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
+        for (c = 0; c < s->dim; c++) out[c] += x[c];
     }
-    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
 }
+/* ======== kernels/avx2.h ======== */
+
+static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
+                                                 tkvi_f32_to_f16_avx2,
+                                                 tkvi_decode_log_scales_avx2,
+                                                 tkvi_decode_zero_points_avx2,
+                                                 tkvi_encode_log_scales_avx2,
+                                                 tkvi_pack_tile_avx2,
+                                                 tkvi_interleave_avx2,
+                                                 tkvi_encode_k_columns_avx2,
+                                                 tkvi_finalize_scales_avx2,
+                                                 tkvi_encode_v_tokens_avx2,
+                                                 tkvi_encode_groups_avx2,
+                                                 tkvi_decode_tiles_avx2,
+                                                 TKVI_IF(TKVI_HAS_DECODED, tkvi_decode_rows_avx2),
+                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx2)};
 
 /* >>tiles */
 /* ======== kernels/tiles.inc ======== */
@@ -11196,9 +11274,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
     {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx2)},
     {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx2)},
     &tkvi_simd_ops_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
@@ -11223,6 +11301,12 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
+#undef tkvi_vf_min
+#undef tkvi_vf_hide
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
 #undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
@@ -11234,6 +11318,11 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
+#undef tkvi_vi_and
+#undef tkvi_vi_xor
+#undef tkvi_vi_right
+#undef tkvi_vi_mul_right
+#undef tkvi_vi_as_float
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -11252,12 +11341,12 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
-#undef tkvi_vb_low8
-#undef tkvi_vb_high8
-#undef tkvi_vb_low32
-#undef tkvi_vb_high32
-#undef tkvi_vb_low64
-#undef tkvi_vb_high64
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_quads
+#undef tkvi_vb_zip2_quads
+#undef tkvi_vb_zip1_eights
+#undef tkvi_vb_zip2_eights
 #undef tkvi_vb_load_parts
 #undef tkvi_vb_store_parts
 #undef tkvi_ahead
@@ -11395,6 +11484,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
+#define tkvi_vf_min(a, b) _mm512_min_ps(a, b)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)                /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_swap(x) _mm512_permute_ps(x, 0xb1)      /* neighbours */
+#define tkvi_vf_load_twice(p) tkvi_load_twice_avx512(p) /* 8 floats, each in two neighbours */
+#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx512(p)
+/* 16 codes of 2 to 4 bits, of channels c and up of a row, looked up in 16 levels. */
+#define tkvi_vf_load_table(level, row, c, bits)                                                              \
+    tkvi_load_table_floats_avx512(level, (row) + (c) / 8 * (bits), bits)
 #define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
@@ -11408,6 +11505,11 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vi_splat(x) _mm512_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
+#define tkvi_vi_and(a, b) _mm512_and_si512(a, b)
+#define tkvi_vi_xor(a, b) _mm512_xor_si512(a, b)
+#define tkvi_vi_right(x, n) _mm512_srli_epi32(x, n)               /* without sign */
+#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx512(a, b, n) /* a b >> n, without signs */
+#define tkvi_vi_as_float(x) _mm512_castsi512_ps(x)
 #define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
 #define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
@@ -11439,13 +11541,13 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
 #define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
 
-/* The first (low) or second (high) halves of each 16 bytes of a and b, interleaved in steps of 8, 32 or 64 bits. */
-#define tkvi_vb_low8(a, b) _mm512_unpacklo_epi8(a, b)
-#define tkvi_vb_high8(a, b) _mm512_unpackhi_epi8(a, b)
-#define tkvi_vb_low32(a, b) _mm512_unpacklo_epi32(a, b)
-#define tkvi_vb_high32(a, b) _mm512_unpackhi_epi32(a, b)
-#define tkvi_vb_low64(a, b) _mm512_unpacklo_epi64(a, b)
-#define tkvi_vb_high64(a, b) _mm512_unpackhi_epi64(a, b)
+/* Interleave the first or second halves of each 16 bytes, by bytes, by 4 or by 8 bytes. */
+#define tkvi_vb_zip1(a, b) _mm512_unpacklo_epi8(a, b)
+#define tkvi_vb_zip2(a, b) _mm512_unpackhi_epi8(a, b)
+#define tkvi_vb_zip1_quads(a, b) _mm512_unpacklo_epi32(a, b)
+#define tkvi_vb_zip2_quads(a, b) _mm512_unpackhi_epi32(a, b)
+#define tkvi_vb_zip1_eights(a, b) _mm512_unpacklo_epi64(a, b)
+#define tkvi_vb_zip2_eights(a, b) _mm512_unpackhi_epi64(a, b)
 /* 16 bytes from p, p + distance and so on. */
 #define tkvi_vb_load_parts(p, distance) tkvi_load_parts_avx512(p, distance)
 #define tkvi_vb_store_parts(p, distance, x) tkvi_store_parts_avx512(p, distance, x)
@@ -11601,14 +11703,14 @@ TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
     int k;
     TKVI_UNROLL
     for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
-    a = tkvi_vb_low32(x[0], x[1]);
-    b = tkvi_vb_low32(x[2], x[3]);
-    c = tkvi_vb_high32(x[0], x[1]);
-    d = tkvi_vb_high32(x[2], x[3]);
-    x[0] = tkvi_vb_low64(a, b);
-    x[1] = tkvi_vb_high64(a, b);
-    x[2] = tkvi_vb_low64(c, d);
-    x[3] = tkvi_vb_high64(c, d);
+    a = tkvi_vb_zip1_quads(x[0], x[1]);
+    b = tkvi_vb_zip1_quads(x[2], x[3]);
+    c = tkvi_vb_zip2_quads(x[0], x[1]);
+    d = tkvi_vb_zip2_quads(x[2], x[3]);
+    x[0] = tkvi_vb_zip1_eights(a, b);
+    x[1] = tkvi_vb_zip2_eights(a, b);
+    x[2] = tkvi_vb_zip1_eights(c, d);
+    x[3] = tkvi_vb_zip2_eights(c, d);
 }
 
 /* Sorts the codes of a tile of K into four columns. */
@@ -11651,8 +11753,8 @@ TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
-        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_low8(a[0], a[h]);
-        a[h] = tkvi_vb_high8(a[0], a[h]);
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_zip1(a[0], a[h]);
+        a[h] = tkvi_vb_zip2(a[0], a[h]);
         a[0] = low;
     }
 }
@@ -12164,20 +12266,6 @@ static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) 
     }
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
-                                                   tkvi_f32_to_f16_avx2,
-                                                   tkvi_decode_log_scales_avx512,
-                                                   tkvi_decode_zero_points_avx512,
-                                                   tkvi_encode_log_scales_avx2,
-                                                   tkvi_pack_tile_avx2,
-                                                   tkvi_interleave_avx2,
-                                                   tkvi_encode_k_columns_avx512,
-                                                   tkvi_finalize_scales_avx2,
-                                                   tkvi_encode_v_tokens_avx512,
-                                                   tkvi_encode_groups_avx2,
-                                                   tkvi_decode_tiles_avx512,
-                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
-
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
     __m512 b = _mm512_max_ps(_mm512_loadu_ps(s + 32), _mm512_loadu_ps(s + 48));
@@ -12317,309 +12405,304 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
     }
 }
 
-/* >>decoded: see kernels/decode_x86.h */
-/* Levels of E5M2. Normal codes get the exponent of a float. Subnormal codes are normal numbers as floats, so they are
- * converted from integers. */
-TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
-    const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
-    const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
-    const __m512i large =
-        _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m512 subnormal = _mm512_mul_ps(
-        _mm512_cvtepi32_ps(size), _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
-    const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
-                                            _mm512_castps_si512(subnormal));
-    return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
+/* ======== kernels/code_rows.inc ======== */
+/*
+ * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
+ * back gives the bits of the format's decode function. Attention multiplies them as it does exact tokens, and moves
+ * the options of a format from the tokens to the query, which costs less:
+ *
+ *     center    q.(y + mean - ref) = q.(y - (ref - mean))
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *
+ * ref goes with the queries. Its rounding, 1e-7 of it, is far below the error of these formats. Sums have another order
+ * than in decode. So attention agrees with decode within rounding, not bit by bit.
+ */
+
+/* Levels of E5M2. Codes of subnormals (exponent 0) are read as if they were normal numbers of half the step: twice the
+ * result, less the smallest normal number, is right for them, and too large for the others. All of it is exact. */
+TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
+    const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
+    const tkvi_vf normal =
+        tkvi_vi_as_float(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vi_as_float(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+    const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
+    return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
 }
 
-/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
-TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
-    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
-    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
-    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
+/* Levels of the channels from c on, a multiple of TKVI_VF. Those beyond the last channel have no meaning. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const tkvi_code_rows *r, const tkvi_code_kind kind, const uint8_t *row,
+                                    int c) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(r->level, row, c, r->bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(row + c));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(row + c) : TKVI_N(e5m2)(tkvi_vi_load_bytes(row + c));
 }
 
-/* Positions of the codes of a vector: the two bytes that hold each code (pick), and its shift in them. Index 0 and 1:
- * first and second RoPE partners. Index 2: 16 neighbours. */
-typedef struct tkvi_code_fields_avx512 {
-    __m512i pick[3], shift[3];
-    __m512 level;
-} tkvi_code_fields_avx512;
-
-TKVI_FLAT_AVX512 void tkvi_code_fields_of_avx512(const tkvi_code_rows *r, tkvi_code_fields_avx512 *a) {
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    int k;
-    for (k = 0; k < 3; k++) {
-        const int step = k < 2 && r->rope ? r->rope->step : 1;
-        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), at;
-        if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
-        at = _mm512_srli_epi32(bit, 3);
-        a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
-        a->pick[k] = _mm512_add_epi32(at, _mm512_slli_epi32(at, 8));
-        a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
-    }
-    a->level = _mm512_load_ps(r->level);
-}
-
-/* 16 levels. Lanes beyond the last channel have no meaning. The branches are predicted: kind is one for a side. */
-TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8_t *p,
-                                                const tkvi_code_fields_avx512 *a, const int k) {
-    const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
-    __m512i x;
-    if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-    if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
-    if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
-    x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
-    return _mm512_permutexvar_ps(x, a->level); /* uses 4 bits of x */
-}
-
-/* Multiplies the factors of 16 channels into the scales of tokens. */
-static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
-    TKVI_ALIGNED float scale[TKVI_BLOCK];
-    int t;
-    memcpy(scale, r->scale, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* the next token overwrites the lanes beyond this one's factors */
-        const __mmask16 some = (__mmask16)((1 << r->scales_per_token) - 1);
-        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->factors + t * r->scales_per_token));
-        _mm512_storeu_ps(r->scale + t * r->scales_per_token, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
-    }
-}
-
-/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k4_avx512. more: outliers, added
- * to the keys. roped: 1: rotates the keys by RoPE. */
-TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
-                                             const int by_channel, const int roped, int from, int n,
-                                             const float *q, const float *more, int rows, const int nr,
-                                             float *scores) {
-    tkvi_code_fields_avx512 apart;
-    int t, v, r, j;
-    tkvi_code_fields_of_avx512(rd, &apart);
-    for (t = 0; t < n; t += 4) { /* may read tokens beyond n: a record has 64 rows */
-        __m512 acc[4][4];
-        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
-        const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = roped ? rd->rope->cosine + t * rd->rope->row : NULL;
-        const float *sine = roped ? rd->rope->sine + t * rd->rope->row : NULL;
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. */
+TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                     const tkvi_code_scales scales, int from, int n, float *x,
+                                     size_t stride) {
+    const int pad = r->s->pad;
+    int t, c, h;
+    for (t = from; t < from + n; t++, x += stride) {
+        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
+        const float *scale = r->scale + t * r->parts, *zero = r->zero + t * r->parts;
+        if (r->ahead) tkvi_ahead(row, (int)r->row_bytes, r->ahead);
+        if (r->ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, r->ahead);
+        for (c = 0; c < pad; c += 16) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> r->shift;
+            const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
             TKVI_UNROLL
-            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
-        }
-        v = 0;
-        for (; v < (roped ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
-            const __m512 by0 = _mm512_load_ps(rd->scale + 16 * v),
-                         by1 = _mm512_load_ps(rd->scale + 16 * v + 16);
-            const __m512 plus0 = _mm512_load_ps(rd->zero + 16 * v);
-            const __m512 plus1 = _mm512_load_ps(rd->zero + 16 * v + 16);
-            __m512 a[4], b[4];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                const __m512 c = _mm512_loadu_ps(cosine + j * rd->rope->row);
-                const __m512 d = _mm512_loadu_ps(sine + j * rd->rope->row);
-                const uint8_t *kj = k + (size_t)j * rd->row_bytes;
-                const float *mj = m + 16 * j * rd->n_vectors;
-                __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
-                __m512 y = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v + 1], &apart, 1);
-                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
-                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
-                a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
-                b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
-            }
-            TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v;
-                const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++)
-                    acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
+            for (h = c; h < c + 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r, kind, row, h);
+                if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
+                else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + h), tkvi_vf_load(r->zero + h));
+                tkvi_vf_store(x + h, y);
             }
         }
-        for (; v < rd->n_vectors; v++, m += 16) {
-            const uint8_t *kv = k + rd->vector_at[v];
-            const float *bv = by + (16 * v >> rd->shift);
-            __m512 x[4];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                x[j] = tkvi_load_levels_avx512(kind, kv + (size_t)j * rd->row_bytes, &apart, 2);
-                if (by_channel) {
-                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->scale + 16 * v),
-                                           _mm512_load_ps(rd->zero + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->n_vectors));
-                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->scales_per_token]));
-            }
-            TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v);
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-            }
+    }
+}
+
+/* x: out, tokens from .. from + n - 1 with their outliers, [token][pad], `stride` floats apart. */
+TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
+#define TKVI_CODES_(kind, scales) TKVI_N(codes_to_floats)(r, kind, scales, from, n, x, stride)
+    if (r->kind == TKVI_CODES_INT8) TKVI_CODES_(TKVI_CODES_INT8, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E4M3) TKVI_CODES_(TKVI_CODES_E4M3, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E5M2) TKVI_CODES_(TKVI_CODES_E5M2, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_SCALE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
+    else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
+#undef TKVI_CODES_
+    tkvi_add_outliers(r, from, n, x, stride);
+}
+
+/* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
+TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                       uintptr_t ahead) {
+    uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
+    int t, c;
+    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
+    if (!r->factors) return 1;
+    memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
+    memset(factor + TKVI_BLOCK * r->parts, 0, 16);
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
+            tkvi_vf_store(r->scale + c,
+                          tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
+    return 1;
+}
+
+/* Rotates a row of `pad` channels as core/rotate.h. */
+TKVI_KERNEL void TKVI_N(rotate_row)(float *x, const float *signs, int dim) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store(x + c, tkvi_vf_xor(tkvi_vf_load(x + c), tkvi_vf_load(signs + c)));
+    (void)TKVI_N(window)(x, NULL, x, log2n);
+    if (n < dim) (void)TKVI_N(window)(x + dim - n, NULL, x + dim - n, log2n);
+}
+
+/* >>RoPE */
+/* tkvi_turn_make for positions from 0 on: the bits of tkvi_cos_sin (core/rope.h). a / 90 is a mul_high(a, 2^38 / 90),
+ * rounded up, and so on: exact below 2^31. */
+TKVI_KERNEL void TKVI_N(turn)(const tkvi_rope *rope, int64_t position, float *cosine, float *sine) {
+    const uint64_t distance = (uint64_t)(position < 0 ? -position : position);
+    const tkvi_vi one = tkvi_vi_splat((int32_t)0x80000000u), none = tkvi_vi_splat(0);
+    const tkvi_vf unit = tkvi_vf_splat(9.3132257461547852e-10f); /* 2^-30 */
+    int32_t angle[TKV_MAX_HEAD_DIM / 2];
+    int j;
+    for (j = 0; j < rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(distance * rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0;
+#define TKVI_OVER_(x, by, n) tkvi_vi_mul_right(x, tkvi_vi_splat((int32_t)(by)), n)
+    for (j = 0; j < rope->pairs; j += TKVI_VF) {
+        const tkvi_vi p = tkvi_vi_load(angle + j);
+        const tkvi_vi quarter = tkvi_vi_right(tkvi_vi_add(p, tkvi_vi_splat(0x20000000)), 30);
+        const tkvi_vi rest = tkvi_vi_sub(p, tkvi_vi_left(quarter, 30));
+        const tkvi_vi minus = tkvi_vi_sub(none, tkvi_vi_right(rest, 31));
+        const tkvi_vi swap = tkvi_vi_sub(none, tkvi_vi_and(quarter, tkvi_vi_splat(1)));
+        tkvi_vi x = tkvi_vi_sub(tkvi_vi_xor(rest, minus), minus), z, s, c, both;
+        x = TKVI_OVER_(x, 0x6487ed51, 29);
+        z = tkvi_vi_mul_right(x, x, 31);
+        c = tkvi_vi_sub(one, TKVI_OVER_(z, 0xb60b60b7u, 38));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x92492493u, 37));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x88888889u, 36));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x2aaaaaabu, 33));
+        c = tkvi_vi_right(tkvi_vi_sub(one, tkvi_vi_mul_right(z, c, 32)), 1);
+        s = tkvi_vi_sub(one, TKVI_OVER_(z, 0x38e38e39u, 36));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x30c30c31u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x66666667u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x2aaaaaabu, 32));
+        s = tkvi_vi_mul_right(x, s, 32);
+        s = tkvi_vi_sub(tkvi_vi_xor(s, minus), minus);
+        both = tkvi_vi_and(tkvi_vi_xor(s, c), swap); /* in the next quarter, cos is -sin and sin is cos */
+        s = tkvi_vi_xor(s, both);
+        c = tkvi_vi_xor(c, both);
+        both = tkvi_vi_sub(none, tkvi_vi_right(quarter, 1));
+        s = tkvi_vi_sub(tkvi_vi_xor(s, both), both);
+        both = tkvi_vi_xor(both, swap);
+        c = tkvi_vi_sub(tkvi_vi_xor(c, both), both);
+        tkvi_vf_store(cosine + j, tkvi_vf_mul(tkvi_vi_to_float(c), unit));
+        tkvi_vf_store(sine + j, tkvi_vf_mul(tkvi_vi_to_float(s), unit));
+    }
+#undef TKVI_OVER_
+    for (j = 0; j < rope->pairs && position < 0; j++) sine[j] = -sine[j];
+}
+
+/* tkvi_turn_apply. */
+TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, const float *sine, float *x) {
+    static const float signs[16] = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    const tkvi_vf sign = tkvi_vf_load(signs);
+    float *y = x + rope->apart;
+    int j;
+    if (rope->pairs % TKVI_VF) {
+        tkvi_turn_apply(rope, cosine, sine, x);
+        return;
+    }
+    for (j = 0; j < 2 * rope->pairs && rope->step == 2; j += TKVI_VF) {
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_swap(a);
+        a = tkvi_vf_mul(a, tkvi_vf_load_twice(cosine + j / 2));
+        b = tkvi_vf_mul(b, tkvi_vf_mul(tkvi_vf_load_twice(sine + j / 2), sign));
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+    }
+    for (j = 0; j < rope->pairs && rope->step == 1; j += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + j), s = tkvi_vf_load(sine + j);
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(y + j), as = tkvi_vf_mul(a, s),
+                bs = tkvi_vf_mul(b, s);
+        a = tkvi_vf_mul(a, c);
+        b = tkvi_vf_mul(b, c);
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_hide(as);
+        tkvi_vf_hide(bs);
+        tkvi_vf_store(x + j, tkvi_vf_sub(a, bs));
+        tkvi_vf_store(y + j, tkvi_vf_add(b, as));
+    }
+}
+
+/* >>reading back */
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                    int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    tkvi_code_rows r;
+    int from, t, c;
+    (void)ops;
+    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    if (r.rotated) TKVI_N(flips)(signs, s->pad);
+    if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
+    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+        float *to = direct ? x : y;
+        const size_t apart = direct ? stride : (size_t)s->pad;
+        TKVI_N(decode_code_rows)(&r, from, count, to, apart);
+        for (t = from; t < from + count; t++, x += stride, to += apart) {
+            if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
+            else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
+            for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
+            if (!s->rope || s->rope->pairs < 1) continue;
+            TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
+            TKVI_N(turn_row)(s->rope, cosine, sine, x);
         }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++)
-            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
     }
+    return 1;
 }
 
-/* Kernels for codes with a table of levels, for codes of whole bytes, and for keys of KVQuant without and with
- * RoPE. */
-#define TKVI_DECODED_K_(name, kind, by_channel, roped)                                                       \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_code_rows *rd, int from, int n,         \
-                                                          const float *q, const float *more, int rows,       \
-                                                          float *scores) {                                   \
-        if (rows == 1)                                                                                       \
-            tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 1, scores);          \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 4, scores);         \
-    }
-TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
-TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
-TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
-TKVI_DECODED_K_(rope, TKVI_CODES_TABLE, 1, 1)
-#undef TKVI_DECODED_K_
-
-/* Inverts RoPE on a row in the order of the vectors. */
-TKVI_FLAT_AVX512 void tkvi_rope_row_back_avx512(const tkvi_code_rows *r, const float *cosine,
-                                                const float *sine, float *x) {
-    int v;
-    for (v = 0; v < r->n_partners; v += 2, x += 32) {
-        __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
-        __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
-        _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
-        _mm512_store_ps(x + 16, _mm512_fnmadd_ps(a, s, _mm512_mul_ps(b, c)));
-    }
+/* >>attention */
+/* A float side for decoded rows, to be passed to kernels of the exact tiers. */
+static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
+    tkvi_side plain = *s;
+    plain.format = &tkvi_formats[TKV_F32];
+    return plain;
 }
 
-static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                     const uint8_t *next, const float *q, const float *ref,
-                                                     int rows, int n, int n_limbs, float *scores) {
-    static void (*const kinds[4])(const tkvi_code_rows *rd, int from, int n, const float *q,
-                                  const float *more, int rows, float *scores) = {
-        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_rope_k_avx512};
-    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
-    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_VECTOR_FLOATS]; /* outliers */
-    float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
-    tkvi_code_rows rd;
-    int from, r, t, step, kind;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
+TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *q, const float *ref, int rows, int n, int n_limbs,
+                                   float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    if (rd.factors) tkvi_fold_factors_avx512(&rd);
-    tkvi_place_queries(&rd, q, ref, rows, x, less);
-    kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
-    step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
-    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.n_vectors) * sizeof *more);
-    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
-    for (from = 0; from < n; from += step) {
-        const int count = tkvi_min(step, n - from);
-        int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
-        for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine + step * rd.rope->row : first[0],
-                                      from ? rd.rope->sine + step * rd.rope->row : first[1],
-                                      x + 16 * r * rd.n_vectors);
-        for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
-                        scores + r * TKVI_BLOCK + from);
-        while (out > 0) *where[--out] = 0.0f;
+    if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
+        memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
+        memcpy(moved + rows * pad, ref, (size_t)pad * sizeof *ref);
+        q = moved;
+        ref = moved + rows * pad;
     }
-    for (r = 0; r < rows; r++)
-        for (t = 0; t < TKVI_BLOCK; t += 16) {
-            float *at = scores + r * TKVI_BLOCK + t;
-            _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), _mm512_set1_ps(less[r])));
-        }
-}
-
-/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind, const float *p,
-                                             int rows, int n, int first, const int nr, const int nv,
-                                             float *out) {
-    const uint8_t *src = rd->codes + first * rd->bits / 8;
-    const float *by = rd->scale;
-    tkvi_code_fields_avx512 apart;
-    int t, r, j;
-    __m512 acc[4][4];
-    tkvi_code_fields_of_avx512(rd, &apart);
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
+    if (r.means) {
+        TKVI_N(f16_to_f32)(r.means, s->dim, x);
+        for (c = 0; c < s->dim; c++) moved[rows * pad + c] -= x[c];
     }
-    for (t = 0; t < n; t++, src += rd->row_bytes, by += rd->scales_per_token) {
-        __m512 x[4];
-        if (first == 0) tkvi_prefetch_code_row(rd, t);
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) {
-            x[j] = tkvi_load_levels_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
-            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-        }
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++)
-            if (r < rows) {
-                float *o = out + r * rd->s->pad + first + 16 * j;
-                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
-            }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
+    if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
+        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        for (i = 1; i < count && rope; i++)
+            TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
+        for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
+        (&plain, (const uint8_t *)x, 0, q + i * pad, ref, rows - i, count, scores + i * TKVI_BLOCK + from);
     }
 }
 
-#define TKVI_DECODED_V_(name, kind)                                                                          \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_code_rows *rd, const float *p,          \
-                                                          int rows, int n, float *out) {                     \
-        int c = 0;                                                                                           \
-        for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
-            if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
-            else tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 4, out);                                 \
-        }                                                                                                    \
-        for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
-    }
-TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
-TKVI_DECODED_V_(bytes, rd->kind)
-#undef TKVI_DECODED_V_
-
-static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                     const uint8_t *next, const float *p, int rows, int n,
-                                                     int n_limbs, float *out) {
-    static void (*const kinds[2])(const tkvi_code_rows *rd, const float *p, int rows, int n,
-                                  float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
-    TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_code_rows rd;
-    float *o = s->grid && s->rotate ? sum : out;
-    int r, c, t;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
+TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
         tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
-    if (rd.factors) tkvi_fold_factors_avx512(&rd);
-    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
-    for (r = 0; r < rows && o == sum; r++) {
-        tkvi_rotate_back(sum + r * s->pad, s->dim);
-        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        TKVI_N(exact_v)
+        (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
     }
-    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
-    for (r = 0; r < rows && !s->grid; r++) { /* KVQuant: adds the zero points of the tokens */
-        __m512 plus = _mm512_setzero_ps();
-        for (t = 0; t < TKVI_BLOCK; t += 16)
-            plus =
-                _mm512_fmadd_ps(_mm512_load_ps(rd.zero + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
-        plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
-        for (c = 0; c < s->pad; c += 16)
-            _mm512_storeu_ps(out + r * s->pad + c,
-                             _mm512_add_ps(_mm512_loadu_ps(out + r * s->pad + c), plus));
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i < rows && r.rotated; i++, out += pad) {
+        TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
+        for (c = 0; c < s->dim; c++) out[c] += x[c];
     }
 }
+/* ======== kernels/avx512.h ======== */
+
+static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
+                                                   tkvi_f32_to_f16_avx2,
+                                                   tkvi_decode_log_scales_avx512,
+                                                   tkvi_decode_zero_points_avx512,
+                                                   tkvi_encode_log_scales_avx2,
+                                                   tkvi_pack_tile_avx2,
+                                                   tkvi_interleave_avx2,
+                                                   tkvi_encode_k_columns_avx512,
+                                                   tkvi_finalize_scales_avx2,
+                                                   tkvi_encode_v_tokens_avx512,
+                                                   tkvi_encode_groups_avx2,
+                                                   tkvi_decode_tiles_avx512,
+                                                   TKVI_IF(TKVI_HAS_DECODED, tkvi_decode_rows_avx512),
+                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
 
 /* >>tiles */
 /* ======== kernels/tiles.inc ======== */
@@ -13277,9 +13360,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
     {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx512)},
     {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx512)},
     &tkvi_simd_ops_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
@@ -13304,6 +13387,12 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
+#undef tkvi_vf_min
+#undef tkvi_vf_hide
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
 #undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
@@ -13315,6 +13404,11 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
+#undef tkvi_vi_and
+#undef tkvi_vi_xor
+#undef tkvi_vi_right
+#undef tkvi_vi_mul_right
+#undef tkvi_vi_as_float
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -13333,12 +13427,12 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
-#undef tkvi_vb_low8
-#undef tkvi_vb_high8
-#undef tkvi_vb_low32
-#undef tkvi_vb_high32
-#undef tkvi_vb_low64
-#undef tkvi_vb_high64
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_quads
+#undef tkvi_vb_zip2_quads
+#undef tkvi_vb_zip1_eights
+#undef tkvi_vb_zip2_eights
 #undef tkvi_vb_load_parts
 #undef tkvi_vb_store_parts
 #undef tkvi_ahead
@@ -13473,6 +13567,13 @@ TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_min_128(tkvi_f4 a, tkvi_f4 b) { return vminq_f32(a, b); }
+#define TKVI_HIDE_128(x) __asm__("" : "+w"(x))
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const float32x2_t x = vld1_f32(p);
+    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
+}
 TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) {
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)));
 }
@@ -13511,6 +13612,21 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_and_ints_128(tkvi_i4 a, tkvi_i4 b) { return vandq_s32(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
+
+/* Without signs. n: 1 .. 31. */
+TKVI_FLAT_128 tkvi_i4 tkvi_right_ints_128(tkvi_i4 x, int n) {
+    return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-n)));
+}
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const uint32x4_t x = vreinterpretq_u32_s32(a), y = vreinterpretq_u32_s32(b);
+    const uint64x2_t low = vshlq_u64(vmull_u32(vget_low_u32(x), vget_low_u32(y)), vdupq_n_s64(-n));
+    const uint64x2_t high = vshlq_u64(vmull_high_u32(x, y), vdupq_n_s64(-n));
+    return vreinterpretq_s32_u32(vuzp1q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high)));
+}
 
 /* Four bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
@@ -13518,6 +13634,31 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed
     memcpy(&x, p, 4);
     if (is_signed) return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
     return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(x))))));
+}
+
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p, 1)), 7);
+    return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
+                     vdupq_n_f32(4.0f));
+}
+
+/* Looks up four codes, the first from bit `from` of p on. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+    static const int32_t lane[4] = {0, 1, 2, 3};
+    const uint8_t *b = (const uint8_t *)level;
+    const int32x4_t shift = vmlaq_s32(vdupq_n_s32(-from), vld1q_s32(lane), vdupq_n_s32(-bits));
+    uint8x16x4_t table;
+    uint32x4_t x;
+    uint32_t word;
+    memcpy(&word, p, 4);
+    table.val[0] = vld1q_u8(b);
+    table.val[1] = vld1q_u8(b + 16);
+    table.val[2] = vld1q_u8(b + 32);
+    table.val[3] = vld1q_u8(b + 48);
+    x = vandq_u32(vshlq_u32(vdupq_n_u32(word), shift), vdupq_n_u32(15));
+    x = vmlaq_u32(vdupq_n_u32(0x03020100u), x, vdupq_n_u32(0x04040404u));
+    return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(x)));
 }
 
 /* >>bytes */
@@ -13543,17 +13684,17 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
 
-/* The same by 32 and 64 bits. */
-TKVI_FLAT_128 tkvi_b16 tkvi_low32_128(tkvi_b16 a, tkvi_b16 b) {
+/* The same by 4 and by 8 bytes. */
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_quads_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_high32_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_quads_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_low64_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_eights_128(tkvi_b16 a, tkvi_b16 b) {
     return vcombine_u8(vget_low_u8(a), vget_low_u8(b));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_high64_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_eights_128(tkvi_b16 a, tkvi_b16 b) {
     return vcombine_u8(vget_high_u8(a), vget_high_u8(b));
 }
 
@@ -13718,6 +13859,13 @@ TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_min_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmin(a, b); }
+#define TKVI_HIDE_128(x) ((void)0)
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const v128_t x = wasm_v128_load64_zero(p);
+    return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
+}
 TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) { return wasm_v128_xor(a, b); }
 
 /* Four horizontal sums. */
@@ -13769,6 +13917,18 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_i4 tkvi_and_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_and(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_right_ints_128(tkvi_i4 x, int n) {
+    return wasm_u32x4_shr(x, (uint32_t)n);
+} /* no signs */
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
+    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
+    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
+}
 
 TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
@@ -13786,6 +13946,22 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed
     const v128_t x = wasm_v128_load32_zero(p);
     if (is_signed) return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(x));
     return wasm_u32x4_extend_low_u16x8(wasm_u16x8_extend_low_u8x16(x));
+}
+
+/* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p, 1), 20);
+    return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
+                          wasm_i32x4_const_splat(0x78800000));
+}
+
+/* Looks up four codes, the first from bit `from` of p on. There is no vector instruction for a table of 64 bytes. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+    uint32_t x;
+    memcpy(&x, p, 4);
+    x >>= from;
+    return wasm_f32x4_make(level[x & 15], level[x >> bits & 15], level[x >> 2 * bits & 15],
+                           level[x >> 3 * bits & 15]);
 }
 
 /* >>bytes */
@@ -13816,13 +13992,15 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
 
-/* The same by 32 and 64 bits. */
-TKVI_FLAT_128 tkvi_b16 tkvi_low32_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i32x4_shuffle(a, b, 0, 4, 1, 5); }
-TKVI_FLAT_128 tkvi_b16 tkvi_high32_128(tkvi_b16 a, tkvi_b16 b) {
+/* The same by 4 and by 8 bytes. */
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_quads_128(tkvi_b16 a, tkvi_b16 b) {
+    return wasm_i32x4_shuffle(a, b, 0, 4, 1, 5);
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_quads_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i32x4_shuffle(a, b, 2, 6, 3, 7);
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_low64_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 0, 2); }
-TKVI_FLAT_128 tkvi_b16 tkvi_high64_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 1, 3); }
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_eights_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 0, 2); }
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_eights_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 1, 3); }
 
 TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
 TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
@@ -13927,6 +14105,14 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
 #define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
 #define tkvi_vf_max(a, b) tkvi_max_128(a, b)
+#define tkvi_vf_min(a, b) tkvi_min_128(a, b)
+#define tkvi_vf_hide(x) TKVI_HIDE_128(x)             /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_swap(x) tkvi_swap_128(x)             /* neighbours */
+#define tkvi_vf_load_twice(p) tkvi_load_twice_128(p) /* 2 floats, each in two neighbours */
+#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_128(p)
+/* Four codes of 2 to 4 bits, of channels c and up of a row, looked up in 16 levels. */
+#define tkvi_vf_load_table(level, row, c, bits)                                                              \
+    tkvi_load_table_floats_128(level, (row) + (c) * (bits) / 8, (c) * (bits) % 8, bits)
 #define tkvi_vf_xor(a, b) tkvi_xor_floats_128(a, b)
 #define tkvi_vf_abs(x) tkvi_abs_128(x)
 #define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
@@ -13940,6 +14126,11 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
 #define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
 #define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
+#define tkvi_vi_and(a, b) tkvi_and_ints_128(a, b)
+#define tkvi_vi_xor(a, b) tkvi_xor_ints_128(a, b)
+#define tkvi_vi_right(x, n) tkvi_right_ints_128(x, n)          /* without sign */
+#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_128(a, b, n) /* a b >> n, without signs */
+#define tkvi_vi_as_float(x) tkvi_as_float_128(x)
 #define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
 #define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
 #define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
@@ -13962,13 +14153,13 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
 #define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
 
-/* The first (low) or second (high) halves of a and b, interleaved in steps of 8, 32 or 64 bits. */
-#define tkvi_vb_low8(a, b) tkvi_zip1_128(a, b)
-#define tkvi_vb_high8(a, b) tkvi_zip2_128(a, b)
-#define tkvi_vb_low32(a, b) tkvi_low32_128(a, b)
-#define tkvi_vb_high32(a, b) tkvi_high32_128(a, b)
-#define tkvi_vb_low64(a, b) tkvi_low64_128(a, b)
-#define tkvi_vb_high64(a, b) tkvi_high64_128(a, b)
+/* Interleave the first or second halves, by bytes, by 4 or by 8 bytes. */
+#define tkvi_vb_zip1(a, b) tkvi_zip1_128(a, b)
+#define tkvi_vb_zip2(a, b) tkvi_zip2_128(a, b)
+#define tkvi_vb_zip1_quads(a, b) tkvi_zip1_quads_128(a, b)
+#define tkvi_vb_zip2_quads(a, b) tkvi_zip2_quads_128(a, b)
+#define tkvi_vb_zip1_eights(a, b) tkvi_zip1_eights_128(a, b)
+#define tkvi_vb_zip2_eights(a, b) tkvi_zip2_eights_128(a, b)
 #define tkvi_vb_load_parts(p, distance) tkvi_load_bytes_128(p) /* a vector is one part */
 #define tkvi_vb_store_parts(p, distance, x) tkvi_store_bytes_128(p, x)
 
@@ -14097,14 +14288,14 @@ TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
     int k;
     TKVI_UNROLL
     for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
-    a = tkvi_vb_low32(x[0], x[1]);
-    b = tkvi_vb_low32(x[2], x[3]);
-    c = tkvi_vb_high32(x[0], x[1]);
-    d = tkvi_vb_high32(x[2], x[3]);
-    x[0] = tkvi_vb_low64(a, b);
-    x[1] = tkvi_vb_high64(a, b);
-    x[2] = tkvi_vb_low64(c, d);
-    x[3] = tkvi_vb_high64(c, d);
+    a = tkvi_vb_zip1_quads(x[0], x[1]);
+    b = tkvi_vb_zip1_quads(x[2], x[3]);
+    c = tkvi_vb_zip2_quads(x[0], x[1]);
+    d = tkvi_vb_zip2_quads(x[2], x[3]);
+    x[0] = tkvi_vb_zip1_eights(a, b);
+    x[1] = tkvi_vb_zip2_eights(a, b);
+    x[2] = tkvi_vb_zip1_eights(c, d);
+    x[3] = tkvi_vb_zip2_eights(c, d);
 }
 
 /* Sorts the codes of a tile of K into four columns. */
@@ -14147,8 +14338,8 @@ TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
     int i;
     TKVI_UNROLL
     for (i = 0; i < 8; i++) {
-        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_low8(a[0], a[h]);
-        a[h] = tkvi_vb_high8(a[0], a[h]);
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_zip1(a[0], a[h]);
+        a[h] = tkvi_vb_zip2(a[0], a[h]);
         a[0] = low;
     }
 }
@@ -14335,20 +14526,6 @@ static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scal
     tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
-                                                tkvi_f32_to_f16_scalar,
-                                                tkvi_decode_log_scales_128,
-                                                tkvi_decode_zero_points_128,
-                                                tkvi_encode_log_scales_scalar,
-                                                tkvi_pack_tile,
-                                                tkvi_interleave_scalar,
-                                                tkvi_encode_k_columns_scalar,
-                                                tkvi_finalize_scales_scalar,
-                                                tkvi_encode_v_tokens_scalar,
-                                                tkvi_encode_groups_scalar,
-                                                tkvi_decode_tiles_128,
-                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
-
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
     int t;
@@ -14495,6 +14672,315 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_MADD4_V_
 #undef TKVI_SAVE4_K_
 #undef TKVI_SAVE4_V_
+
+/* Scores of up to 4 rows. */
+static void tkvi_exact_rows_k_128(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                  const float *ref, int left, int n, float *scores) {
+    (void)ahead;
+    if (left >= 4) tkvi_exact_k4_128(TKVI_AS_F32, 4, s, src, q, ref, n, scores);
+    else
+        for (; left > 0; left--, q += s->pad, scores += TKVI_BLOCK)
+            tkvi_exact_k4_128(TKVI_AS_F32, 1, s, src, q, ref, n, scores);
+}
+#define tkvi_exact_v_128 tkvi_f32_v_128
+/* ======== kernels/code_rows.inc ======== */
+/*
+ * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
+ * back gives the bits of the format's decode function. Attention multiplies them as it does exact tokens, and moves
+ * the options of a format from the tokens to the query, which costs less:
+ *
+ *     center    q.(y + mean - ref) = q.(y - (ref - mean))
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *
+ * ref goes with the queries. Its rounding, 1e-7 of it, is far below the error of these formats. Sums have another order
+ * than in decode. So attention agrees with decode within rounding, not bit by bit.
+ */
+
+/* Levels of E5M2. Codes of subnormals (exponent 0) are read as if they were normal numbers of half the step: twice the
+ * result, less the smallest normal number, is right for them, and too large for the others. All of it is exact. */
+TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
+    const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
+    const tkvi_vf normal =
+        tkvi_vi_as_float(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vi_as_float(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+    const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
+    return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
+}
+
+/* Levels of the channels from c on, a multiple of TKVI_VF. Those beyond the last channel have no meaning. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const tkvi_code_rows *r, const tkvi_code_kind kind, const uint8_t *row,
+                                    int c) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(r->level, row, c, r->bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(row + c));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(row + c) : TKVI_N(e5m2)(tkvi_vi_load_bytes(row + c));
+}
+
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. */
+TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                     const tkvi_code_scales scales, int from, int n, float *x,
+                                     size_t stride) {
+    const int pad = r->s->pad;
+    int t, c, h;
+    for (t = from; t < from + n; t++, x += stride) {
+        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
+        const float *scale = r->scale + t * r->parts, *zero = r->zero + t * r->parts;
+        if (r->ahead) tkvi_ahead(row, (int)r->row_bytes, r->ahead);
+        if (r->ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, r->ahead);
+        for (c = 0; c < pad; c += 16) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> r->shift;
+            const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
+            TKVI_UNROLL
+            for (h = c; h < c + 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r, kind, row, h);
+                if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
+                else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + h), tkvi_vf_load(r->zero + h));
+                tkvi_vf_store(x + h, y);
+            }
+        }
+    }
+}
+
+/* x: out, tokens from .. from + n - 1 with their outliers, [token][pad], `stride` floats apart. */
+TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
+#define TKVI_CODES_(kind, scales) TKVI_N(codes_to_floats)(r, kind, scales, from, n, x, stride)
+    if (r->kind == TKVI_CODES_INT8) TKVI_CODES_(TKVI_CODES_INT8, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E4M3) TKVI_CODES_(TKVI_CODES_E4M3, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E5M2) TKVI_CODES_(TKVI_CODES_E5M2, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_SCALE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
+    else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
+#undef TKVI_CODES_
+    tkvi_add_outliers(r, from, n, x, stride);
+}
+
+/* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
+TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                       uintptr_t ahead) {
+    uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
+    int t, c;
+    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
+    if (!r->factors) return 1;
+    memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
+    memset(factor + TKVI_BLOCK * r->parts, 0, 16);
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
+            tkvi_vf_store(r->scale + c,
+                          tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
+    return 1;
+}
+
+/* Rotates a row of `pad` channels as core/rotate.h. */
+TKVI_KERNEL void TKVI_N(rotate_row)(float *x, const float *signs, int dim) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store(x + c, tkvi_vf_xor(tkvi_vf_load(x + c), tkvi_vf_load(signs + c)));
+    (void)TKVI_N(window)(x, NULL, x, log2n);
+    if (n < dim) (void)TKVI_N(window)(x + dim - n, NULL, x + dim - n, log2n);
+}
+
+/* >>RoPE */
+/* tkvi_turn_make for positions from 0 on: the bits of tkvi_cos_sin (core/rope.h). a / 90 is a mul_high(a, 2^38 / 90),
+ * rounded up, and so on: exact below 2^31. */
+TKVI_KERNEL void TKVI_N(turn)(const tkvi_rope *rope, int64_t position, float *cosine, float *sine) {
+    const uint64_t distance = (uint64_t)(position < 0 ? -position : position);
+    const tkvi_vi one = tkvi_vi_splat((int32_t)0x80000000u), none = tkvi_vi_splat(0);
+    const tkvi_vf unit = tkvi_vf_splat(9.3132257461547852e-10f); /* 2^-30 */
+    int32_t angle[TKV_MAX_HEAD_DIM / 2];
+    int j;
+    for (j = 0; j < rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(distance * rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0;
+#define TKVI_OVER_(x, by, n) tkvi_vi_mul_right(x, tkvi_vi_splat((int32_t)(by)), n)
+    for (j = 0; j < rope->pairs; j += TKVI_VF) {
+        const tkvi_vi p = tkvi_vi_load(angle + j);
+        const tkvi_vi quarter = tkvi_vi_right(tkvi_vi_add(p, tkvi_vi_splat(0x20000000)), 30);
+        const tkvi_vi rest = tkvi_vi_sub(p, tkvi_vi_left(quarter, 30));
+        const tkvi_vi minus = tkvi_vi_sub(none, tkvi_vi_right(rest, 31));
+        const tkvi_vi swap = tkvi_vi_sub(none, tkvi_vi_and(quarter, tkvi_vi_splat(1)));
+        tkvi_vi x = tkvi_vi_sub(tkvi_vi_xor(rest, minus), minus), z, s, c, both;
+        x = TKVI_OVER_(x, 0x6487ed51, 29);
+        z = tkvi_vi_mul_right(x, x, 31);
+        c = tkvi_vi_sub(one, TKVI_OVER_(z, 0xb60b60b7u, 38));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x92492493u, 37));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x88888889u, 36));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x2aaaaaabu, 33));
+        c = tkvi_vi_right(tkvi_vi_sub(one, tkvi_vi_mul_right(z, c, 32)), 1);
+        s = tkvi_vi_sub(one, TKVI_OVER_(z, 0x38e38e39u, 36));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x30c30c31u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x66666667u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x2aaaaaabu, 32));
+        s = tkvi_vi_mul_right(x, s, 32);
+        s = tkvi_vi_sub(tkvi_vi_xor(s, minus), minus);
+        both = tkvi_vi_and(tkvi_vi_xor(s, c), swap); /* in the next quarter, cos is -sin and sin is cos */
+        s = tkvi_vi_xor(s, both);
+        c = tkvi_vi_xor(c, both);
+        both = tkvi_vi_sub(none, tkvi_vi_right(quarter, 1));
+        s = tkvi_vi_sub(tkvi_vi_xor(s, both), both);
+        both = tkvi_vi_xor(both, swap);
+        c = tkvi_vi_sub(tkvi_vi_xor(c, both), both);
+        tkvi_vf_store(cosine + j, tkvi_vf_mul(tkvi_vi_to_float(c), unit));
+        tkvi_vf_store(sine + j, tkvi_vf_mul(tkvi_vi_to_float(s), unit));
+    }
+#undef TKVI_OVER_
+    for (j = 0; j < rope->pairs && position < 0; j++) sine[j] = -sine[j];
+}
+
+/* tkvi_turn_apply. */
+TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, const float *sine, float *x) {
+    static const float signs[16] = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    const tkvi_vf sign = tkvi_vf_load(signs);
+    float *y = x + rope->apart;
+    int j;
+    if (rope->pairs % TKVI_VF) {
+        tkvi_turn_apply(rope, cosine, sine, x);
+        return;
+    }
+    for (j = 0; j < 2 * rope->pairs && rope->step == 2; j += TKVI_VF) {
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_swap(a);
+        a = tkvi_vf_mul(a, tkvi_vf_load_twice(cosine + j / 2));
+        b = tkvi_vf_mul(b, tkvi_vf_mul(tkvi_vf_load_twice(sine + j / 2), sign));
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+    }
+    for (j = 0; j < rope->pairs && rope->step == 1; j += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + j), s = tkvi_vf_load(sine + j);
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(y + j), as = tkvi_vf_mul(a, s),
+                bs = tkvi_vf_mul(b, s);
+        a = tkvi_vf_mul(a, c);
+        b = tkvi_vf_mul(b, c);
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_hide(as);
+        tkvi_vf_hide(bs);
+        tkvi_vf_store(x + j, tkvi_vf_sub(a, bs));
+        tkvi_vf_store(y + j, tkvi_vf_add(b, as));
+    }
+}
+
+/* >>reading back */
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                    int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    tkvi_code_rows r;
+    int from, t, c;
+    (void)ops;
+    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    if (r.rotated) TKVI_N(flips)(signs, s->pad);
+    if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
+    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+        float *to = direct ? x : y;
+        const size_t apart = direct ? stride : (size_t)s->pad;
+        TKVI_N(decode_code_rows)(&r, from, count, to, apart);
+        for (t = from; t < from + count; t++, x += stride, to += apart) {
+            if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
+            else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
+            for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
+            if (!s->rope || s->rope->pairs < 1) continue;
+            TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
+            TKVI_N(turn_row)(s->rope, cosine, sine, x);
+        }
+    }
+    return 1;
+}
+
+/* >>attention */
+/* A float side for decoded rows, to be passed to kernels of the exact tiers. */
+static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
+    tkvi_side plain = *s;
+    plain.format = &tkvi_formats[TKV_F32];
+    return plain;
+}
+
+TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *q, const float *ref, int rows, int n, int n_limbs,
+                                   float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
+        memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
+        memcpy(moved + rows * pad, ref, (size_t)pad * sizeof *ref);
+        q = moved;
+        ref = moved + rows * pad;
+    }
+    if (r.means) {
+        TKVI_N(f16_to_f32)(r.means, s->dim, x);
+        for (c = 0; c < s->dim; c++) moved[rows * pad + c] -= x[c];
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
+    if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
+        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        for (i = 1; i < count && rope; i++)
+            TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
+        for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
+        (&plain, (const uint8_t *)x, 0, q + i * pad, ref, rows - i, count, scores + i * TKVI_BLOCK + from);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
+        return;
+    }
+    if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        TKVI_N(exact_v)
+        (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i < rows && r.rotated; i++, out += pad) {
+        TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
+        for (c = 0; c < s->dim; c++) out[c] += x[c];
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
+
+static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
+                                                tkvi_f32_to_f16_scalar,
+                                                tkvi_decode_log_scales_128,
+                                                tkvi_decode_zero_points_128,
+                                                tkvi_encode_log_scales_scalar,
+                                                tkvi_pack_tile,
+                                                tkvi_interleave_scalar,
+                                                tkvi_encode_k_columns_scalar,
+                                                tkvi_finalize_scales_scalar,
+                                                tkvi_encode_v_tokens_scalar,
+                                                tkvi_encode_groups_scalar,
+                                                tkvi_decode_tiles_128,
+                                                TKVI_IF(TKVI_HAS_DECODED, tkvi_decode_rows_128),
+                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 /* ======== kernels/tiles.inc ======== */
 /*
@@ -15116,9 +15602,9 @@ static const tkvi_kernels tkvi_kernels_128 = {
     TKVI_ISA_128,
     TKVI_NAME_128,
     {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_128)},
     {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_128)},
     &tkvi_simd_ops_128,
     tkvi_exp64_128,
     tkvi_max64_128,
@@ -15143,6 +15629,12 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
+#undef tkvi_vf_min
+#undef tkvi_vf_hide
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
 #undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
@@ -15154,6 +15646,11 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
+#undef tkvi_vi_and
+#undef tkvi_vi_xor
+#undef tkvi_vi_right
+#undef tkvi_vi_mul_right
+#undef tkvi_vi_as_float
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -15172,12 +15669,12 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
-#undef tkvi_vb_low8
-#undef tkvi_vb_high8
-#undef tkvi_vb_low32
-#undef tkvi_vb_high32
-#undef tkvi_vb_low64
-#undef tkvi_vb_high64
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_quads
+#undef tkvi_vb_zip2_quads
+#undef tkvi_vb_zip1_eights
+#undef tkvi_vb_zip2_eights
 #undef tkvi_vb_load_parts
 #undef tkvi_vb_store_parts
 #undef tkvi_ahead

@@ -63,7 +63,7 @@ extern "C" {
 #include "kernels/scalar.h"
 #include "kernels/x86.h"
 #include "kernels/simd_x86.h"
-#include "kernels/decode_x86.h"
+#include "kernels/code_rows.h"
 #include "kernels/rotate_x86.h"
 #include "kernels/groups_x86.h"
 #include "kernels/tiles.h"

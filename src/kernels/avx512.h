@@ -405,20 +405,6 @@ static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) 
     }
 }
 
-static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
-                                                   tkvi_f32_to_f16_avx2,
-                                                   tkvi_decode_log_scales_avx512,
-                                                   tkvi_decode_zero_points_avx512,
-                                                   tkvi_encode_log_scales_avx2,
-                                                   tkvi_pack_tile_avx2,
-                                                   tkvi_interleave_avx2,
-                                                   tkvi_encode_k_columns_avx512,
-                                                   tkvi_finalize_scales_avx2,
-                                                   tkvi_encode_v_tokens_avx512,
-                                                   tkvi_encode_groups_avx2,
-                                                   tkvi_decode_tiles_avx512,
-                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
-
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
     __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
     __m512 b = _mm512_max_ps(_mm512_loadu_ps(s + 32), _mm512_loadu_ps(s + 48));
@@ -558,309 +544,22 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
     }
 }
 
-/* >>decoded: see kernels/decode_x86.h */
-/* Levels of E5M2. Normal codes get the exponent of a float. Subnormal codes are normal numbers as floats, so they are
- * converted from integers. */
-TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
-    const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
-    const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
-    const __m512i large =
-        _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m512 subnormal = _mm512_mul_ps(
-        _mm512_cvtepi32_ps(size), _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
-    const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
-                                            _mm512_castps_si512(subnormal));
-    return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
-}
+#include "kernels/code_rows.inc"
 
-/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
-TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
-    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
-    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
-    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
-}
-
-/* Positions of the codes of a vector: the two bytes that hold each code (pick), and its shift in them. Index 0 and 1:
- * first and second RoPE partners. Index 2: 16 neighbours. */
-typedef struct tkvi_code_fields_avx512 {
-    __m512i pick[3], shift[3];
-    __m512 level;
-} tkvi_code_fields_avx512;
-
-TKVI_FLAT_AVX512 void tkvi_code_fields_of_avx512(const tkvi_code_rows *r, tkvi_code_fields_avx512 *a) {
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    int k;
-    for (k = 0; k < 3; k++) {
-        const int step = k < 2 && r->rope ? r->rope->step : 1;
-        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), at;
-        if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
-        at = _mm512_srli_epi32(bit, 3);
-        a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
-        a->pick[k] = _mm512_add_epi32(at, _mm512_slli_epi32(at, 8));
-        a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
-    }
-    a->level = _mm512_load_ps(r->level);
-}
-
-/* 16 levels. Lanes beyond the last channel have no meaning. The branches are predicted: kind is one for a side. */
-TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8_t *p,
-                                                const tkvi_code_fields_avx512 *a, const int k) {
-    const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
-    __m512i x;
-    if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-    if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
-    if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
-    x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
-    return _mm512_permutexvar_ps(x, a->level); /* uses 4 bits of x */
-}
-
-/* Multiplies the factors of 16 channels into the scales of tokens. */
-static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
-    TKVI_ALIGNED float scale[TKVI_BLOCK];
-    int t;
-    memcpy(scale, r->scale, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* the next token overwrites the lanes beyond this one's factors */
-        const __mmask16 some = (__mmask16)((1 << r->scales_per_token) - 1);
-        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->factors + t * r->scales_per_token));
-        _mm512_storeu_ps(r->scale + t * r->scales_per_token, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
-    }
-}
-
-/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k4_avx512. more: outliers, added
- * to the keys. roped: 1: rotates the keys by RoPE. */
-TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
-                                             const int by_channel, const int roped, int from, int n,
-                                             const float *q, const float *more, int rows, const int nr,
-                                             float *scores) {
-    tkvi_code_fields_avx512 apart;
-    int t, v, r, j;
-    tkvi_code_fields_of_avx512(rd, &apart);
-    for (t = 0; t < n; t += 4) { /* may read tokens beyond n: a record has 64 rows */
-        __m512 acc[4][4];
-        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
-        const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = roped ? rd->rope->cosine + t * rd->rope->row : NULL;
-        const float *sine = roped ? rd->rope->sine + t * rd->rope->row : NULL;
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
-        }
-        v = 0;
-        for (; v < (roped ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
-            const __m512 by0 = _mm512_load_ps(rd->scale + 16 * v),
-                         by1 = _mm512_load_ps(rd->scale + 16 * v + 16);
-            const __m512 plus0 = _mm512_load_ps(rd->zero + 16 * v);
-            const __m512 plus1 = _mm512_load_ps(rd->zero + 16 * v + 16);
-            __m512 a[4], b[4];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                const __m512 c = _mm512_loadu_ps(cosine + j * rd->rope->row);
-                const __m512 d = _mm512_loadu_ps(sine + j * rd->rope->row);
-                const uint8_t *kj = k + (size_t)j * rd->row_bytes;
-                const float *mj = m + 16 * j * rd->n_vectors;
-                __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
-                __m512 y = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v + 1], &apart, 1);
-                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
-                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
-                a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
-                b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
-            }
-            TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v;
-                const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++)
-                    acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
-            }
-        }
-        for (; v < rd->n_vectors; v++, m += 16) {
-            const uint8_t *kv = k + rd->vector_at[v];
-            const float *bv = by + (16 * v >> rd->shift);
-            __m512 x[4];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                x[j] = tkvi_load_levels_avx512(kind, kv + (size_t)j * rd->row_bytes, &apart, 2);
-                if (by_channel) {
-                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->scale + 16 * v),
-                                           _mm512_load_ps(rd->zero + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->n_vectors));
-                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->scales_per_token]));
-            }
-            TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v);
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-            }
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++)
-            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
-    }
-}
-
-/* Kernels for codes with a table of levels, for codes of whole bytes, and for keys of KVQuant without and with
- * RoPE. */
-#define TKVI_DECODED_K_(name, kind, by_channel, roped)                                                       \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_code_rows *rd, int from, int n,         \
-                                                          const float *q, const float *more, int rows,       \
-                                                          float *scores) {                                   \
-        if (rows == 1)                                                                                       \
-            tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 1, scores);          \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 4, scores);         \
-    }
-TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
-TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
-TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
-TKVI_DECODED_K_(rope, TKVI_CODES_TABLE, 1, 1)
-#undef TKVI_DECODED_K_
-
-/* Inverts RoPE on a row in the order of the vectors. */
-TKVI_FLAT_AVX512 void tkvi_rope_row_back_avx512(const tkvi_code_rows *r, const float *cosine,
-                                                const float *sine, float *x) {
-    int v;
-    for (v = 0; v < r->n_partners; v += 2, x += 32) {
-        __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
-        __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
-        _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
-        _mm512_store_ps(x + 16, _mm512_fnmadd_ps(a, s, _mm512_mul_ps(b, c)));
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                     const uint8_t *next, const float *q, const float *ref,
-                                                     int rows, int n, int n_limbs, float *scores) {
-    static void (*const kinds[4])(const tkvi_code_rows *rd, int from, int n, const float *q,
-                                  const float *more, int rows, float *scores) = {
-        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_rope_k_avx512};
-    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
-    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_VECTOR_FLOATS]; /* outliers */
-    float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
-    tkvi_code_rows rd;
-    int from, r, t, step, kind;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
-        return;
-    }
-    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    if (rd.factors) tkvi_fold_factors_avx512(&rd);
-    tkvi_place_queries(&rd, q, ref, rows, x, less);
-    kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
-    step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
-    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.n_vectors) * sizeof *more);
-    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
-    for (from = 0; from < n; from += step) {
-        const int count = tkvi_min(step, n - from);
-        int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
-        for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine + step * rd.rope->row : first[0],
-                                      from ? rd.rope->sine + step * rd.rope->row : first[1],
-                                      x + 16 * r * rd.n_vectors);
-        for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
-                        scores + r * TKVI_BLOCK + from);
-        while (out > 0) *where[--out] = 0.0f;
-    }
-    for (r = 0; r < rows; r++)
-        for (t = 0; t < TKVI_BLOCK; t += 16) {
-            float *at = scores + r * TKVI_BLOCK + t;
-            _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), _mm512_set1_ps(less[r])));
-        }
-}
-
-/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind, const float *p,
-                                             int rows, int n, int first, const int nr, const int nv,
-                                             float *out) {
-    const uint8_t *src = rd->codes + first * rd->bits / 8;
-    const float *by = rd->scale;
-    tkvi_code_fields_avx512 apart;
-    int t, r, j;
-    __m512 acc[4][4];
-    tkvi_code_fields_of_avx512(rd, &apart);
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
-    }
-    for (t = 0; t < n; t++, src += rd->row_bytes, by += rd->scales_per_token) {
-        __m512 x[4];
-        if (first == 0) tkvi_prefetch_code_row(rd, t);
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) {
-            x[j] = tkvi_load_levels_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
-            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-        }
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++)
-            if (r < rows) {
-                float *o = out + r * rd->s->pad + first + 16 * j;
-                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
-            }
-    }
-}
-
-#define TKVI_DECODED_V_(name, kind)                                                                          \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_code_rows *rd, const float *p,          \
-                                                          int rows, int n, float *out) {                     \
-        int c = 0;                                                                                           \
-        for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
-            if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
-            else tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 4, out);                                 \
-        }                                                                                                    \
-        for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
-    }
-TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
-TKVI_DECODED_V_(bytes, rd->kind)
-#undef TKVI_DECODED_V_
-
-static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                     const uint8_t *next, const float *p, int rows, int n,
-                                                     int n_limbs, float *out) {
-    static void (*const kinds[2])(const tkvi_code_rows *rd, const float *p, int rows, int n,
-                                  float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
-    TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_code_rows rd;
-    float *o = s->grid && s->rotate ? sum : out;
-    int r, c, t;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
-        return;
-    }
-    if (rd.factors) tkvi_fold_factors_avx512(&rd);
-    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
-    for (r = 0; r < rows && o == sum; r++) {
-        tkvi_rotate_back(sum + r * s->pad, s->dim);
-        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
-    }
-    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
-    for (r = 0; r < rows && !s->grid; r++) { /* KVQuant: adds the zero points of the tokens */
-        __m512 plus = _mm512_setzero_ps();
-        for (t = 0; t < TKVI_BLOCK; t += 16)
-            plus =
-                _mm512_fmadd_ps(_mm512_load_ps(rd.zero + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
-        plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
-        for (c = 0; c < s->pad; c += 16)
-            _mm512_storeu_ps(out + r * s->pad + c,
-                             _mm512_add_ps(_mm512_loadu_ps(out + r * s->pad + c), plus));
-    }
-}
+static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
+                                                   tkvi_f32_to_f16_avx2,
+                                                   tkvi_decode_log_scales_avx512,
+                                                   tkvi_decode_zero_points_avx512,
+                                                   tkvi_encode_log_scales_avx2,
+                                                   tkvi_pack_tile_avx2,
+                                                   tkvi_interleave_avx2,
+                                                   tkvi_encode_k_columns_avx512,
+                                                   tkvi_finalize_scales_avx2,
+                                                   tkvi_encode_v_tokens_avx512,
+                                                   tkvi_encode_groups_avx2,
+                                                   tkvi_decode_tiles_avx512,
+                                                   TKVI_IF(TKVI_HAS_DECODED, tkvi_decode_rows_avx512),
+                                                   TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
 
 /* >>tiles */
 #include "kernels/tiles.inc"
@@ -908,9 +607,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
     {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx512)},
     {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx512)},
     &tkvi_simd_ops_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,

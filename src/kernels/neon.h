@@ -42,6 +42,13 @@ TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_min_128(tkvi_f4 a, tkvi_f4 b) { return vminq_f32(a, b); }
+#define TKVI_HIDE_128(x) __asm__("" : "+w"(x))
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const float32x2_t x = vld1_f32(p);
+    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
+}
 TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) {
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)));
 }
@@ -80,6 +87,21 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_and_ints_128(tkvi_i4 a, tkvi_i4 b) { return vandq_s32(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
+
+/* Without signs. n: 1 .. 31. */
+TKVI_FLAT_128 tkvi_i4 tkvi_right_ints_128(tkvi_i4 x, int n) {
+    return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-n)));
+}
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const uint32x4_t x = vreinterpretq_u32_s32(a), y = vreinterpretq_u32_s32(b);
+    const uint64x2_t low = vshlq_u64(vmull_u32(vget_low_u32(x), vget_low_u32(y)), vdupq_n_s64(-n));
+    const uint64x2_t high = vshlq_u64(vmull_high_u32(x, y), vdupq_n_s64(-n));
+    return vreinterpretq_s32_u32(vuzp1q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high)));
+}
 
 /* Four bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
@@ -87,6 +109,31 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed
     memcpy(&x, p, 4);
     if (is_signed) return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
     return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(x))))));
+}
+
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p, 1)), 7);
+    return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
+                     vdupq_n_f32(4.0f));
+}
+
+/* Looks up four codes, the first from bit `from` of p on. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+    static const int32_t lane[4] = {0, 1, 2, 3};
+    const uint8_t *b = (const uint8_t *)level;
+    const int32x4_t shift = vmlaq_s32(vdupq_n_s32(-from), vld1q_s32(lane), vdupq_n_s32(-bits));
+    uint8x16x4_t table;
+    uint32x4_t x;
+    uint32_t word;
+    memcpy(&word, p, 4);
+    table.val[0] = vld1q_u8(b);
+    table.val[1] = vld1q_u8(b + 16);
+    table.val[2] = vld1q_u8(b + 32);
+    table.val[3] = vld1q_u8(b + 48);
+    x = vandq_u32(vshlq_u32(vdupq_n_u32(word), shift), vdupq_n_u32(15));
+    x = vmlaq_u32(vdupq_n_u32(0x03020100u), x, vdupq_n_u32(0x04040404u));
+    return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(x)));
 }
 
 /* >>bytes */
@@ -112,17 +159,17 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
 
-/* The same by 32 and 64 bits. */
-TKVI_FLAT_128 tkvi_b16 tkvi_low32_128(tkvi_b16 a, tkvi_b16 b) {
+/* The same by 4 and by 8 bytes. */
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_quads_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_high32_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_quads_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_low64_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_eights_128(tkvi_b16 a, tkvi_b16 b) {
     return vcombine_u8(vget_low_u8(a), vget_low_u8(b));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_high64_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_eights_128(tkvi_b16 a, tkvi_b16 b) {
     return vcombine_u8(vget_high_u8(a), vget_high_u8(b));
 }
 

@@ -297,7 +297,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/decode_x86.h). */
+/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/code_rows.h). */
 #define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
 
 /* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */

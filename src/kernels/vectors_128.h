@@ -9,6 +9,7 @@
 #ifndef TKVI_KERNELS_VECTORS_128_H
 #define TKVI_KERNELS_VECTORS_128_H
 
+#include "kernels/code_rows.h"
 #include "kernels/neon.h"
 #include "kernels/tiles.h"
 #include "kernels/wasm.h"
@@ -81,20 +82,6 @@ static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scal
     }
     tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
 }
-
-static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
-                                                tkvi_f32_to_f16_scalar,
-                                                tkvi_decode_log_scales_128,
-                                                tkvi_decode_zero_points_128,
-                                                tkvi_encode_log_scales_scalar,
-                                                tkvi_pack_tile,
-                                                tkvi_interleave_scalar,
-                                                tkvi_encode_k_columns_scalar,
-                                                tkvi_finalize_scales_scalar,
-                                                tkvi_encode_v_tokens_scalar,
-                                                tkvi_encode_groups_scalar,
-                                                tkvi_decode_tiles_128,
-                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -243,6 +230,33 @@ TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
 #undef TKVI_SAVE4_K_
 #undef TKVI_SAVE4_V_
 
+/* Scores of up to 4 rows. */
+static void tkvi_exact_rows_k_128(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                  const float *ref, int left, int n, float *scores) {
+    (void)ahead;
+    if (left >= 4) tkvi_exact_k4_128(TKVI_AS_F32, 4, s, src, q, ref, n, scores);
+    else
+        for (; left > 0; left--, q += s->pad, scores += TKVI_BLOCK)
+            tkvi_exact_k4_128(TKVI_AS_F32, 1, s, src, q, ref, n, scores);
+}
+#define tkvi_exact_v_128 tkvi_f32_v_128
+#include "kernels/code_rows.inc"
+
+static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
+                                                tkvi_f32_to_f16_scalar,
+                                                tkvi_decode_log_scales_128,
+                                                tkvi_decode_zero_points_128,
+                                                tkvi_encode_log_scales_scalar,
+                                                tkvi_pack_tile,
+                                                tkvi_interleave_scalar,
+                                                tkvi_encode_k_columns_scalar,
+                                                tkvi_finalize_scales_scalar,
+                                                tkvi_encode_v_tokens_scalar,
+                                                tkvi_encode_groups_scalar,
+                                                tkvi_decode_tiles_128,
+                                                TKVI_IF(TKVI_HAS_DECODED, tkvi_decode_rows_128),
+                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
+
 #include "kernels/tiles.inc"
 
 static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
@@ -253,9 +267,9 @@ static const tkvi_kernels tkvi_kernels_128 = {
     TKVI_ISA_128,
     TKVI_NAME_128,
     {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_128)},
     {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_128)},
     &tkvi_simd_ops_128,
     tkvi_exp64_128,
     tkvi_max64_128,

@@ -43,6 +43,13 @@ TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_min_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmin(a, b); }
+#define TKVI_HIDE_128(x) ((void)0)
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const v128_t x = wasm_v128_load64_zero(p);
+    return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
+}
 TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) { return wasm_v128_xor(a, b); }
 
 /* Four horizontal sums. */
@@ -94,6 +101,18 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_i4 tkvi_and_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_and(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_right_ints_128(tkvi_i4 x, int n) {
+    return wasm_u32x4_shr(x, (uint32_t)n);
+} /* no signs */
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
+    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
+    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
+}
 
 TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
@@ -111,6 +130,22 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed
     const v128_t x = wasm_v128_load32_zero(p);
     if (is_signed) return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(x));
     return wasm_u32x4_extend_low_u16x8(wasm_u16x8_extend_low_u8x16(x));
+}
+
+/* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p, 1), 20);
+    return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
+                          wasm_i32x4_const_splat(0x78800000));
+}
+
+/* Looks up four codes, the first from bit `from` of p on. There is no vector instruction for a table of 64 bytes. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+    uint32_t x;
+    memcpy(&x, p, 4);
+    x >>= from;
+    return wasm_f32x4_make(level[x & 15], level[x >> bits & 15], level[x >> 2 * bits & 15],
+                           level[x >> 3 * bits & 15]);
 }
 
 /* >>bytes */
@@ -141,13 +176,15 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
 
-/* The same by 32 and 64 bits. */
-TKVI_FLAT_128 tkvi_b16 tkvi_low32_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i32x4_shuffle(a, b, 0, 4, 1, 5); }
-TKVI_FLAT_128 tkvi_b16 tkvi_high32_128(tkvi_b16 a, tkvi_b16 b) {
+/* The same by 4 and by 8 bytes. */
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_quads_128(tkvi_b16 a, tkvi_b16 b) {
+    return wasm_i32x4_shuffle(a, b, 0, 4, 1, 5);
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_quads_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i32x4_shuffle(a, b, 2, 6, 3, 7);
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_low64_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 0, 2); }
-TKVI_FLAT_128 tkvi_b16 tkvi_high64_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 1, 3); }
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_eights_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 0, 2); }
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_eights_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 1, 3); }
 
 TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
 TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
