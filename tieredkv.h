@@ -8427,12 +8427,15 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_e4m3_avx512(const uint8_t *p) {
     return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
 }
 
+/* Reads 16 bytes. Picks the two bytes that hold a code, and shifts them. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_table_floats_avx512(const float *level, const uint8_t *p, int bits) {
-    const __m512i step = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7),
-                                            _mm512_set1_epi32(bits));
-    const __m512i x = _mm512_inserti64x4(_mm512_set1_epi32(tkvi_load_int_x86(p)),
-                                         _mm256_set1_epi32(tkvi_load_int_x86(p + bits)), 1);
-    return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, step), _mm512_loadu_ps(level)); /* uses 4 bits of x */
+    const __m512i bit = _mm512_mullo_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(bits));
+    const __m512i at = _mm512_mullo_epi32(_mm512_srli_epi32(bit, 3), _mm512_set1_epi32(0x0101));
+    const __m512i pick = _mm512_add_epi32(at, _mm512_set1_epi32((int32_t)0x80800100u));
+    const __m512i x = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(tkvi_load_bytes16_avx2(p)), pick);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, _mm512_and_si512(bit, _mm512_set1_epi32(7))),
+                                 _mm512_loadu_ps(level)); /* uses 4 bits of the index */
 }
 
 TKVI_FLAT_AVX512 __m512 tkvi_load_twice_avx512(const float *p) {
@@ -9215,9 +9218,8 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vf_swap(x) _mm256_permute_ps(x, 0xb1)    /* neighbours */
 #define tkvi_vf_load_twice(p) tkvi_load_twice_avx2(p) /* 4 floats, each in two neighbours */
 #define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx2(p)
-/* Eight codes of 2 to 4 bits, of channels c and up of a row, looked up in 16 levels. */
-#define tkvi_vf_load_table(level, row, c, bits)                                                              \
-    tkvi_load_table_floats_avx2(level, (row) + (c) / 8 * (bits), bits)
+/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
+#define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx2(level, (p) + (h) / 8 * (bits), bits)
 #define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
@@ -10380,36 +10382,39 @@ TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
     return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
 }
 
-/* Levels of the channels from c on, a multiple of TKVI_VF. Those beyond the last channel have no meaning. */
-TKVI_OP tkvi_vf TKVI_N(load_levels)(const tkvi_code_rows *r, const tkvi_code_kind kind, const uint8_t *row,
-                                    int c) {
-    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(r->level, row, c, r->bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(row + c));
-    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(row + c) : TKVI_N(e5m2)(tkvi_vi_load_bytes(row + c));
+/* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
+                                    const int h) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(p + h));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_bytes(p + h));
 }
 
-/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. */
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
+ * needs of r is read before it: the compiler must assume that a store to x changes r. */
 TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
                                      const tkvi_code_scales scales, int from, int n, float *x,
                                      size_t stride) {
-    const int pad = r->s->pad;
+    const int pad = r->s->pad, bits = r->bits, parts = r->parts, shift = r->shift,
+              row_bytes = (int)r->row_bytes;
+    const uintptr_t ahead = r->ahead;
+    const float *scale = r->scale + from * parts, *zero = r->zero + from * parts;
+    const uint8_t *row = r->codes + from * row_bytes, *p;
     int t, c, h;
-    for (t = from; t < from + n; t++, x += stride) {
-        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
-        const float *scale = r->scale + t * r->parts, *zero = r->zero + t * r->parts;
-        if (r->ahead) tkvi_ahead(row, (int)r->row_bytes, r->ahead);
-        if (r->ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
-            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, r->ahead);
-        for (c = 0; c < pad; c += 16) {
-            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> r->shift;
+    for (t = from; t < from + n; t++, x += stride, row += row_bytes, scale += parts, zero += parts) {
+        if (ahead) tkvi_ahead(row, row_bytes, ahead);
+        if (ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, ahead);
+        for (c = 0, p = row; c < pad; c += 16, p += 2 * bits) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> shift;
             const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
             TKVI_UNROLL
-            for (h = c; h < c + 16; h += TKVI_VF) {
-                tkvi_vf y = TKVI_N(load_levels)(r, kind, row, h);
+            for (h = 0; h < 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r->level, kind, bits, p, h);
                 if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
                 else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
-                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + h), tkvi_vf_load(r->zero + h));
-                tkvi_vf_store(x + h, y);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + c + h), tkvi_vf_load(r->zero + c + h));
+                tkvi_vf_store(x + c + h, y);
             }
         }
     }
@@ -11489,9 +11494,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_swap(x) _mm512_permute_ps(x, 0xb1)      /* neighbours */
 #define tkvi_vf_load_twice(p) tkvi_load_twice_avx512(p) /* 8 floats, each in two neighbours */
 #define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx512(p)
-/* 16 codes of 2 to 4 bits, of channels c and up of a row, looked up in 16 levels. */
-#define tkvi_vf_load_table(level, row, c, bits)                                                              \
-    tkvi_load_table_floats_avx512(level, (row) + (c) / 8 * (bits), bits)
+/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
+#define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx512(level, p, bits)
 #define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
@@ -12431,36 +12435,39 @@ TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
     return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
 }
 
-/* Levels of the channels from c on, a multiple of TKVI_VF. Those beyond the last channel have no meaning. */
-TKVI_OP tkvi_vf TKVI_N(load_levels)(const tkvi_code_rows *r, const tkvi_code_kind kind, const uint8_t *row,
-                                    int c) {
-    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(r->level, row, c, r->bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(row + c));
-    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(row + c) : TKVI_N(e5m2)(tkvi_vi_load_bytes(row + c));
+/* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
+                                    const int h) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(p + h));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_bytes(p + h));
 }
 
-/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. */
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
+ * needs of r is read before it: the compiler must assume that a store to x changes r. */
 TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
                                      const tkvi_code_scales scales, int from, int n, float *x,
                                      size_t stride) {
-    const int pad = r->s->pad;
+    const int pad = r->s->pad, bits = r->bits, parts = r->parts, shift = r->shift,
+              row_bytes = (int)r->row_bytes;
+    const uintptr_t ahead = r->ahead;
+    const float *scale = r->scale + from * parts, *zero = r->zero + from * parts;
+    const uint8_t *row = r->codes + from * row_bytes, *p;
     int t, c, h;
-    for (t = from; t < from + n; t++, x += stride) {
-        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
-        const float *scale = r->scale + t * r->parts, *zero = r->zero + t * r->parts;
-        if (r->ahead) tkvi_ahead(row, (int)r->row_bytes, r->ahead);
-        if (r->ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
-            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, r->ahead);
-        for (c = 0; c < pad; c += 16) {
-            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> r->shift;
+    for (t = from; t < from + n; t++, x += stride, row += row_bytes, scale += parts, zero += parts) {
+        if (ahead) tkvi_ahead(row, row_bytes, ahead);
+        if (ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, ahead);
+        for (c = 0, p = row; c < pad; c += 16, p += 2 * bits) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> shift;
             const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
             TKVI_UNROLL
-            for (h = c; h < c + 16; h += TKVI_VF) {
-                tkvi_vf y = TKVI_N(load_levels)(r, kind, row, h);
+            for (h = 0; h < 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r->level, kind, bits, p, h);
                 if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
                 else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
-                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + h), tkvi_vf_load(r->zero + h));
-                tkvi_vf_store(x + h, y);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + c + h), tkvi_vf_load(r->zero + c + h));
+                tkvi_vf_store(x + c + h, y);
             }
         }
     }
@@ -14110,9 +14117,9 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vf_swap(x) tkvi_swap_128(x)             /* neighbours */
 #define tkvi_vf_load_twice(p) tkvi_load_twice_128(p) /* 2 floats, each in two neighbours */
 #define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_128(p)
-/* Four codes of 2 to 4 bits, of channels c and up of a row, looked up in 16 levels. */
-#define tkvi_vf_load_table(level, row, c, bits)                                                              \
-    tkvi_load_table_floats_128(level, (row) + (c) * (bits) / 8, (c) * (bits) % 8, bits)
+/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
+#define tkvi_vf_load_table(level, p, h, bits)                                                                \
+    tkvi_load_table_floats_128(level, (p) + (h) * (bits) / 8, (h) * (bits) % 8, bits)
 #define tkvi_vf_xor(a, b) tkvi_xor_floats_128(a, b)
 #define tkvi_vf_abs(x) tkvi_abs_128(x)
 #define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
@@ -14709,36 +14716,39 @@ TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
     return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
 }
 
-/* Levels of the channels from c on, a multiple of TKVI_VF. Those beyond the last channel have no meaning. */
-TKVI_OP tkvi_vf TKVI_N(load_levels)(const tkvi_code_rows *r, const tkvi_code_kind kind, const uint8_t *row,
-                                    int c) {
-    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(r->level, row, c, r->bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(row + c));
-    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(row + c) : TKVI_N(e5m2)(tkvi_vi_load_bytes(row + c));
+/* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
+                                    const int h) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(p + h));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_bytes(p + h));
 }
 
-/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. */
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
+ * needs of r is read before it: the compiler must assume that a store to x changes r. */
 TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
                                      const tkvi_code_scales scales, int from, int n, float *x,
                                      size_t stride) {
-    const int pad = r->s->pad;
+    const int pad = r->s->pad, bits = r->bits, parts = r->parts, shift = r->shift,
+              row_bytes = (int)r->row_bytes;
+    const uintptr_t ahead = r->ahead;
+    const float *scale = r->scale + from * parts, *zero = r->zero + from * parts;
+    const uint8_t *row = r->codes + from * row_bytes, *p;
     int t, c, h;
-    for (t = from; t < from + n; t++, x += stride) {
-        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
-        const float *scale = r->scale + t * r->parts, *zero = r->zero + t * r->parts;
-        if (r->ahead) tkvi_ahead(row, (int)r->row_bytes, r->ahead);
-        if (r->ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
-            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, r->ahead);
-        for (c = 0; c < pad; c += 16) {
-            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> r->shift;
+    for (t = from; t < from + n; t++, x += stride, row += row_bytes, scale += parts, zero += parts) {
+        if (ahead) tkvi_ahead(row, row_bytes, ahead);
+        if (ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, ahead);
+        for (c = 0, p = row; c < pad; c += 16, p += 2 * bits) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> shift;
             const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
             TKVI_UNROLL
-            for (h = c; h < c + 16; h += TKVI_VF) {
-                tkvi_vf y = TKVI_N(load_levels)(r, kind, row, h);
+            for (h = 0; h < 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r->level, kind, bits, p, h);
                 if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
                 else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
-                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + h), tkvi_vf_load(r->zero + h));
-                tkvi_vf_store(x + h, y);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + c + h), tkvi_vf_load(r->zero + c + h));
+                tkvi_vf_store(x + c + h, y);
             }
         }
     }

@@ -146,12 +146,15 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_e4m3_avx512(const uint8_t *p) {
     return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
 }
 
+/* Reads 16 bytes. Picks the two bytes that hold a code, and shifts them. */
 TKVI_FLAT_AVX512 __m512 tkvi_load_table_floats_avx512(const float *level, const uint8_t *p, int bits) {
-    const __m512i step = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7),
-                                            _mm512_set1_epi32(bits));
-    const __m512i x = _mm512_inserti64x4(_mm512_set1_epi32(tkvi_load_int_x86(p)),
-                                         _mm256_set1_epi32(tkvi_load_int_x86(p + bits)), 1);
-    return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, step), _mm512_loadu_ps(level)); /* uses 4 bits of x */
+    const __m512i bit = _mm512_mullo_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(bits));
+    const __m512i at = _mm512_mullo_epi32(_mm512_srli_epi32(bit, 3), _mm512_set1_epi32(0x0101));
+    const __m512i pick = _mm512_add_epi32(at, _mm512_set1_epi32((int32_t)0x80800100u));
+    const __m512i x = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(tkvi_load_bytes16_avx2(p)), pick);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, _mm512_and_si512(bit, _mm512_set1_epi32(7))),
+                                 _mm512_loadu_ps(level)); /* uses 4 bits of the index */
 }
 
 TKVI_FLAT_AVX512 __m512 tkvi_load_twice_avx512(const float *p) {
