@@ -7807,6 +7807,11 @@ static void *tkvi_head_state(const tkvi_family_state *state, const tkvi_family *
 #define TKVI_UNROLL
 #endif
 
+/* m << 5 and m >> 3 of the upper ten bits m of mantissas of log scales: two bytes of a float (kernels/convert.inc). */
+static const int8_t tkvi_log_bytes[2][16] = {
+    {0, -96, -96, -64, 64, 0, 0, 96, 0, 0, 96, 32, 64, -64, -64, 32},
+    {0, 5, 11, 17, 24, 31, 38, 45, 53, 61, 69, 78, 87, 96, 106, 117}};
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */
@@ -8064,7 +8069,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/code_rows.h). */
+/* >>decoded: any format, through its decode function only. Kernels fall back to it (kernels/code_rows.inc). */
 #define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
 
 /* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */
@@ -8242,6 +8247,14 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
               r, splat(6.931469776e-01f)),                                                                   \
          r, splat(1.0f))
 
+/* Hides from the compiler how x was computed. gcc treats intrinsics as plain arithmetic: it fuses products into sums,
+ * and -ffast-math reorders sums. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_HIDE_X86(x) __asm__("" : "+v"(x))
+#else
+#define TKVI_HIDE_X86(x) ((void)0)
+#endif
+
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
 TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
@@ -8289,20 +8302,6 @@ TKVI_FLAT int32_t tkvi_load_two_weights(const int16_t *w) {
 
 #ifdef TKVI_X86
 
-/* Hides how x was computed. gcc treats intrinsics as plain operations: it reorders sums with -ffast-math, and fuses
- * products into sums. */
-#if defined(__GNUC__) || defined(__clang__)
-#define TKVI_HIDE_X86(x) __asm__("" : "+v"(x))
-#else
-#define TKVI_HIDE_X86(x) ((void)0)
-#endif
-
-TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    return x;
-}
-
 TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
@@ -8315,18 +8314,69 @@ TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
+/* Mask of the first n of 8 lanes. n can be any number. */
+TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
+    if (n >= 8) _mm256_storeu_ps(to, x);
+    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_signed_avx2(const uint8_t *p, int n) {
+    uint8_t first[8] = {0};
+    int32_t four;
+    if (n >= 8) return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+    if (n == 4) {
+        memcpy(&four, p, 4);
+        return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(four));
+    }
+    memcpy(first, p, (size_t)n);
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)first));
+}
+
+/* -ffast-math makes a vector division an estimate, but not one of floats. */
+TKVI_FLAT_AVX2 __m256 tkvi_div_avx2(__m256 a, __m256 b) {
+#if defined(__FAST_MATH__) && (defined(__GNUC__) || defined(__clang__))
+    __m256 x;
+    __asm__("vdivps {%2, %1, %0|%0, %1, %2}" : "=x"(x) : "x"(a), "x"(b));
+    return x;
+#else
+    return _mm256_div_ps(a, b);
+#endif
+}
+
+TKVI_FLAT_AVX2 void tkvi_scatter4_avx2(uint8_t *p, int step, __m256i x) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(x));
+    _mm_storeu_si128((__m128i *)(void *)(p + step), _mm256_extracti128_si256(x, 1));
+}
+
+/* Transposes the 4 x 4 lanes in each 16 bytes of four vectors. */
+TKVI_FLAT_AVX2 void tkvi_transpose4_avx2(__m256i *v) {
+    const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+    const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(a, b);
+    v[1] = _mm256_unpackhi_epi64(a, b);
+    v[2] = _mm256_unpacklo_epi64(c, d);
+    v[3] = _mm256_unpackhi_epi64(c, d);
+}
+
+/* Each lane becomes its partner plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX2 __m256 tkvi_butterflies_avx2(__m256 x) {
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
+    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
+}
+
+TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
 TKVI_FLAT_AVX2 __m128i tkvi_load_bytes8_avx2(const uint8_t *p) {
     return _mm_loadl_epi64((const __m128i *)(const void *)p);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(tkvi_load_bytes16_avx2(p)),
-                                   tkvi_load_bytes16_avx2(p + distance), 1);
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_parts_avx2(uint8_t *p, int distance, __m256i x) {
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(x));
-    _mm_storeu_si128((__m128i *)(void *)(p + distance), _mm256_extracti128_si256(x, 1));
 }
 
 /* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
@@ -8357,6 +8407,11 @@ TKVI_FLAT_AVX2 __m256i tkvi_mul_right_avx2(__m256i a, __m256i b, const int n) {
     const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
     return _mm256_blend_epi32(even, n > 32 ? _mm256_srli_epi64(odd, n - 32) : _mm256_slli_epi64(odd, 32 - n),
                               0xaa);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(tkvi_load_bytes16_avx2(p)),
+                                   tkvi_load_bytes16_avx2(p + distance), 1);
 }
 
 TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
@@ -8457,11 +8512,6 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) 
                               tkvi_load_parts_avx2(p + 2 * distance, distance), 1);
 }
 
-TKVI_FLAT_AVX512 void tkvi_store_parts_avx512(uint8_t *p, int distance, __m512i x) {
-    tkvi_store_parts_avx2(p, distance, _mm512_castsi512_si256(x));
-    tkvi_store_parts_avx2(p + 2 * distance, distance, _mm512_extracti64x4_epi64(x, 1));
-}
-
 /* Horizontal sums and maxima of four vectors. */
 TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
     __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
@@ -8489,6 +8539,51 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
     __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
     return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
+
+/* Mask of the first n of 16 lanes. n can be any number. */
+TKVI_FLAT_AVX512 __mmask16 tkvi_lane_mask_avx512(int n) {
+    return (__mmask16)(n >= 16 ? 0xffff : n < 0 ? 0 : (1 << n) - 1);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_load_signed_avx512(const uint8_t *p, int n) {
+    return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(tkvi_lane_mask_avx512(n), p));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_div_avx512(__m512 a, __m512 b) {
+#ifdef __FAST_MATH__
+    __m512 x;
+    __asm__("vdivps {%2, %1, %0|%0, %1, %2}" : "=v"(x) : "v"(a), "v"(b));
+    return x;
+#else
+    return _mm512_div_ps(a, b);
+#endif
+}
+
+TKVI_FLAT_AVX512 void tkvi_scatter4_avx512(uint8_t *p, int step, __m512i x) {
+    tkvi_scatter4_avx2(p, step, _mm512_castsi512_si256(x));
+    tkvi_scatter4_avx2(p + 2 * step, step, _mm512_extracti64x4_epi64(x, 1));
+}
+
+TKVI_FLAT_AVX512 void tkvi_transpose4_avx512(__m512i *v) {
+    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
+    const __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(a, b);
+    v[1] = _mm512_unpackhi_epi64(a, b);
+    v[2] = _mm512_unpacklo_epi64(c, d);
+    v[3] = _mm512_unpackhi_epi64(c, d);
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
+    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+}
+
+/* Each lane becomes its partner plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX512 __m512 tkvi_butterflies_avx512(__m512 x) {
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
+    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
 }
 
 /* Loads the 16 levels into each 128-bit quarter. */
@@ -8669,436 +8764,6 @@ static int64_t tkvi_code_rows_start(const tkvi_code_rows *r) {
 }
 
 #endif /* TKVI_KERNELS_CODE_ROWS_H */
-/* ======== kernels/rotate_x86.h ======== */
-/*
- * kernels/rotate_x86.h - the rotation of core/rotate.h with AVX2 and AVX-512. The results have the bits of the scalar
- * code.
- *
- * Encoders rotate (kernels/avx2.h, kernels/avx512.h), and decoding rotates back (kernels/values.inc). A lane is a
- * channel. AVX2 needs 8 channels or more, AVX-512 needs 16.
- */
-#ifndef TKVI_KERNELS_ROTATE_X86_H
-#define TKVI_KERNELS_ROTATE_X86_H
-
-
-#ifdef TKVI_X86
-
-/* gcc treats intrinsics for sums as plain sums, and -ffast-math reorders the sums of several stages. This macro hides
- * how x was computed, so its sums keep their order. */
-#if defined(__GNUC__) || defined(__clang__)
-#define TKVI_KEEP_ORDER(x) __asm__("" : "+v"(x))
-#else
-#define TKVI_KEEP_ORDER(x) ((void)0)
-#endif
-
-/* >>AVX2 */
-TKVI_FLAT_AVX2 void tkvi_butterfly_avx2(__m256 *a, __m256 *b) {
-    __m256 sum = _mm256_add_ps(*a, *b), difference = _mm256_sub_ps(*a, *b);
-    TKVI_KEEP_ORDER(sum);
-    TKVI_KEEP_ORDER(difference);
-    *a = sum;
-    *b = difference;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_FLAT_AVX2 void tkvi_stage_avx2(__m256 *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) {
-        __m256 *a = v + i / h * h + i;
-        tkvi_butterfly_avx2(a, a + h);
-    }
-}
-
-/* Butterflies within a vector: each lane becomes its partner plus or minus itself. The products are exact. */
-TKVI_FLAT_AVX2 __m256 tkvi_within_avx2(__m256 x) {
-    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
-    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
-    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
-}
-
-/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
-TKVI_FLAT_AVX2 __m256 tkvi_flip_avx2(__m256 x, const float *flip) {
-    x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-1e30f)), _mm256_set1_ps(1e30f));
-    return _mm256_xor_ps(x, _mm256_loadu_ps(flip));
-}
-
-/* Butterflies over 8 n neighbours, n up to 8, in registers, from x to y. flip: sign changes before them, or NULL.
- * last: 1: these butterflies end the window. The results are then multiplied by `by`, and their largest sizes
- * returned. */
-TKVI_FLAT_AVX2 __m256 tkvi_hadamard_avx2(const float *x, const float *flip, float *y, float by, const int n,
-                                         const int last) {
-    __m256 v[8], most = _mm256_setzero_ps();
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = _mm256_loadu_ps(x + 8 * i);
-        if (flip) v[i] = tkvi_flip_avx2(v[i], flip + 8 * i);
-        v[i] = tkvi_within_avx2(v[i]);
-    }
-    if (n > 1) tkvi_stage_avx2(v, 1, n);
-    if (n > 2) tkvi_stage_avx2(v, 2, n);
-    if (n > 4) tkvi_stage_avx2(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = _mm256_mul_ps(v[i], _mm256_set1_ps(by));
-            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v[i]));
-        }
-        _mm256_storeu_ps(y + 8 * i, v[i]);
-    }
-    return most;
-}
-
-/* tkvi_hadamard_avx2 for `end` values, 8 n at a time. Each size is a function: clang unrolls these. */
-#define TKVI_HADAMARD_AVX2_(name, n, last)                                                                   \
-    static TKVI_TARGET_AVX2 __m256 tkvi_hadamard##name##_avx2(const float *x, const float *flip, float *y,   \
-                                                              float by, int end) {                           \
-        __m256 most = _mm256_setzero_ps();                                                                   \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += 8 * n)                                                                     \
-            most =                                                                                           \
-                _mm256_max_ps(most, tkvi_hadamard_avx2(x + i, flip ? flip + i : NULL, y + i, by, n, last));  \
-        return most;                                                                                         \
-    }
-TKVI_HADAMARD_AVX2_(1, 1, 1)
-TKVI_HADAMARD_AVX2_(2, 2, 1)
-TKVI_HADAMARD_AVX2_(4, 4, 1)
-TKVI_HADAMARD_AVX2_(8, 8, 1)
-TKVI_HADAMARD_AVX2_(8_first, 8, 0)
-#undef TKVI_HADAMARD_AVX2_
-
-/* Butterflies at distance h over 2h values, multiplied by `by`. h is a multiple of 8. Returns the largest sizes. */
-TKVI_FLAT_AVX2 __m256 tkvi_across_avx2(float *x, float by, int h) {
-    __m256 most = _mm256_setzero_ps(), scale = _mm256_set1_ps(by), sign = _mm256_set1_ps(-0.0f);
-    int i;
-    for (i = 0; i < h; i += 8) {
-        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + h + i);
-        tkvi_butterfly_avx2(&a, &b);
-        a = _mm256_mul_ps(a, scale);
-        b = _mm256_mul_ps(b, scale);
-        most = _mm256_max_ps(most, _mm256_max_ps(_mm256_andnot_ps(sign, a), _mm256_andnot_ps(sign, b)));
-        _mm256_storeu_ps(x + i, a);
-        _mm256_storeu_ps(x + h + i, b);
-    }
-    return most;
-}
-
-/* tkvi_window of core/rotate.h, from x to y, for 8 channels or more. flip: sign changes first, or NULL. Returns the
- * largest sizes, by lane. */
-static TKVI_NOINLINE TKVI_TARGET_AVX2 __m256 tkvi_window_avx2(const float *x, const float *flip, float *y,
-                                                              int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    const int n = 1 << log2n;
-    __m256 most = _mm256_setzero_ps();
-    int i;
-    switch (log2n) {
-    case 3: return tkvi_hadamard1_avx2(x, flip, y, by, 8);
-    case 4: return tkvi_hadamard2_avx2(x, flip, y, by, 16);
-    case 5: return tkvi_hadamard4_avx2(x, flip, y, by, 32);
-    case 6: return tkvi_hadamard8_avx2(x, flip, y, by, 64);
-    default: break;
-    }
-    tkvi_hadamard8_first_avx2(x, flip, y, 1.0f, n);
-    for (i = 0; i < n; i += 128)
-        most = _mm256_max_ps(most, tkvi_across_avx2(y + i, n == 128 ? by : 1.0f, 64));
-    return n == 128 ? most : tkvi_across_avx2(y, by, 128);
-}
-
-/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
-static TKVI_TARGET_AVX2 void tkvi_flips_avx2(float *flip, int n) {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    int c;
-    for (c = 0; c < n; c += 8) {
-        __m256i sign = _mm256_set1_epi32((int32_t)(tkvi_signs[c / 32] >> c % 32 & 255u));
-        sign = _mm256_slli_epi32(_mm256_cmpeq_epi32(_mm256_and_si256(sign, bit), bit), 31);
-        _mm256_storeu_ps(flip + c, _mm256_castsi256_ps(sign));
-    }
-}
-
-/* >>AVX-512 */
-#ifdef TKVI_AVX512
-/* g++ 12 finds uninitialised variables in its own header (gcc bug 105593). */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-TKVI_FLAT_AVX512 void tkvi_butterfly_avx512(__m512 *a, __m512 *b) {
-    __m512 sum = _mm512_add_ps(*a, *b), difference = _mm512_sub_ps(*a, *b);
-    TKVI_KEEP_ORDER(sum);
-    TKVI_KEEP_ORDER(difference);
-    *a = sum;
-    *b = difference;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_FLAT_AVX512 void tkvi_stage_avx512(__m512 *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) {
-        __m512 *a = v + i / h * h + i;
-        tkvi_butterfly_avx512(a, a + h);
-    }
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
-    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
-}
-
-/* Butterflies within a vector: each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_AVX512 __m512 tkvi_within_avx512(__m512 x) {
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
-    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
-    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_flip_avx512(__m512 x, const float *flip) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-1e30f)), _mm512_set1_ps(1e30f));
-    return _mm512_xor_ps(x, _mm512_loadu_ps(flip));
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_hadamard_avx512(const float *x, const float *flip, float *y, float by,
-                                             const int n, const int last) {
-    __m512 v[8], most = _mm512_setzero_ps();
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = _mm512_loadu_ps(x + 16 * i);
-        if (flip) v[i] = tkvi_flip_avx512(v[i], flip + 16 * i);
-        v[i] = tkvi_within_avx512(v[i]);
-    }
-    if (n > 1) tkvi_stage_avx512(v, 1, n);
-    if (n > 2) tkvi_stage_avx512(v, 2, n);
-    if (n > 4) tkvi_stage_avx512(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(by));
-            most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
-        }
-        _mm512_storeu_ps(y + 16 * i, v[i]);
-    }
-    return most;
-}
-
-/* tkvi_hadamard_avx512 for `end` values, 16 n at a time. */
-#define TKVI_HADAMARD_AVX512_(name, n, last)                                                                 \
-    static TKVI_TARGET_AVX512 __m512 tkvi_hadamard##name##_avx512(const float *x, const float *flip,         \
-                                                                  float *y, float by, int end) {             \
-        __m512 most = _mm512_setzero_ps();                                                                   \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += 16 * n)                                                                    \
-            most = _mm512_max_ps(most,                                                                       \
-                                 tkvi_hadamard_avx512(x + i, flip ? flip + i : NULL, y + i, by, n, last));   \
-        return most;                                                                                         \
-    }
-TKVI_HADAMARD_AVX512_(1, 1, 1)
-TKVI_HADAMARD_AVX512_(2, 2, 1)
-TKVI_HADAMARD_AVX512_(4, 4, 1)
-TKVI_HADAMARD_AVX512_(8, 8, 1)
-TKVI_HADAMARD_AVX512_(8_first, 8, 0)
-#undef TKVI_HADAMARD_AVX512_
-
-static TKVI_NOINLINE TKVI_TARGET_AVX512 __m512 tkvi_window_avx512(const float *x, const float *flip, float *y,
-                                                                  int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    __m512 most = _mm512_setzero_ps();
-    int i;
-    switch (log2n) {
-    case 4: return tkvi_hadamard1_avx512(x, flip, y, by, 16);
-    case 5: return tkvi_hadamard2_avx512(x, flip, y, by, 32);
-    case 6: return tkvi_hadamard4_avx512(x, flip, y, by, 64);
-    case 7: return tkvi_hadamard8_avx512(x, flip, y, by, 128);
-    default: break;
-    }
-    tkvi_hadamard8_first_avx512(x, flip, y, 1.0f, 256);
-    for (i = 0; i < 128; i += 16) {
-        __m512 a = _mm512_loadu_ps(y + i), b = _mm512_loadu_ps(y + 128 + i);
-        tkvi_butterfly_avx512(&a, &b);
-        a = _mm512_mul_ps(a, _mm512_set1_ps(by));
-        b = _mm512_mul_ps(b, _mm512_set1_ps(by));
-        most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-        _mm512_storeu_ps(y + i, a);
-        _mm512_storeu_ps(y + 128 + i, b);
-    }
-    return most;
-}
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-#endif /* TKVI_AVX512 */
-
-#endif /* TKVI_X86 */
-
-#endif /* TKVI_KERNELS_ROTATE_X86_H */
-/* ======== kernels/groups_x86.h ======== */
-/*
- * kernels/groups_x86.h - encodes the groups of KIVI (formats/kivi.h) with AVX2. Codes, scales and zeros have the
- * bytes of the scalar code. K: a lane is a channel. V: four tokens go together, because their codes share 32 bits
- * of a tile.
- */
-#ifndef TKVI_KERNELS_GROUPS_X86_H
-#define TKVI_KERNELS_GROUPS_X86_H
-
-
-#ifdef TKVI_X86
-
-/* -ffast-math divides vectors by a reciprocal, but not floats. These bytes would then differ from those of
- * tkv_encode_block, so the scalar code is used. */
-#if defined(__FAST_MATH__) || defined(_M_FP_FAST)
-#define TKVI_INEXACT_DIVISION 1
-#else
-#define TKVI_INEXACT_DIVISION 0
-#endif
-
-/* Mask of the first n of 8 lanes. n can be any number. */
-TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
-/* Clamps to the range of fp16. */
-TKVI_FLAT_AVX2 __m256 tkvi_clamp_f16_avx2(__m256 x) {
-    const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
-    return _mm256_max_ps(_mm256_min_ps(x, most), least);
-}
-
-/* Loads up to eight values, in the lanes of the mask. */
-TKVI_FLAT_AVX2 __m256 tkvi_load_group_avx2(const float *p, __m256i lanes) {
-    return tkvi_clamp_f16_avx2(_mm256_maskload_ps(p, lanes));
-}
-
-/* Codes as 32-bit integers. A scale of 0 gives code 0. */
-TKVI_FLAT_AVX2 __m256i tkvi_group_to_codes_avx2(__m256 x, __m256 scale, __m256 zero, float top) {
-    const __m256 none = _mm256_setzero_ps();
-    __m256 y = _mm256_div_ps(_mm256_sub_ps(x, zero), scale);
-    y = _mm256_and_ps(y, _mm256_cmp_ps(scale, none, _CMP_GT_OQ));
-    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(y, none), _mm256_set1_ps(top)));
-}
-
-/* Encodes group g of channels c .. c + 7 of K. n: tokens of the block. */
-TKVI_FLAT_AVX2 void tkvi_encode_group_k_avx2(const tkvi_side *s, const float *x, size_t stride, int n, int g,
-                                             int c, tkvi_codes code, uint8_t *meta) {
-    const __m256i lanes = tkvi_lane_mask_avx2(s->dim - c);
-    const float top = (float)((1 << s->format->bits) - 1);
-    const int from = g * s->group, end = tkvi_min(n, from + s->group);
-    uint8_t *at = meta + 2 * (g * s->pad + c);
-    __m256 lo, hi, scale, zero;
-    __m128i half;
-    int t, k;
-    x += c;
-    lo = hi = tkvi_load_group_avx2(x + (size_t)from * stride, lanes);
-    for (t = from + 1; t < end; t++) {
-        const __m256 v = tkvi_load_group_avx2(x + (size_t)t * stride, lanes);
-        lo = _mm256_min_ps(v, lo);
-        hi = _mm256_max_ps(v, hi);
-    }
-    half = _mm256_cvtps_ph(_mm256_div_ps(_mm256_sub_ps(hi, lo), _mm256_set1_ps(top)), 0);
-    scale = _mm256_cvtph_ps(half);
-    _mm_storeu_si128((__m128i *)(void *)at, half);
-    half = _mm256_cvtps_ph(_mm256_add_ps(lo, _mm256_setzero_ps()), 0);
-    zero = _mm256_cvtph_ps(half);
-    _mm_storeu_si128((__m128i *)(void *)(at + 2 * s->groups * s->pad), half);
-    for (t = from; t < end; t += 4) {
-        __m256i v[4];
-        TKVI_UNROLL
-        for (k = 0; k < 4; k++) {
-            v[k] = _mm256_setzero_si256();
-            if (t + k < end)
-                v[k] = tkvi_group_to_codes_avx2(tkvi_load_group_avx2(x + (size_t)(t + k) * stride, lanes),
-                                                scale, zero, top);
-        }
-        v[0] = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
-        _mm_storeu_si128((__m128i *)(void *)(code[c / 4] + 4 * t), _mm256_castsi256_si128(v[0]));
-        _mm_storeu_si128((__m128i *)(void *)(code[c / 4 + 1] + 4 * t), _mm256_extracti128_si256(v[0], 1));
-    }
-}
-
-/* out: op over all lanes of each of four vectors. op is a minimum or maximum. */
-#define TKVI_ACROSS_FOUR_(op, x, out)                                                                        \
-    do {                                                                                                     \
-        __m128 a_ = op(_mm256_castps256_ps128((x)[0]), _mm256_extractf128_ps((x)[0], 1));                    \
-        __m128 b_ = op(_mm256_castps256_ps128((x)[1]), _mm256_extractf128_ps((x)[1], 1));                    \
-        __m128 c_ = op(_mm256_castps256_ps128((x)[2]), _mm256_extractf128_ps((x)[2], 1));                    \
-        __m128 d_ = op(_mm256_castps256_ps128((x)[3]), _mm256_extractf128_ps((x)[3], 1));                    \
-        _MM_TRANSPOSE4_PS(a_, b_, c_, d_);                                                                   \
-        out = op(op(a_, b_), op(c_, d_));                                                                    \
-    } while (0)
-
-/* Encodes group g of tokens t .. t + 3 of V. Only the first n_tokens exist; rows of the others repeat the last one,
- * and their scales and zeros become 0. */
-TKVI_FLAT_AVX2 void tkvi_encode_group_v_avx2(const tkvi_side *s, const float *const *row, int n_tokens, int g,
-                                             int t, tkvi_codes code, uint8_t *meta) {
-    const float top = (float)((1 << s->format->bits) - 1);
-    const int from = g * s->group, end = tkvi_min(s->dim, from + s->group);
-    const __m128i some = _mm_cmpgt_epi32(_mm_set1_epi32(n_tokens), _mm_setr_epi32(0, 1, 2, 3));
-    uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
-    TKVI_ALIGNED float scales[4], zeros[4];
-    __m256 lo[4], hi[4];
-    __m128 least, most;
-    __m128i half;
-    int c, k;
-    TKVI_UNROLL
-    for (k = 0; k < 4; k++) lo[k] = hi[k] = tkvi_clamp_f16_avx2(_mm256_broadcast_ss(row[k] + from));
-    for (c = from; c < end; c += 8) {
-        const __m256i lanes = tkvi_lane_mask_avx2(end - c);
-        TKVI_UNROLL
-        for (k = 0; k < 4; k++) {
-            const __m256 v = tkvi_load_group_avx2(row[k] + c, lanes), mask = _mm256_castsi256_ps(lanes);
-            lo[k] = _mm256_blendv_ps(lo[k], _mm256_min_ps(v, lo[k]), mask);
-            hi[k] = _mm256_blendv_ps(hi[k], _mm256_max_ps(v, hi[k]), mask);
-        }
-    }
-    TKVI_ACROSS_FOUR_(_mm_min_ps, lo, least);
-    TKVI_ACROSS_FOUR_(_mm_max_ps, hi, most);
-    half = _mm_cvtps_ph(
-        _mm_and_ps(_mm_div_ps(_mm_sub_ps(most, least), _mm_set1_ps(top)), _mm_castsi128_ps(some)), 0);
-    _mm_store_ps(scales, _mm_cvtph_ps(half));
-    _mm_storel_epi64((__m128i *)(void *)at, half);
-    half = _mm_cvtps_ph(_mm_and_ps(_mm_add_ps(least, _mm_setzero_ps()), _mm_castsi128_ps(some)), 0);
-    _mm_store_ps(zeros, _mm_cvtph_ps(half));
-    _mm_storel_epi64((__m128i *)(void *)(at + 2 * s->groups * TKVI_BLOCK), half);
-    for (c = from; c < end; c += 8) {
-        const __m256i lanes = tkvi_lane_mask_avx2(end - c);
-        __m256i v[4];
-        TKVI_UNROLL
-        for (k = 0; k < 4; k++)
-            v[k] = tkvi_group_to_codes_avx2(tkvi_load_group_avx2(row[k] + c, lanes),
-                                            _mm256_set1_ps(scales[k]), _mm256_set1_ps(zeros[k]), top);
-        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
-        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
-        v[0] = _mm256_and_si256(_mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)), lanes);
-        _mm256_storeu_si256((__m256i *)(void *)(code[c / 16 * 4 + t / 16] + t % 16 / 4 * 64 + c % 16 * 4),
-                            v[0]);
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_encode_groups_avx2(const tkvi_side *s, const float *x, size_t stride, int n,
-                                                     tkvi_codes code, uint8_t *meta) {
-    int g, c, t, k;
-    if (s->fit || s->order || TKVI_INEXACT_DIVISION) {
-        tkvi_encode_groups_scalar(s, x, stride, n, code, meta);
-        return;
-    }
-    for (c = 0; c < s->dim && s->which == TKV_K; c += 8)
-        for (g = 0; g * s->group < n && g < s->groups; g++)
-            tkvi_encode_group_k_avx2(s, x, stride, n, g, c, code, meta);
-    for (t = 0; t < n && s->which == TKV_V; t += 4) {
-        const float *row[4];
-        for (k = 0; k < 4; k++) row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride;
-        for (g = 0; g < s->groups; g++) tkvi_encode_group_v_avx2(s, row, n - t, g, t, code, meta);
-    }
-}
-
-#undef TKVI_ACROSS_FOUR_
-#undef TKVI_INEXACT_DIVISION
-
-#endif /* TKVI_X86 */
-
-#endif /* TKVI_KERNELS_GROUPS_X86_H */
 /* ======== kernels/tiles.h ======== */
 /*
  * kernels/tiles.h - shared by the instances of kernels/tiles.inc and kernels/values.inc: parameters of folding and of
@@ -9214,30 +8879,39 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
 #define tkvi_vf_min(a, b) _mm256_min_ps(a, b)
-#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)              /* hides how x was computed: no reordering, no FMA */
-#define tkvi_vf_swap(x) _mm256_permute_ps(x, 0xb1)    /* neighbours */
-#define tkvi_vf_load_twice(p) tkvi_load_twice_avx2(p) /* 4 floats, each in two neighbours */
-#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx2(p)
-/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
-#define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx2(level, (p) + (h) / 8 * (bits), bits)
 #define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+#define tkvi_vm __m256                        /* a mask of lanes */
+#define tkvi_vf_div(a, b) tkvi_div_avx2(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) _mm256_sqrt_ps(x)
+#define tkvi_vf_gt(a, b) _mm256_cmp_ps(a, b, _CMP_GT_OQ)
+#define tkvi_vf_where(mask, x) _mm256_and_ps(x, mask) /* 0 elsewhere */
+#define tkvi_vf_select(mask, x, y) _mm256_blendv_ps(y, x, mask)
+#define tkvi_vf_first(n, x, y)                                                                               \
+    _mm256_blendv_ps(y, x, _mm256_castsi256_ps(tkvi_lane_mask_avx2(n))) /* as tkvi_vi_first */
+#define tkvi_vf_of_bits(x) _mm256_castsi256_ps(x)
+#define tkvi_vf_load_first(p, n) _mm256_maskload_ps(p, tkvi_lane_mask_avx2(n)) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) tkvi_store_first_avx2(p, x, n)
+#define tkvi_vf_max_across(x) tkvi_max_avx2(x)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)                /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_avx2(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
+#define tkvi_vf_load_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
+#define tkvi_vf_store_f16(p, x)                                                                              \
+    _mm_storeu_si128((__m128i *)(void *)(p), _mm256_cvtps_ph(x, 0)) /* |x| <= 65504 */
+#define tkvi_vf_swap(x) _mm256_permute_ps(x, 0xb1)                  /* neighbours */
+#define tkvi_vf_load_twice(p) tkvi_load_twice_avx2(p)               /* 4 floats, each in two neighbours */
+#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx2(p)
+/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
+#define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx2(level, (p) + (h) / 8 * (bits), bits)
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
 #define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
-#define tkvi_vi_load_bytes(p) _mm256_cvtepu8_epi32(tkvi_load_bytes8_avx2(p)) /* 8 bytes */
-#define tkvi_vi_load_signed_bytes(p) _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(p))
 #define tkvi_vi_splat(x) _mm256_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
-#define tkvi_vi_and(a, b) _mm256_and_si256(a, b)
-#define tkvi_vi_xor(a, b) _mm256_xor_si256(a, b)
-#define tkvi_vi_right(x, n) _mm256_srli_epi32(x, n)             /* without sign */
-#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx2(a, b, n) /* a b >> n, without signs */
-#define tkvi_vi_as_float(x) _mm256_castsi256_ps(x)
 #define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
 #define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
@@ -9247,10 +8921,62 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vi_first(n, x, y)                                                                               \
     _mm256_blendv_epi8(y, x,                                                                                 \
                        _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
+#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx2(p, n) /* signed bytes; the first n, the others are 0 */
+#define tkvi_vi_or(a, b) _mm256_or_si256(a, b)
+#define tkvi_vi_and(a, b) _mm256_and_si256(a, b)
+#define tkvi_vi_xor(a, b) _mm256_xor_si256(a, b)
+#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx2(a, b, n) /* a b >> n, without signs */
+#define tkvi_vi_right(x, n) _mm256_srli_epi32(x, n)
+#define tkvi_vi_mul(a, b) _mm256_mullo_epi32(a, b)
+#define tkvi_vi_min(a, b) _mm256_min_epi32(a, b)
+#define tkvi_vi_max(a, b) _mm256_max_epi32(a, b)
+#define tkvi_vi_count(x, a, b) _mm256_sub_epi32(x, _mm256_cmpgt_epi32(a, b)) /* x + (a > b) */
+#define tkvi_vi_select(mask, x, y)                                                                           \
+    _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(y), _mm256_castsi256_ps(x), mask))
+#define tkvi_vi_of_bits(x) _mm256_castps_si256(x)
+#define tkvi_vi_trunc(x) _mm256_cvttps_epi32(x)
+#define tkvi_vi_floor(x) _mm256_cvttps_epi32(_mm256_floor_ps(x))
+#define tkvi_vi_load_u8(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(p)))
+#define tkvi_vi_store_u8(p, v) tkvi_store_weights_avx2((int8_t *)(p), v, 0) /* 16 lanes as bytes */
+#define tkvi_vi_look_up8(table, x) _mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(table), x)
+#define tkvi_vi_transpose4(v) tkvi_transpose4_avx2(v) /* of four vectors, in each 16 bytes */
+#define tkvi_vi_pack4(v) /* four vectors to bytes: 16 bytes of four lanes, then of the next four */          \
+    _mm256_packus_epi16(_mm256_packs_epi32((v)[0], (v)[1]), _mm256_packs_epi32((v)[2], (v)[3]))
+#define tkvi_vi_scatter4(p, step, x) tkvi_scatter4_avx2(p, step, x) /* each 16 bytes, `step` bytes apart */
+
+/* >>16-bit halves of 32-bit lanes */
+#define tkvi_vh_splat(x) _mm256_set1_epi16((short)(x))
+#define tkvi_vh_add(a, b) _mm256_add_epi16(a, b)
+#define tkvi_vh_sub(a, b) _mm256_sub_epi16(a, b)
+#define tkvi_vh_min(a, b) _mm256_min_epi16(a, b)
+#define tkvi_vh_max(a, b) _mm256_max_epi16(a, b)
+#define tkvi_vh_pairs(a, b)                                                                                  \
+    _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa) /* lower halves of a and of b */
+#define tkvi_vh_pack(a, b) _mm256_packs_epi32(a, b)       /* two vectors of lanes as halves, in any order */
+#define tkvi_vh_first(x) _mm256_srai_epi32(_mm256_unpacklo_epi16(x, x), 16)  /* the lanes of a */
+#define tkvi_vh_second(x) _mm256_srai_epi32(_mm256_unpackhi_epi16(x, x), 16) /* the lanes of b */
+#define tkvi_vh_zip1(x, y)                                                                                   \
+    _mm256_unpacklo_epi16(x, y) /* of two such vectors: lanes of a with halves x and y */
+#define tkvi_vh_zip2(x, y) _mm256_unpackhi_epi16(x, y)
+#define tkvi_vh_cut(u, cut, by, top) /* as tkvi_cut_code */                                                  \
+    _mm256_min_epi16(                                                                                        \
+        _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
+#define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
+#define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
+#define tkvi_vp __m256i /* sums of products */
+#define tkvi_vp_zero() _mm256_setzero_si256()
+#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
+#define tkvi_vp_total(x) (x)
 
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
 #define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
 #define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
+#define tkvi_vb_gather4(p, step) tkvi_load_parts_avx2(p, step)
+#define tkvi_vb_transpose4(v) tkvi_transpose4_avx2(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
+#define tkvi_vb_scatter4(p, step, x) tkvi_scatter4_avx2(p, step, x)
 #define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
 #define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
 #define tkvi_vb_or(a, b) _mm256_or_si256(a, b)
@@ -9263,17 +8989,16 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
 #define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
 #define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
-
-/* Interleave the first or second halves of each 16 bytes, by bytes, by 4 or by 8 bytes. */
+#define tkvi_vb_add(a, b) _mm256_add_epi8(a, b)
+#define tkvi_vb_where(a, b)                                                                                  \
+    _mm256_andnot_si256(_mm256_cmpeq_epi8(a, _mm256_setzero_si256()), b) /* b where a > 0 */
+/* Interleave the first or second halves of each 16 bytes, by bytes or by pairs. tkvi_vb_spread gives the order of words
+ * with which the four results of zip and zip_pairs are in order. */
 #define tkvi_vb_zip1(a, b) _mm256_unpacklo_epi8(a, b)
 #define tkvi_vb_zip2(a, b) _mm256_unpackhi_epi8(a, b)
-#define tkvi_vb_zip1_quads(a, b) _mm256_unpacklo_epi32(a, b)
-#define tkvi_vb_zip2_quads(a, b) _mm256_unpackhi_epi32(a, b)
-#define tkvi_vb_zip1_eights(a, b) _mm256_unpacklo_epi64(a, b)
-#define tkvi_vb_zip2_eights(a, b) _mm256_unpackhi_epi64(a, b)
-/* 16 bytes from p, p + distance and so on. */
-#define tkvi_vb_load_parts(p, distance) tkvi_load_parts_avx2(p, distance)
-#define tkvi_vb_store_parts(p, distance, x) tkvi_store_parts_avx2(p, distance, x)
+#define tkvi_vb_zip1_pairs(a, b) _mm256_unpacklo_epi16(a, b)
+#define tkvi_vb_zip2_pairs(a, b) _mm256_unpackhi_epi16(a, b)
+#define tkvi_vb_spread(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))
 
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
@@ -9336,6 +9061,7 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
 /* ======== kernels/avx2.h ======== */
+
 /* ======== kernels/codes.inc ======== */
 /*
  * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
@@ -9409,10 +9135,146 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     else TKVI_N(unpack_codes)(width, tile, code);
 }
 /* ======== kernels/avx2.h ======== */
+/* ======== kernels/rotate.inc ======== */
+/*
+ * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
+ * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
+ */
+TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
+    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
+    tkvi_vf_hide(sum);
+    tkvi_vf_hide(difference);
+    *a = sum;
+    *b = difference;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
+}
+
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
+TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
+    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
+    return tkvi_vf_xor(x, tkvi_vf_load(flip));
+}
+
+/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
+ * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
+ * sizes returned. */
+TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
+                                 const int within, const int last) {
+    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = tkvi_vf_load(x + i * step);
+        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
+        if (within) v[i] = tkvi_vf_butterflies(v[i]);
+    }
+    if (n > 1) TKVI_N(stage)(v, 1, n);
+    if (n > 2) TKVI_N(stage)(v, 2, n);
+    if (n > 4) TKVI_N(stage)(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
+            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
+        }
+        tkvi_vf_store(y + i * step, v[i]);
+    }
+    return most;
+}
+
+/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
+ * unrolls these. */
+#define TKVI_WITHIN_(name, n, last)                                                                          \
+    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
+                                             int end) {                                                      \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
+            most = tkvi_vf_max(                                                                              \
+                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
+        return most;                                                                                         \
+    }
+#define TKVI_ACROSS_(n)                                                                                      \
+    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF)                                                                   \
+            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
+        return most;                                                                                         \
+    }
+TKVI_WITHIN_(1, 1, 1)
+TKVI_WITHIN_(2, 2, 1)
+TKVI_WITHIN_(4, 4, 1)
+TKVI_WITHIN_(8, 8, 1)
+TKVI_WITHIN_(_first, 8, 0)
+TKVI_ACROSS_(2)
+#if TKVI_VF < 16
+TKVI_ACROSS_(4)
+#endif
+#if TKVI_VF < 8
+TKVI_ACROSS_(8)
+#endif
+
+/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
+TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n, vectors = n / TKVI_VF;
+    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
+    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
+    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
+    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
+    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
+#if TKVI_VF < 8
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+#endif
+#if TKVI_VF < 16
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+#endif
+    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
+}
+
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
+TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
+    uint32_t sign[32];
+    int c, k;
+    for (c = 0; c < n; c += 32) {
+        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
+        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const tkvi_vf scale = tkvi_vf_splat(t->scale);
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (i = 0; i < t->n; i += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
+            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
+            tkvi_vf_hide(x);
+            tkvi_vf_hide(y);
+            x = tkvi_vf_add(x, y);
+            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
+            else tkvi_vf_store(t->last + i, x);
+        }
+    }
+}
+/* ======== kernels/avx2.h ======== */
 /* ======== kernels/values.inc ======== */
 /*
  * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
- * formats/tiles.h. It needs kernels/codes.inc.
+ * formats/tiles.h. It needs kernels/codes.inc and kernels/rotate.inc.
  *
  * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
  * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
@@ -9430,18 +9292,10 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
  * x[0 .. 3]. */
 TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
     static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    tkvi_vb a, b, c, d;
     int k;
     TKVI_UNROLL
     for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
-    a = tkvi_vb_zip1_quads(x[0], x[1]);
-    b = tkvi_vb_zip1_quads(x[2], x[3]);
-    c = tkvi_vb_zip2_quads(x[0], x[1]);
-    d = tkvi_vb_zip2_quads(x[2], x[3]);
-    x[0] = tkvi_vb_zip1_eights(a, b);
-    x[1] = tkvi_vb_zip2_eights(a, b);
-    x[2] = tkvi_vb_zip1_eights(c, d);
-    x[3] = tkvi_vb_zip2_eights(c, d);
+    tkvi_vb_transpose4(x);
 }
 
 /* Sorts the codes of a tile of K into four columns. */
@@ -9465,17 +9319,16 @@ TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, con
     for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
         tkvi_vb x[4];
         TKVI_UNROLL
-        for (k = 0; k < 4; k++) x[k] = tkvi_vb_load_parts(code + 64 * p + 16 * k, 64);
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_gather4(code + 64 * p + 16 * k, 64);
         TKVI_N(sort_codes)(x);
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            tkvi_vb_store_parts(row + k * stride, 4 * stride,
-                                lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+            tkvi_vb_scatter4(row + k * stride, 4 * stride,
+                             lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
         if (!upper) continue;
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            tkvi_vb_store_parts(row + k * stride + 16, 4 * stride,
-                                tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+            tkvi_vb_scatter4(row + k * stride + 16, 4 * stride, tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
     }
 }
 
@@ -9504,7 +9357,7 @@ TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8
             TKVI_N(interleave_bytes)(x, 2);
             TKVI_N(interleave_bytes)(x, 1);
             TKVI_UNROLL
-            for (i = 0; i < 16; i++) tkvi_vb_store_parts(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+            for (i = 0; i < 16; i++) tkvi_vb_scatter4(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
         }
 }
 
@@ -9544,17 +9397,6 @@ static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int fi
     }
 }
 
-/* Stores the first n floats of a vector, or all if n is larger. */
-TKVI_OP void TKVI_N(store_first)(float *to, tkvi_vf x, int n) {
-    if (n >= TKVI_VF) {
-        tkvi_vf_store(to, x);
-    } else {
-        float all[TKVI_VF];
-        tkvi_vf_store(all, x);
-        memcpy(to, all, (size_t)n * sizeof *to);
-    }
-}
-
 /* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
  * token. */
 TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
@@ -9563,12 +9405,12 @@ TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, 
     for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
         const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
         for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_signed_bytes(level + c)
-                                                         : tkvi_vi_load_bytes(level + c));
-            TKVI_N(store_first)
-            (to + c,
-             k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c)) : tkvi_vf_madd(x, by, plus),
-             n - c);
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
+                                                         : tkvi_vi_load_u8(level + c));
+            tkvi_vf_store_first(to + c,
+                                k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
+                                  : tkvi_vf_madd(x, by, plus),
+                                n - c);
         }
     }
 }
@@ -9580,7 +9422,7 @@ TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, 
     if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
     (void)TKVI_N(window)(y, NULL, y, log2n);
     for (c = 0; c < dim; c += TKVI_VF)
-        TKVI_N(store_first)(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+        tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
 }
 
 /* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
@@ -9619,6 +9461,698 @@ static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, c
     }
 }
 /* ======== kernels/avx2.h ======== */
+/* ======== kernels/convert.inc ======== */
+/*
+ * kernels/convert.inc - a template: conversions of metadata to floats, as the scalar functions of core/format.h. Values
+ * behind the last full vector go through a vector in memory: scalar code is slow while the upper halves of registers
+ * are in use.
+ */
+TKVI_KERNEL void TKVI_N(f16_to_f32)(const uint8_t *src, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF) tkvi_vf_store(dst + i, tkvi_vf_load_f16(src + 2 * i));
+    if (i < n) {
+        uint8_t bytes[2 * TKVI_VF + 8] = {0};
+        float x[TKVI_VF];
+        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
+        tkvi_vf_store(x, tkvi_vf_load_f16(bytes));
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
+
+/* tkvi_log_value of TKVI_VB codes, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e
+ * is the biased exponent, and m the upper ten bits of the mantissa. tables: m << 5 and m >> 3 of the 16 mantissas. */
+TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int top, float *dst) {
+    const tkvi_vb code = tkvi_vb_spread(tkvi_vb_load(src)), x = tkvi_vb_add(code, tkvi_vb_splat(255));
+    const tkvi_vb step = tkvi_vb_and(x, tkvi_vb_splat(15));
+    const tkvi_vb e =
+        tkvi_vb_add(tkvi_vb_and(tkvi_vb_right(x, 4), tkvi_vb_splat(15)), tkvi_vb_splat(127 + top - 16));
+    const tkvi_vb e_low = tkvi_vb_left(tkvi_vb_and(e, tkvi_vb_splat(1)), 7);
+    const tkvi_vb e_high = tkvi_vb_and(tkvi_vb_right(e, 1), tkvi_vb_splat(127));
+    const tkvi_vb b1 = tkvi_vb_where(code, tkvi_vb_look_up(tables[0], step)), zero = tkvi_vb_splat(0);
+    const tkvi_vb b2 = tkvi_vb_where(code, tkvi_vb_or(tkvi_vb_look_up(tables[1], step), e_low));
+    const tkvi_vb b3 = tkvi_vb_where(code, e_high);
+    const tkvi_vb low1 = tkvi_vb_zip1(zero, b1), low2 = tkvi_vb_zip2(zero, b1);
+    const tkvi_vb high1 = tkvi_vb_zip1(b2, b3), high2 = tkvi_vb_zip2(b2, b3);
+    uint8_t *to = (uint8_t *)dst;
+    tkvi_vb_store(to, tkvi_vb_zip1_pairs(low1, high1));
+    tkvi_vb_store(to + TKVI_VB, tkvi_vb_zip2_pairs(low1, high1));
+    tkvi_vb_store(to + 2 * TKVI_VB, tkvi_vb_zip1_pairs(low2, high2));
+    tkvi_vb_store(to + 3 * TKVI_VB, tkvi_vb_zip2_pairs(low2, high2));
+}
+
+TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
+    const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
+    int i;
+    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
+    if (i < n) {
+        uint8_t codes[TKVI_VB] = {0};
+        float x[TKVI_VB];
+        memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(codes, tables, top, x);
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
+
+/* Zero points of the first `left` lanes. */
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
+                                    int middle, int left) {
+    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+    return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
+}
+
+TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean,
+                                            float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
+                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+    if (i < n)
+        tkvi_vf_store_first(dst + i,
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            n - i);
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/pack.inc ======== */
+/*
+ * kernels/pack.inc - a template: the other steps of encoders, from floats and codes to bytes. AVX-512 uses the
+ * functions of AVX2: they take few instructions.
+ */
+TKVI_KERNEL void TKVI_N(f32_to_f16)(const float *x, int n, uint8_t *dst) {
+    const tkvi_vf most = tkvi_vf_splat(TKVI_F16_MAX), least = tkvi_vf_splat(-TKVI_F16_MAX);
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store_f16(dst + 2 * i, tkvi_vf_max(tkvi_vf_min(tkvi_vf_load(x + i), most), least));
+    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
+}
+
+TKVI_KERNEL void TKVI_N(encode_log_scales)(const float *x, int n, int top, uint8_t *dst) {
+    const tkvi_vi one = tkvi_vi_splat(1);
+    int i, j, k;
+    for (i = 0; i + 16 <= n; i += 16) {
+        tkvi_vi code[16 / TKVI_VF];
+        TKVI_UNROLL
+        for (j = 0; j < 16 / TKVI_VF; j++) {
+            const tkvi_vf v = tkvi_vf_load(x + i + j * TKVI_VF);
+            const tkvi_vi bits = tkvi_vi_of_bits(v), mantissa = tkvi_vi_and(bits, tkvi_vi_splat(0x7fffff));
+            tkvi_vi y = tkvi_vi_sub(tkvi_vi_right(bits, 23), tkvi_vi_splat(127 + top - 16));
+            y = tkvi_vi_add(tkvi_vi_left(y, 4), one);
+            for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
+                y = tkvi_vi_count(y, mantissa, tkvi_vi_splat((int32_t)tkvi_log_border[k] - 1));
+            y = tkvi_vi_min(tkvi_vi_max(y, one), tkvi_vi_splat(255));
+            code[j] = tkvi_vi_select(tkvi_vf_gt(v, tkvi_vf_splat(0.0f)), y, tkvi_vi_splat(0));
+        }
+        tkvi_vi_store_u8(dst + i, code);
+    }
+    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
+}
+
+/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
+TKVI_OP tkvi_vb TKVI_N(join_planes)(const tkvi_vb *code, const int shift, const int bits, const int n) {
+    const tkvi_vb mask = tkvi_vb_splat((1 << bits) - 1);
+    tkvi_vb x = tkvi_vb_and(tkvi_vb_right(code[0], shift), mask);
+    int p;
+    TKVI_UNROLL
+    for (p = 1; p < n; p++)
+        x = tkvi_vb_or(x, tkvi_vb_left(tkvi_vb_and(tkvi_vb_right(code[p], shift), mask), bits * p));
+    return x;
+}
+
+TKVI_KERNEL void TKVI_N(pack_tile)(uint8_t *tile, int width, const uint8_t *code) {
+    tkvi_vb c[4], d[4], x;
+    int b, p;
+    for (b = 0; b < 64; b += TKVI_VB) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) c[p] = tkvi_vb_load(code + 64 * p + b);
+        if (width == 8) {
+            TKVI_UNROLL
+            for (p = 0; p < 4; p++) tkvi_vb_store(tile + 64 * p + b, c[p]);
+        } else if (width >= 4) {
+            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 4, 2));
+            tkvi_vb_store(tile + 64 + b, TKVI_N(join_planes)(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_vb_store(tile + 128 + b, TKVI_N(join_planes)(c, 4, 2, 4));
+        } else if (width == 3) {
+            x = tkvi_vb_left(tkvi_vb_and(c[3], tkvi_vb_splat(3)), 6);
+            tkvi_vb_store(tile + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
+        } else if (width == 2) {
+            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 2, 4));
+        }
+    }
+    for (b = 0; b < 32 && width % 2; b += TKVI_VB) { /* 32 bytes from both halves of the planes */
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            c[p] = tkvi_vb_load(code + 64 * p + b);
+            d[p] = tkvi_vb_load(code + 64 * p + 32 + b);
+        }
+        if (width == 3) {
+            c[0] = c[2];
+            c[1] = d[2];
+            d[2] = c[3];
+            x = tkvi_vb_left(TKVI_N(join_planes)(d + 2, 2, 1, 2), 6);
+            tkvi_vb_store(tile + 64 + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
+        } else {
+            const int bit = width - 1;
+            x = tkvi_vb_left(TKVI_N(join_planes)(d, bit, 1, 4), 4);
+            tkvi_vb_store(tile + 32 * bit + b, tkvi_vb_or(TKVI_N(join_planes)(c, bit, 1, 4), x));
+        }
+    }
+}
+
+TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+    int j, k;
+    for (j = 0; j < TKVI_BLOCK; j += TKVI_VB) {
+        const tkvi_vb a = tkvi_vb_load(column[channel[0]] + j), b = tkvi_vb_load(column[channel[1]] + j);
+        const tkvi_vb c = tkvi_vb_load(column[channel[2]] + j), d = tkvi_vb_load(column[channel[3]] + j);
+        const tkvi_vb ab = tkvi_vb_zip1(a, b), cd = tkvi_vb_zip1(c, d);
+        const tkvi_vb ab2 = tkvi_vb_zip2(a, b), cd2 = tkvi_vb_zip2(c, d);
+        tkvi_vb x[4];
+        x[0] = tkvi_vb_zip1_pairs(ab, cd);
+        x[1] = tkvi_vb_zip2_pairs(ab, cd);
+        x[2] = tkvi_vb_zip1_pairs(ab2, cd2);
+        x[3] = tkvi_vb_zip2_pairs(ab2, cd2);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) tkvi_vb_scatter4(tile + 4 * (j + 4 * k), 64, x[k]);
+    }
+}
+
+/* Plain loops over 16 columns, for vectors of doubles that compilers make. See tkvi_a_finalize_scales. */
+TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
+    TKVI_ALIGNED float var[TKVI_LANES], var_c[TKVI_LANES], cov[TKVI_LANES], unit[TKVI_LANES],
+        mean_u[TKVI_LANES];
+    TKVI_ALIGNED float scale[TKVI_LANES], width[TKVI_LANES];
+    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES];
+    TKVI_ALIGNED double mean[TKVI_LANES];
+    const double n = (double)c->n, n2 = 2.0 * n;
+    const tkvi_vf none = tkvi_vf_splat(0.0f);
+    int l;
+    for (l = 0; l < TKVI_LANES; l++) {
+        unit[l] = (float)tkvi_a_unit[c->width[l]];
+        width[l] = (float)c->width[l];
+        sum[l] = 2 * c->sum_c[l] - c->n * ((1 << c->width[l]) - 1);
+    }
+    for (l = 0; l < TKVI_LANES; l++) { /* integers below 2^53: exact */
+        var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
+        var_c[l] = (float)(c->n * c->sum_cc[l] - c->sum_c[l] * c->sum_c[l]);
+        cov[l] = (float)(c->n * c->sum_cu[l] - c->sum_c[l] * c->sum_u[l]);
+        mean_u[l] = (float)(2 * c->sum_u[l] + c->n);
+    }
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        const tkvi_vf a = tkvi_vf_load(var + l), b = tkvi_vf_load(cov + l);
+        tkvi_vf x = tkvi_vf_select(tkvi_vf_gt(tkvi_vf_splat(1.5f), tkvi_vf_load(width + l)),
+                                   tkvi_vf_sqrt(tkvi_vf_div(a, tkvi_vf_load(var_c + l))), tkvi_vf_div(a, b));
+        x = tkvi_vf_where(tkvi_vf_gt(a, none), tkvi_vf_mul(x, tkvi_vf_load(c->step + l)));
+        tkvi_vf_store(scale + l, tkvi_vf_where(tkvi_vf_gt(b, none), x));
+        tkvi_vf_store(mean_u + l, tkvi_vf_div(tkvi_vf_load(mean_u + l), tkvi_vf_splat((float)(2 * c->n))));
+    }
+    TKVI_N(encode_log_scales)(scale, TKVI_LANES, top, c->log);
+    TKVI_N(decode_log_scales)(c->log, TKVI_LANES, top, scale);
+    for (l = 0; l < TKVI_LANES; l++) { /* without a scale the offset is 0 */
+        unit[l] = scale[l] > 0.0f ? unit[l] : 0.0f;
+        scale[l] = scale[l] > 0.0f ? scale[l] : 1.0f;
+    }
+    for (l = 0; l < TKVI_LANES; l++) {
+        double v;
+        mean[l] = tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u[l]);
+        v = tkvi_f64(tkvi_f64(mean[l] / (double)scale[l]) - tkvi_f64((double)sum[l] / n2)) * (double)unit[l];
+        v = v > -128.0 ? v : -128.0;
+        v = v < 128.0 ? v : 128.0;
+        offset[l] = (int32_t)tkvi_f64(v + 1000.5) - 1000;
+    }
+    c->beyond_mask = 0;
+    for (l = 0; l < TKVI_LANES; l++) {
+        const int beyond = offset[l] < -127 || offset[l] > 127 || (c->log[l] == 0 && mean[l] != 0.0);
+        c->middle[l] = (float)mean[l];
+        c->offset[l] = (uint8_t)offset[l];
+        c->beyond_mask |= (uint32_t)(beyond && c->width[l]) << l;
+    }
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/encode.inc ======== */
+/*
+ * kernels/encode.inc - a template: encodes K columns (formats/a.h) and V tokens (formats/r.h). It gives the bytes of
+ * the scalar code, because integers are the same and floats have the same order of operations.
+ *
+ * K columns: a 32-bit lane is a column and has two tokens. V tokens: a lane is a channel.
+ */
+/* n tokens of TKVI_VF channels of K, of which the first `lanes` exist. Returns x, or a copy with zeros. */
+TKVI_OP const float *TKVI_N(pad_columns)(const float *x, int lanes, int n, size_t *stride,
+                                         float (*copy)[TKVI_VF]) {
+    int t;
+    if (lanes >= TKVI_VF) return x;
+    memset(copy, 0, (size_t)n * sizeof *copy);
+    for (t = 0; t < n && lanes > 0; t++) memcpy(copy[t], x + (size_t)t * *stride, (size_t)lanes * sizeof *x);
+    *stride = TKVI_VF;
+    return copy[0];
+}
+
+/* The best cut so far, of TKVI_VF columns: its score, range and sums. */
+typedef struct TKVI_N(best_cut) {
+    tkvi_vf score;
+    tkvi_vi cut, by, sum, squares, products;
+} TKVI_N(best_cut);
+
+/* Computes range and integers of columns l .. l + TKVI_VF - 1. */
+TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
+    const tkvi_vf lowest = tkvi_vf_splat(-1e30f), highest = tkvi_vf_splat(1e30f);
+    const tkvi_vf mean = tkvi_vf_load(c->mean + l);
+    const tkvi_vi most = tkvi_vh_splat(TKVI_STEPS - 1);
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
+    size_t stride = c->stride;
+    const float *x = TKVI_N(pad_columns)(c->x + l, c->lanes - l, c->n, &stride, residual), *at = residual[0];
+    tkvi_vf low = highest, high = lowest, step, inverse;
+    tkvi_vi sum = tkvi_vi_splat(0);
+    tkvi_vp squares = tkvi_vp_zero();
+    tkvi_vm some;
+    int t;
+    for (t = 0; t < c->n; t++, x += stride) {
+        const tkvi_vf y = tkvi_vf_sub(tkvi_vf_load(x), mean);
+        tkvi_vf_store(residual[t], y);
+        low = tkvi_vf_min(y, low);
+        high = tkvi_vf_max(y, high);
+    }
+    if (tkvi_vf_max_across(tkvi_vf_max(tkvi_vf_sub(tkvi_vf_splat(0.0f), low), high)) > 1e30f) {
+        low = tkvi_vf_min(tkvi_vf_max(low, lowest), highest);
+        high = tkvi_vf_min(tkvi_vf_max(high, lowest), highest);
+        for (t = 0; t < c->n; t++)
+            tkvi_vf_store(residual[t], tkvi_vf_min(tkvi_vf_max(tkvi_vf_load(residual[t]), low), high));
+    }
+    for (; t < TKVI_BLOCK; t++) tkvi_vf_store(residual[t], low); /* u = 0 */
+    step = tkvi_vf_mul(tkvi_vf_sub(high, low), tkvi_vf_splat(1.0f / TKVI_STEPS));
+    some = tkvi_vf_gt(step, tkvi_vf_splat(1e-36f));
+    inverse = tkvi_vf_where(some, tkvi_vf_div(tkvi_vf_splat(1.0f), step));
+    tkvi_vf_store(c->low + l, low);
+    tkvi_vf_store(c->step + l, tkvi_vf_where(some, step));
+    for (t = 0; t < TKVI_BLOCK / 2; t += 2, at += 4 * TKVI_VF) {
+        int j;
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) { /* in the order of tkvi_column_u */
+            const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + j * TKVI_VF), low), inverse);
+            const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + (j + 2) * TKVI_VF), low), inverse);
+            const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
+            sum = tkvi_vi_add_pairs(sum, u);
+            squares = tkvi_vp_dot(squares, u, u);
+            tkvi_vi_store((int32_t *)(void *)c->u[t + j][l], u);
+        }
+    }
+    tkvi_vi_store(c->sum_u + l, sum);
+    tkvi_vi_store(c->sum_uu + l, tkvi_vp_total(squares));
+}
+
+TKVI_OP tkvi_vi TKVI_N(load_u)(const tkvi_columns *c, int t, int l) {
+    return tkvi_vi_load((const int32_t *)(const void *)c->u[t][l]);
+}
+
+/* n^2 times the covariance. It is below 2^31, because codes have at most 6 bits. */
+TKVI_OP tkvi_vf TKVI_N(covariance)(int n, tkvi_vi a, tkvi_vi b, tkvi_vi products) {
+    return tkvi_vi_to_float(tkvi_vi_sub(tkvi_vi_mul(tkvi_vi_splat(n), products), tkvi_vi_mul(a, b)));
+}
+
+/* Tries n cuts from cut k on. */
+TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_vi top, int k, const int n,
+                              TKVI_N(best_cut) * best) {
+    const tkvi_vi sum_u = tkvi_vi_load(c->sum_u + l);
+    tkvi_vi cut[TKVI_CUTS], by[TKVI_CUTS], sum[TKVI_CUTS];
+    tkvi_vp squares[TKVI_CUTS], products[TKVI_CUTS];
+    int t, j;
+    TKVI_UNROLL
+    for (j = 0; j < n; j++) {
+        const tkvi_vi a = tkvi_vi_look_up8(tkvi_a_ranges[k + j].cut, width);
+        const tkvi_vi b = tkvi_vi_look_up8(tkvi_a_ranges[k + j].by, width);
+        cut[j] = tkvi_vh_pairs(a, a);
+        by[j] = tkvi_vh_pairs(b, b);
+        sum[j] = tkvi_vi_splat(0);
+        squares[j] = products[j] = tkvi_vp_zero();
+    }
+    for (t = 0; t < TKVI_BLOCK / 2; t++) {
+        const tkvi_vi u = TKVI_N(load_u)(c, t, l);
+        TKVI_UNROLL
+        for (j = 0; j < n; j++) {
+            const tkvi_vi v = tkvi_vh_cut(u, cut[j], by[j], top);
+            sum[j] = tkvi_vh_sum(sum[j], v);
+            squares[j] = tkvi_vp_dot(squares[j], v, v);
+            products[j] = tkvi_vp_dot(products[j], v, u);
+        }
+    }
+    TKVI_UNROLL
+    for (j = 0; j < n; j++) {
+        const tkvi_vi sum_c = tkvi_vh_total(sum[j]);
+        const tkvi_vi sum_cc = tkvi_vp_total(squares[j]), sum_cu = tkvi_vp_total(products[j]);
+        const tkvi_vf cov = TKVI_N(covariance)(c->n, sum_c, sum_u, sum_cu);
+        const tkvi_vf var = TKVI_N(covariance)(c->n, sum_c, sum_c, sum_cc);
+        const tkvi_vf score =
+            tkvi_vf_where(tkvi_vf_gt(var, tkvi_vf_splat(0.0f)), tkvi_vf_mul(tkvi_vf_div(cov, var), cov));
+        const tkvi_vm better = tkvi_vf_gt(score, best->score);
+        best->score = tkvi_vf_select(better, score, best->score);
+        best->cut = tkvi_vi_select(better, cut[j], best->cut);
+        best->by = tkvi_vi_select(better, by[j], best->by);
+        best->sum = tkvi_vi_select(better, sum_c, best->sum);
+        best->squares = tkvi_vi_select(better, sum_cc, best->squares);
+        best->products = tkvi_vi_select(better, sum_cu, best->products);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
+    static const int32_t tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
+    int l, t, j;
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tops, width);
+        const tkvi_vi top = tkvi_vh_pairs(top8, top8);
+        TKVI_N(best_cut) best;
+        TKVI_N(columns_to_ints)(c, l);
+        best.score = tkvi_vf_splat(-1.0f);
+        best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
+        for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
+            TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
+        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        tkvi_vi_store(c->sum_c + l, best.sum);
+        tkvi_vi_store(c->sum_cc + l, best.squares);
+        tkvi_vi_store(c->sum_cu + l, best.products);
+        for (t = 0; t < TKVI_BLOCK; t += 16) {
+            tkvi_vi four[4]; /* tokens t + 4 j .. t + 4 j + 3 of each column */
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                const tkvi_vi a = TKVI_N(load_u)(c, t / 2 + 2 * j, l),
+                              b = TKVI_N(load_u)(c, t / 2 + 2 * j + 1, l);
+                four[j] = tkvi_vi_or(tkvi_vh_cut(a, best.cut, best.by, top),
+                                     tkvi_vi_left(tkvi_vh_cut(b, best.cut, best.by, top), 8));
+            }
+            tkvi_vi_transpose4(four);
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) tkvi_vi_scatter4(c->code[l + j] + t, 4 * TKVI_BLOCK, four[j]);
+        }
+    }
+}
+
+/* >>V tokens */
+/* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
+TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                   float *y) {
+    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
+    tkvi_vf most;
+    int c;
+    for (c = n; c < end; c += TKVI_VF) /* channels beyond the first window */
+        tkvi_vf_store(y + c, TKVI_N(flip)(tkvi_vf_load_first(x + c, s->dim - c), flip + c));
+    most = TKVI_N(window)(x, flip, y, log2n);
+    if (n == s->dim) return tkvi_vf_max_across(most);
+    most = TKVI_N(window)(y + s->dim - n, NULL, y + s->dim - n, log2n);
+    for (c = 0; c < s->dim - n; c += TKVI_VF) /* may read channels of the last window again */
+        most = tkvi_vf_max(most, tkvi_vf_abs(tkvi_vf_load(y + c)));
+    return tkvi_vf_max_across(most);
+}
+
+/* Converts a token to integers. A vector of u has TKVI_VF channels from c on, and those from c + 16 on, as tkvi_vh_pack
+ * leaves them. Returns the squares, to be summed. */
+TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int end, int16_t *u) {
+    const tkvi_vf inverse = tkvi_vf_splat(by);
+    const tkvi_vi most = tkvi_vh_splat(TKVI_R_MOST), least = tkvi_vh_splat(-TKVI_R_MOST);
+    tkvi_vp squares = tkvi_vp_zero();
+    int c, j;
+    for (c = 0; c < end; c += 32) {
+        TKVI_UNROLL
+        for (j = c; j < c + 16; j += TKVI_VF, u += 2 * TKVI_VF) {
+            const tkvi_vi a = tkvi_vi_trunc(tkvi_vf_mul(tkvi_vf_load(y + j), inverse));
+            const tkvi_vi b = tkvi_vi_trunc(tkvi_vf_mul(tkvi_vf_load(y + j + 16), inverse));
+            const tkvi_vi x = tkvi_vh_max(tkvi_vh_min(tkvi_vh_pack(a, b), most), least);
+            squares = tkvi_vp_dot(squares, x, x);
+            tkvi_vi_store((int32_t *)(void *)u, x);
+        }
+    }
+    return tkvi_vp_total(squares);
+}
+
+TKVI_OP tkvi_vi TKVI_N(floor_of)(tkvi_vi u, tkvi_vf by) {
+    return tkvi_vi_floor(tkvi_vf_mul(tkvi_vi_to_float(u), by));
+}
+
+/* Codes of a uniform grid, in the order of u. Adds u * level to *sum. */
+TKVI_OP tkvi_vi TKVI_N(encode_grid)(const int16_t *u, float fine, int top, tkvi_vp *sum) {
+    const tkvi_vi tops = tkvi_vh_splat(top), x = tkvi_vi_load((const int32_t *)(const void *)u);
+    const tkvi_vf by = tkvi_vf_splat(fine);
+    tkvi_vi v = tkvi_vh_pack(TKVI_N(floor_of)(tkvi_vh_first(x), by), TKVI_N(floor_of)(tkvi_vh_second(x), by));
+    v = tkvi_vh_add(v, tkvi_vh_splat((top + 1) / 2));
+    v = tkvi_vh_max(tkvi_vh_min(v, tops), tkvi_vh_splat(0));
+    *sum = tkvi_vp_dot(*sum, x, tkvi_vh_sub(tkvi_vh_add(v, v), tops));
+    return v;
+}
+
+/* Codes 0 .. 7 of TKVI_VF pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. levels: of both channels, by code. */
+TKVI_OP tkvi_vi TKVI_N(encode_pairs)(const int16_t *u, float fine, const int32_t *levels, tkvi_vp *sum) {
+    const tkvi_vf by = tkvi_vf_splat(fine);
+    const tkvi_vi both = tkvi_vi_load((const int32_t *)(const void *)u);
+    const tkvi_vi a = tkvi_vh_first(both), b = tkvi_vh_second(both);
+    const tkvi_vi x = tkvi_vh_pairs(TKVI_N(floor_of)(a, by), TKVI_N(floor_of)(b, by));
+    tkvi_vi best = tkvi_vi_splat(INT32_MIN), code;
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 8; k++) {
+        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
+        const tkvi_vi point = tkvi_vi_splat((8 * px & 0xffff) | (int32_t)((uint32_t)(8 * py) << 16));
+        const tkvi_vi from = tkvi_vi_splat(-64 * (px * px + py * py) + 7 - k);
+        best = tkvi_vi_max(best, tkvi_vi_dot(from, x, point));
+    }
+    code = tkvi_vi_sub(tkvi_vi_splat(7), tkvi_vi_and(best, tkvi_vi_splat(7)));
+    *sum = tkvi_vp_dot(*sum, tkvi_vh_pairs(a, b), tkvi_vi_look_up8(levels, code));
+    return code;
+}
+
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
+TKVI_OP void TKVI_N(encode_four_tokens)(const tkvi_side *s, const int16_t *u, const float *fine,
+                                        const int32_t *levels, uint8_t *code, int32_t *sum) {
+    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
+    const int top = (1 << bits) - 1, slab = 4 * TKVI_TILE_CODES;
+    int32_t of_pairs[4];
+    tkvi_vp sums[4];
+    tkvi_vi v[4];
+    int c, j, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) sums[r] = tkvi_vp_zero();
+    for (c = 0; c < pairs; c += 32, code += slab)
+        for (j = 0; j < 16; j += TKVI_VF) {
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++)
+                v[r] = TKVI_N(encode_pairs)(u + r * TKV_MAX_HEAD_DIM + c + 2 * j, fine[TKVI_LANES + r],
+                                            levels, &sums[r]);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
+            v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
+            tkvi_vi_store((int32_t *)(void *)(code + 4 * j), tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16)));
+        }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) {
+        v[r] = tkvi_vp_total(sums[r]);
+        sums[r] = tkvi_vp_zero();
+    }
+    tkvi_vi_sum4(of_pairs, v);
+    for (; c < s->dim; c += 32, code += 2 * slab)
+        for (j = 0; j < 16; j += TKVI_VF) { /* TKVI_VF channels of each of two slabs */
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++)
+                v[r] = TKVI_N(encode_grid)(u + r * TKV_MAX_HEAD_DIM + c + 2 * j, fine[r], top, &sums[r]);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
+            v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
+            tkvi_vi_store((int32_t *)(void *)(code + 4 * j), tkvi_vh_zip1(v[0], v[2]));
+            if (c + 16 < s->pad)
+                tkvi_vi_store((int32_t *)(void *)(code + slab + 4 * j), tkvi_vh_zip2(v[0], v[2]));
+        }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) v[r] = tkvi_vp_total(sums[r]);
+    tkvi_vi_sum4(sum, v);
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
+        sum[r] = 2 * of_pairs[r] + (s->pairs ? 80 : 1) * sum[r];
+}
+
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
+TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, size_t stride, int n,
+                                         tkvi_codes code, float *scale) {
+    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
+    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES], levels[TKVI_LANES];
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
+    const tkvi_vf whole = tkvi_vf_splat((float)TKVI_R_MOST), dim = tkvi_vf_splat((float)s->dim);
+    const tkvi_vf grid = tkvi_vf_splat(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]),
+                  none = tkvi_vf_splat(0.0f);
+    const int log2n = tkvi_log2_floor(s->dim), end = tkvi_round_up(s->dim, 32);
+    int first, t, r;
+    if (s->dim < TKVI_VF) {
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
+        return;
+    }
+    TKVI_N(flips)(flip, end);
+    for (t = 0; t < 16; t++)
+        levels[t] = (int32_t)((uint32_t)tkvi_r_pairs[16 + t] << 16) | (tkvi_r_pairs[t] & 0xffff);
+    for (first = 0; first < n; first += TKVI_LANES) {
+        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
+        memset(most, 0, sizeof most);
+        memset(squares, 0, sizeof squares);
+        memset(sum, 0, sizeof sum);
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
+            most[t] = TKVI_N(rotate_token)(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                           flip, y[t]);
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vf m = tkvi_vf_min(tkvi_vf_load(most + t), tkvi_vf_splat(1e30f));
+            const tkvi_vm some = tkvi_vf_gt(m, tkvi_vf_splat(1e-30f));
+            tkvi_vf_store(by + t, tkvi_vf_where(some, tkvi_vf_div(whole, m)));
+            tkvi_vf_store(most + t, tkvi_vf_where(some, m));
+        }
+        for (t = 0; t < fours; t += 4) {
+            tkvi_vi four[4];
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++) four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], end, u[t + r]);
+            tkvi_vi_sum4(squares + t, four);
+        }
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vi v = tkvi_vi_max(tkvi_vi_load(squares + t), tkvi_vi_splat(1));
+            tkvi_vf unit = tkvi_vf_sqrt(tkvi_vf_div(tkvi_vi_to_float(v), dim));
+            unit = tkvi_vf_div(tkvi_vf_splat(1.0f), unit);
+            tkvi_vf_store(fine[0] + t, tkvi_vf_div(unit, grid));
+            tkvi_vf_store(fine[1] + t, tkvi_vf_mul(unit, tkvi_vf_splat(16.0f * TKVI_R_UNIT)));
+        }
+        for (t = 0; t < fours; t += 4)
+            TKVI_N(encode_four_tokens)(s, u[t], fine[0] + t, levels, code[first / 16] + 16 * t, sum + t);
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vi v = tkvi_vi_load(squares + t);
+            const tkvi_vf m = tkvi_vf_load(most + t);
+            const tkvi_vf w =
+                tkvi_vf_div(tkvi_vi_to_float(tkvi_vi_add(v, v)), tkvi_vi_to_float(tkvi_vi_load(sum + t)));
+            tkvi_vf_store_first(scale + first + t,
+                                tkvi_vf_where(tkvi_vf_gt(m, none), tkvi_vf_mul(tkvi_vf_div(m, whole), w)),
+                                count - t);
+        }
+    }
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/groups.inc ======== */
+/*
+ * kernels/groups.inc - a template: encodes the groups of KIVI (formats/kivi.h), with the bytes of the scalar code. K: a
+ * lane is a channel. V: four tokens go together, because their codes share 32 bits of a tile.
+ */
+TKVI_OP tkvi_vf TKVI_N(clamp_f16)(tkvi_vf x) {
+    return tkvi_vf_max(tkvi_vf_min(x, tkvi_vf_splat(TKVI_F16_MAX)), tkvi_vf_splat(-TKVI_F16_MAX));
+}
+
+/* Stores scales and zeros of a range. Gives both as rounded. */
+TKVI_OP void TKVI_N(store_grid)(tkvi_vf low, tkvi_vf range, float top, uint8_t *scale_at, uint8_t *zero_at,
+                                tkvi_vf *scale, tkvi_vf *zero) {
+    tkvi_vf_store_f16(scale_at, tkvi_vf_div(range, tkvi_vf_splat(top)));
+    tkvi_vf_store_f16(zero_at, tkvi_vf_add(low, tkvi_vf_splat(0.0f)));
+    *scale = tkvi_vf_load_f16(scale_at);
+    *zero = tkvi_vf_load_f16(zero_at);
+}
+
+/* Codes as 32-bit integers. A scale of 0 gives code 0. */
+TKVI_OP tkvi_vi TKVI_N(group_codes)(tkvi_vf x, tkvi_vf scale, tkvi_vf zero, float top) {
+    const tkvi_vf none = tkvi_vf_splat(0.0f), y = tkvi_vf_div(tkvi_vf_sub(TKVI_N(clamp_f16)(x), zero), scale);
+    return tkvi_vi_nearest(
+        tkvi_vf_min(tkvi_vf_max(tkvi_vf_where(tkvi_vf_gt(scale, none), y), none), tkvi_vf_splat(top)));
+}
+
+/* Encodes group g of TKVI_VF channels of K from c on. n: tokens of the block. */
+TKVI_OP void TKVI_N(encode_group_k)(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
+                                    tkvi_codes code, uint8_t *meta) {
+    const float top = (float)((1 << s->format->bits) - 1);
+    const int from = g * s->group, end = tkvi_min(n, from + s->group);
+    uint8_t *at = meta + 2 * (g * s->pad + c);
+    float copy[TKVI_BLOCK][TKVI_VF];
+    tkvi_vf low, high, scale, zero;
+    int t, k;
+    x = TKVI_N(pad_columns)(x + (size_t)from * stride + c, s->dim - c, end - from, &stride, copy);
+    low = high = tkvi_vf_load(x);
+    for (t = 1; t < end - from; t++) {
+        const tkvi_vf v = tkvi_vf_load(x + (size_t)t * stride);
+        low = tkvi_vf_min(v, low);
+        high = tkvi_vf_max(v, high);
+    }
+    low = TKVI_N(clamp_f16)(low);
+    high = TKVI_N(clamp_f16)(high);
+    TKVI_N(store_grid)(low, tkvi_vf_sub(high, low), top, at, at + 2 * s->groups * s->pad, &scale, &zero);
+    for (t = from; t < end; t += 4, x += 4 * stride) {
+        tkvi_vi v[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) {
+            v[k] = tkvi_vi_splat(0);
+            if (t + k < end)
+                v[k] = TKVI_N(group_codes)(tkvi_vf_load(x + (size_t)k * stride), scale, zero, top);
+        }
+        tkvi_vi_scatter4(code[c / 4] + 4 * t, TKVI_TILE_CODES, tkvi_vi_pack4(v));
+    }
+}
+
+/* Encodes group g of tokens t .. t + 15 of V. Rows of missing tokens repeat the last one; their scales, zeros and codes
+ * are 0. */
+TKVI_OP void TKVI_N(encode_group_v)(const tkvi_side *s, const float *x, size_t stride, int n, int g, int t,
+                                    tkvi_codes code, uint8_t *meta) {
+    const float top = (float)((1 << s->format->bits) - 1);
+    const int from = g * s->group, count = tkvi_min(s->dim - from, s->group);
+    const tkvi_vf none = tkvi_vf_splat(0.0f), minus = tkvi_vf_of_bits(tkvi_vi_splat(INT32_MIN));
+    uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
+    TKVI_ALIGNED float copy[16][TKVI_BLOCK], least[16], most[16];
+    tkvi_vf low[4], high[4], scale, zero;
+    const float *row[16];
+    int c, k, q;
+    for (k = 0; k < 16; k++) {
+        row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride + from;
+        if (count % TKVI_VF == 0) continue;
+        for (c = 0; c < tkvi_round_up(count, TKVI_VF); c++) copy[k][c] = row[k][c < count ? c : 0];
+        row[k] = copy[k];
+    }
+    for (q = 0; q < 16; q += 4) {
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) low[k] = high[k] = tkvi_vf_load(row[q + k]);
+        for (c = TKVI_VF; c < count; c += TKVI_VF) {
+            TKVI_UNROLL
+            for (k = 0; k < 4; k++) {
+                const tkvi_vf v = tkvi_vf_load(row[q + k] + c);
+                low[k] = tkvi_vf_min(v, low[k]);
+                high[k] = tkvi_vf_max(v, high[k]);
+            }
+        }
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) low[k] = tkvi_vf_xor(low[k], minus);
+        tkvi_vf_max4(least + q, low);
+        tkvi_vf_max4(most + q, high);
+    }
+    for (q = 0; q < 16; q += TKVI_VF) {
+        const tkvi_vf a = TKVI_N(clamp_f16)(tkvi_vf_xor(tkvi_vf_load(least + q), minus));
+        const tkvi_vf b = TKVI_N(clamp_f16)(tkvi_vf_load(most + q));
+        TKVI_N(store_grid)
+        (tkvi_vf_first(n - t - q, a, none), tkvi_vf_first(n - t - q, tkvi_vf_sub(b, a), none), top,
+         at + 2 * q, at + 2 * (s->groups * TKVI_BLOCK + q), &scale, &zero);
+        tkvi_vf_store(most + q, scale);
+        tkvi_vf_store(least + q, zero);
+    }
+    for (q = 0; q < 16 && t + q < n; q += 4)
+        for (c = 0; c < count; c += TKVI_VF) {
+            const int channel = from + c;
+            tkvi_vi v[4];
+            TKVI_UNROLL
+            for (k = 0; k < 4; k++)
+                v[k] = TKVI_N(group_codes)(tkvi_vf_load(row[q + k] + c), tkvi_vf_splat(most[q + k]),
+                                           tkvi_vf_splat(least[q + k]), top);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
+            v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16));
+            if (c + TKVI_VF > count) v[0] = tkvi_vi_first(count - c, v[0], tkvi_vi_splat(0));
+            tkvi_vi_store((int32_t *)(void *)(code[channel / 16 * 4 + t / 16] + 16 * q + channel % 16 * 4),
+                          v[0]);
+        }
+}
+
+TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_t stride, int n,
+                                       tkvi_codes code, uint8_t *meta) {
+    int g, c, t;
+    if (s->fit || s->order) {
+        tkvi_encode_groups_scalar(s, x, stride, n, code, meta);
+        return;
+    }
+    for (c = 0; c < s->dim && s->which == TKV_K; c += TKVI_VF)
+        for (g = 0; g * s->group < n && g < s->groups; g++)
+            TKVI_N(encode_group_k)(s, x, stride, n, g, c, code, meta);
+    for (t = 0; t < n && s->which == TKV_V; t += 16)
+        for (g = 0; g < s->groups; g++) TKVI_N(encode_group_v)(s, x, stride, n, g, t, code, meta);
+}
+/* ======== kernels/avx2.h ======== */
 
 /* >>pieces */
 /* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
@@ -9628,600 +10162,6 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *ro
         return _mm256_castsi256_ps(
             _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
     return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_f16_to_f32_avx2(const uint8_t *src, int n, float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(src + 2 * i)));
-    if (i < n) { /* no scalar code, which is slow while the upper halves of registers are in use */
-        uint8_t bytes[16] = {0};
-        float x[8];
-        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
-        _mm256_storeu_ps(x, _mm256_cvtph_ps(tkvi_load_bytes16_avx2(bytes)));
-        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_f32_to_f16_avx2(const float *x, int n, uint8_t *dst) {
-    const __m256 most = _mm256_set1_ps(TKVI_F16_MAX), least = _mm256_set1_ps(-TKVI_F16_MAX);
-    int i;
-    for (i = 0; i + 8 <= n; i += 8) {
-        const __m256 y = _mm256_max_ps(_mm256_min_ps(_mm256_loadu_ps(x + i), most), least);
-        _mm_storeu_si128((__m128i *)(void *)(dst + 2 * i), _mm256_cvtps_ph(y, 0)); /* half to even */
-    }
-    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
-}
-
-TKVI_FLAT_AVX2 __m128i tkvi_load_bytes4_avx2(const uint8_t *src) {
-    int32_t x;
-    memcpy(&x, src, 4);
-    return _mm_cvtsi32_si128(x);
-}
-
-/* tkvi_log_value of eight bytes. */
-TKVI_FLAT_AVX2 __m256 tkvi_decode_8_log_scales_avx2(__m128i bytes, int top) {
-    const __m256i base = _mm256_set1_epi32(1024), one = _mm256_set1_epi32(1);
-    const uint8_t *mantissa = (const uint8_t *)tkvi_log_mantissa;
-    __m256i code = _mm256_cvtepu8_epi32(bytes), x = _mm256_sub_epi32(code, one);
-    __m256i bits = _mm256_add_epi32(_mm256_srai_epi32(x, 4), _mm256_set1_epi32(127 + top - 16));
-    /* looks up 16 mantissas as two tables of eight; bit 3 of x selects the table */
-    __m256i low = _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa)), x);
-    __m256i high =
-        _mm256_permutevar8x32_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(mantissa + 16)), x);
-    x = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high),
-                                             _mm256_castsi256_ps(_mm256_slli_epi32(x, 28))));
-    bits = _mm256_or_si256(_mm256_slli_epi32(bits, 23), _mm256_slli_epi32(_mm256_sub_epi32(x, base), 13));
-    return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_cmpeq_epi32(code, _mm256_setzero_si256()), bits));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decode_log_scales_avx2(const uint8_t *src, int n, int top, float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(dst + i, tkvi_decode_8_log_scales_avx2(
-                                      _mm_loadl_epi64((const __m128i *)(const void *)(src + i)), top));
-    if (i + 4 <= n) {
-        _mm_storeu_ps(dst + i, _mm256_castps256_ps128(
-                                   tkvi_decode_8_log_scales_avx2(tkvi_load_bytes4_avx2(src + i), top)));
-        i += 4;
-    }
-    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decode_zero_points_avx2(const uint8_t *offset, const float *scale,
-                                                          const float *mean, float unit, int middle, int n,
-                                                          float *dst) {
-    int i;
-    for (i = 0; i + 8 <= n; i += 8) {
-        const __m256i by = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(offset + i)));
-        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(scale + i), _mm256_set1_ps(unit));
-        _mm256_storeu_ps(
-            dst + i, _mm256_fmadd_ps(x, _mm256_cvtepi32_ps(_mm256_sub_epi32(by, _mm256_set1_epi32(middle))),
-                                     _mm256_loadu_ps(mean + i)));
-    }
-    for (; i + 4 <= n; i += 4) {
-        __m128i by =
-            _mm_sub_epi32(_mm_cvtepi8_epi32(tkvi_load_bytes4_avx2(offset + i)), _mm_set1_epi32(middle));
-        __m128 x = _mm_mul_ps(_mm_loadu_ps(scale + i), _mm_set1_ps(unit));
-        _mm_storeu_ps(dst + i, _mm_fmadd_ps(x, _mm_cvtepi32_ps(by), _mm_loadu_ps(mean + i)));
-    }
-    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
-}
-
-static TKVI_TARGET_AVX2 void tkvi_encode_log_scales_avx2(const float *x, int n, int top, uint8_t *dst) {
-    int i, k;
-    for (i = 0; i + 8 <= n; i += 8) {
-        __m256 v = _mm256_loadu_ps(x + i);
-        __m256i bits = _mm256_castps_si256(v), mantissa = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffff));
-        __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127 + top - 16));
-        __m128i low;
-        code = _mm256_add_epi32(_mm256_slli_epi32(code, 4), _mm256_set1_epi32(1));
-        for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
-            code = _mm256_sub_epi32(
-                code, _mm256_cmpgt_epi32(mantissa, _mm256_set1_epi32((int32_t)tkvi_log_border[k] - 1)));
-        code = _mm256_min_epi32(_mm256_max_epi32(code, _mm256_set1_epi32(1)), _mm256_set1_epi32(255));
-        code = _mm256_and_si256(code, _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ)));
-        low = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
-        _mm_storel_epi64((__m128i *)(void *)(dst + i), _mm_packus_epi16(low, low));
-    }
-    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
-}
-
-/* >>encoding: gives the bytes of the scalar code, because integers are the same and floats have the same order of
- * operations. AVX-512 has its own versions of the two slow steps, K columns and V tokens, and shares the others. */
-/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
-TKVI_FLAT_AVX2 __m256i tkvi_join_planes_avx2(const __m256i *code, const int shift, const int bits,
-                                             const int n) {
-    const __m256i mask = tkvi_splat_bytes_avx2((1 << bits) - 1);
-    __m256i x = _mm256_and_si256(_mm256_srli_epi16(code[0], shift), mask);
-    int p;
-    TKVI_UNROLL
-    for (p = 1; p < n; p++)
-        x = _mm256_or_si256(
-            x, _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(code[p], shift), mask), bits * p));
-    return x;
-}
-
-static TKVI_TARGET_AVX2 void tkvi_pack_tile_avx2(uint8_t *tile, int width, const uint8_t *code) {
-    __m256i c[2][4]; /* half of the planes, plane */
-    int b, p;
-    TKVI_UNROLL
-    for (b = 0; b < 2; b++) {
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) c[b][p] = tkvi_load_bytes_avx2(code + 64 * p + 32 * b);
-        if (width == 8) {
-            TKVI_UNROLL
-            for (p = 0; p < 4; p++) tkvi_store_bytes_avx2(tile + 64 * p + 32 * b, c[b][p]);
-        } else if (width >= 4) {
-            tkvi_store_bytes_avx2(tile + 32 * b, tkvi_join_planes_avx2(c[b], 0, 4, 2));
-            tkvi_store_bytes_avx2(tile + 64 + 32 * b, tkvi_join_planes_avx2(c[b] + 2, 0, 4, 2));
-            if (width == 6) tkvi_store_bytes_avx2(tile + 128 + 32 * b, tkvi_join_planes_avx2(c[b], 4, 2, 4));
-        } else if (width == 3) {
-            const __m256i low = _mm256_slli_epi16(_mm256_and_si256(c[b][3], tkvi_splat_bytes_avx2(3)), 6);
-            tkvi_store_bytes_avx2(tile + 32 * b, _mm256_or_si256(tkvi_join_planes_avx2(c[b], 0, 3, 2), low));
-        } else if (width == 2) {
-            tkvi_store_bytes_avx2(tile + 32 * b, tkvi_join_planes_avx2(c[b], 0, 2, 4));
-        }
-    }
-    if (width == 3) {
-        c[0][0] = c[0][2];
-        c[0][1] = c[1][2];
-        c[1][0] = c[0][3];
-        c[1][1] = c[1][3];
-        tkvi_store_bytes_avx2(tile + 64,
-                              _mm256_or_si256(tkvi_join_planes_avx2(c[0], 0, 3, 2),
-                                              _mm256_slli_epi16(tkvi_join_planes_avx2(c[1], 2, 1, 2), 6)));
-    } else if (width == 5 || width == 1) {
-        const int bit = width - 1;
-        tkvi_store_bytes_avx2(tile + 32 * bit,
-                              _mm256_or_si256(tkvi_join_planes_avx2(c[0], bit, 1, 4),
-                                              _mm256_slli_epi16(tkvi_join_planes_avx2(c[1], bit, 1, 4), 4)));
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_interleave_avx2(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel,
-                                                  uint8_t *tile) {
-    int j;
-    for (j = 0; j < TKVI_BLOCK; j += 16) {
-        __m128i a = tkvi_load_bytes16_avx2(column[channel[0]] + j),
-                b = tkvi_load_bytes16_avx2(column[channel[1]] + j);
-        __m128i c = tkvi_load_bytes16_avx2(column[channel[2]] + j),
-                d = tkvi_load_bytes16_avx2(column[channel[3]] + j);
-        __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d),
-                *to = (__m128i *)(void *)(tile + 4 * j);
-        _mm_storeu_si128(to, _mm_unpacklo_epi16(ab, cd));
-        _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(ab, cd));
-        ab = _mm_unpackhi_epi8(a, b);
-        cd = _mm_unpackhi_epi8(c, d);
-        _mm_storeu_si128(to + 2, _mm_unpacklo_epi16(ab, cd));
-        _mm_storeu_si128(to + 3, _mm_unpackhi_epi16(ab, cd));
-    }
-}
-
-/* Transposes codes: four[q][l] has tokens 4q .. 4q + 3 of column l. Takes 8 x 8 of these words at a time. */
-static TKVI_TARGET_AVX2 void tkvi_transpose_codes_avx2(uint8_t (*code)[TKVI_BLOCK],
-                                                       int32_t (*four)[TKVI_LANES]) {
-    int part, i;
-    for (part = 0; part < 4; part++) {
-        int l = part % 2 * 8, q = part / 2 * 8;
-        __m256i a[8], b[8];
-        TKVI_UNROLL
-        for (i = 0; i < 8; i++) a[i] = tkvi_load_ints_avx2(four[q + i] + l);
-        TKVI_UNROLL
-        for (i = 0; i < 8; i += 2) {
-            b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
-        }
-        TKVI_UNROLL
-        for (i = 0; i < 8; i += 4) { /* a[i + k]: columns k and k + 4, rows i .. i + 3 */
-            a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
-            a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
-            a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
-            a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
-        }
-        TKVI_UNROLL
-        for (i = 0; i < 4; i++) {
-            tkvi_store_bytes_avx2(code[l + i] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
-            tkvi_store_bytes_avx2(code[l + i + 4] + 4 * q, _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
-        }
-    }
-}
-
-/* tkvi_covariance of core/fit.h, four at a time. The integers are below 2^53, so doubles are exact. */
-TKVI_FLAT_AVX2 __m128 tkvi_covariance_avx2(__m256d n, __m128i a, __m128i b, __m128i products) {
-    __m256d x = _mm256_mul_pd(n, _mm256_cvtepi32_pd(products));
-    return _mm256_cvtpd_ps(_mm256_sub_pd(x, _mm256_mul_pd(_mm256_cvtepi32_pd(a), _mm256_cvtepi32_pd(b))));
-}
-
-TKVI_FLAT_AVX2 __m128i tkvi_load_ints4_avx2(const int32_t *p) {
-    return _mm_loadu_si128((const __m128i *)(const void *)p);
-}
-
-static TKVI_TARGET_AVX2 void tkvi_finalize_scales_avx2(tkvi_columns *c, int top) {
-    const __m256d n = _mm256_set1_pd((double)c->n), n2 = _mm256_set1_pd((double)(2 * c->n));
-    const __m128 none = _mm_setzero_ps();
-    const __m128i one = _mm_set1_epi32(1), count = _mm_set1_epi32(c->n);
-    TKVI_ALIGNED float scale[TKVI_LANES], unit[TKVI_LANES];
-    int l;
-    for (l = 0; l < TKVI_LANES; l++) unit[l] = (float)tkvi_a_unit[c->width[l]];
-    c->beyond_mask = 0;
-    for (l = 0; l < TKVI_LANES; l += 4) {
-        __m128i u = tkvi_load_ints4_avx2(c->sum_u + l), k = tkvi_load_ints4_avx2(c->sum_c + l);
-        __m128i width = _mm_cvtepu8_epi32(tkvi_load_bytes4_avx2(c->width + l));
-        __m128 var = tkvi_covariance_avx2(n, u, u, tkvi_load_ints4_avx2(c->sum_uu + l));
-        __m128 var_c = tkvi_covariance_avx2(n, k, k, tkvi_load_ints4_avx2(c->sum_cc + l));
-        __m128 cov = tkvi_covariance_avx2(n, k, u, tkvi_load_ints4_avx2(c->sum_cu + l));
-        __m128 x = _mm_blendv_ps(_mm_div_ps(var, cov), _mm_sqrt_ps(_mm_div_ps(var, var_c)),
-                                 _mm_castsi128_ps(_mm_cmpeq_epi32(width, one)));
-        x = _mm_mul_ps(x, _mm_loadu_ps(c->step + l));
-        x = _mm_and_ps(x, _mm_and_ps(_mm_cmpgt_ps(cov, none), _mm_cmpgt_ps(var, none)));
-        _mm_storeu_ps(scale + l, x);
-    }
-    tkvi_encode_log_scales_avx2(scale, TKVI_LANES, top, c->log);
-    tkvi_decode_log_scales_avx2(c->log, TKVI_LANES, top, scale);
-    for (l = 0; l < TKVI_LANES; l += 4) {
-        __m128i u = tkvi_load_ints4_avx2(c->sum_u + l), k = tkvi_load_ints4_avx2(c->sum_c + l);
-        __m128i width = _mm_cvtepu8_epi32(tkvi_load_bytes4_avx2(c->width + l));
-        __m128i tops = _mm_sub_epi32(_mm_sllv_epi32(one, width), one);
-        __m128 by = _mm_loadu_ps(scale + l);
-        __m128 mean_u = _mm_cvtepi32_ps(_mm_add_epi32(_mm_add_epi32(u, u), count));
-        __m256d mean, v, some = _mm256_cmp_pd(_mm256_cvtps_pd(by), _mm256_setzero_pd(), _CMP_GT_OQ);
-        int32_t four, beyond;
-        mean_u = _mm_div_ps(mean_u, _mm_set1_ps((float)(2 * c->n)));
-        mean = _mm256_mul_pd(_mm256_cvtps_pd(_mm_loadu_ps(c->step + l)), _mm256_cvtps_pd(mean_u));
-        mean = _mm256_add_pd(mean, _mm256_cvtps_pd(_mm_loadu_ps(c->low + l)));
-        _mm_storeu_ps(c->middle + l, _mm256_cvtpd_ps(mean));
-        beyond =
-            _mm256_movemask_pd(_mm256_andnot_pd(some, _mm256_cmp_pd(mean, _mm256_setzero_pd(), _CMP_NEQ_UQ)));
-        k = _mm_sub_epi32(_mm_add_epi32(k, k), _mm_mullo_epi32(count, tops));
-        v = _mm256_div_pd(_mm256_cvtepi32_pd(k), n2);
-        v = _mm256_mul_pd(_mm256_sub_pd(_mm256_div_pd(mean, _mm256_cvtps_pd(by)), v),
-                          _mm256_cvtps_pd(_mm_loadu_ps(unit + l)));
-        v = _mm256_min_pd(_mm256_max_pd(v, _mm256_set1_pd(-128.0)), _mm256_set1_pd(128.0));
-        v = _mm256_add_pd(_mm256_and_pd(v, some), _mm256_set1_pd(1000.5));
-        k = _mm_sub_epi32(_mm256_cvttpd_epi32(v), _mm_set1_epi32(1000));
-        beyond |= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(_mm_abs_epi32(k), _mm_set1_epi32(127))));
-        beyond &= _mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(width, _mm_setzero_si128())));
-        c->beyond_mask |= (uint32_t)beyond << l;
-        four = _mm_cvtsi128_si32(_mm_shuffle_epi8(k, _mm_set1_epi32(0x0c080400)));
-        memcpy(c->offset + l, &four, 4);
-    }
-}
-
-/* K columns: a 32-bit lane is a column and has two tokens. Eight of the 16 columns go together. */
-typedef struct tkvi_range_avx2 {
-    __m256i cut, by, top; /* each value stands in both halves of its lane */
-} tkvi_range_avx2;
-
-TKVI_FLAT_AVX2 __m256i tkvi_repeat16_avx2(__m256i x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
-
-TKVI_FLAT_AVX2 tkvi_range_avx2 tkvi_range_of_avx2(int k, __m256i width) {
-    const tkvi_a_range *r = &tkvi_a_ranges[k];
-    const __m256i one = _mm256_set1_epi32(1);
-    tkvi_range_avx2 range;
-    range.cut = tkvi_repeat16_avx2(_mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(r->cut), width));
-    range.by = tkvi_repeat16_avx2(_mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(r->by), width));
-    range.top = tkvi_repeat16_avx2(_mm256_sub_epi32(_mm256_sllv_epi32(one, width), one));
-    return range;
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_cut_codes_avx2(__m256i u, const tkvi_range_avx2 *r) { /* as tkvi_cut_code */
-    __m256i v = _mm256_mulhi_epu16(_mm256_subs_epu16(u, r->cut), r->by);
-    return _mm256_min_epi16(_mm256_avg_epu16(v, _mm256_setzero_si256()), r->top);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_select_avx2(__m256i a, __m256i b, __m256 mask) { /* b where the mask is set */
-    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask));
-}
-
-/* Computes range and integers of columns l .. l + 7. Returns 0 if a residual is beyond +-1e30, which this code does
- * not clamp. */
-TKVI_FLAT_AVX2 int tkvi_columns_to_ints_avx2(tkvi_columns *c, int l) {
-    const __m256 lowest = _mm256_set1_ps(-1e30f), highest = _mm256_set1_ps(1e30f);
-    const __m256 mean = _mm256_loadu_ps(c->mean + l);
-    const __m256i lanes = tkvi_lane_mask_avx2(c->lanes - l);
-    __m256 low = highest, high = lowest, step, inverse, some;
-    __m256i sum = _mm256_setzero_si256(), squares = sum;
-    TKVI_ALIGNED float residual[TKVI_BLOCK][8];
-    int t;
-    for (t = 0; t < c->n; t++) {
-        __m256 x = _mm256_sub_ps(_mm256_maskload_ps(c->x + (size_t)t * c->stride + l, lanes), mean);
-        _mm256_storeu_ps(residual[t], x);
-        low = _mm256_min_ps(x, low);
-        high = _mm256_max_ps(x, high);
-    }
-    some = _mm256_or_ps(_mm256_cmp_ps(low, lowest, _CMP_LT_OQ), _mm256_cmp_ps(high, highest, _CMP_GT_OQ));
-    if (_mm256_movemask_ps(some)) return 0;
-    for (; t < TKVI_BLOCK; t++) _mm256_storeu_ps(residual[t], low); /* u = 0 */
-    step = _mm256_mul_ps(_mm256_sub_ps(high, low), _mm256_set1_ps(1.0f / TKVI_STEPS));
-    some = _mm256_cmp_ps(step, _mm256_set1_ps(1e-36f), _CMP_GT_OQ);
-    inverse = _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1.0f), step), some);
-    _mm256_storeu_ps(c->low + l, low);
-    _mm256_storeu_ps(c->step + l, _mm256_and_ps(step, some));
-    for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
-        __m256 a = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x), low), inverse);
-        __m256 b = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(x + 16), low), inverse);
-        __m256i u = _mm256_or_si256(_mm256_cvttps_epi32(a), _mm256_slli_epi32(_mm256_cvttps_epi32(b), 16));
-        u = _mm256_min_epi16(u, _mm256_set1_epi16(TKVI_STEPS - 1));
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(u, _mm256_set1_epi16(1)));
-        squares = _mm256_add_epi32(squares, _mm256_madd_epi16(u, u));
-        _mm256_storeu_si256((__m256i *)(void *)c->u[t][l], u);
-    }
-    tkvi_store_ints_avx2(c->sum_u + l, sum);
-    tkvi_store_ints_avx2(c->sum_uu + l, squares);
-    return 1;
-}
-
-TKVI_FLAT_AVX2 void tkvi_search_range_avx2(tkvi_columns *c, int l, int32_t (*four)[TKVI_LANES]) {
-    const __m256i n = _mm256_set1_epi32(c->n), sum_u = tkvi_load_ints_avx2(c->sum_u + l);
-    const __m256i width =
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(c->width + l)));
-    __m256i sum_c = _mm256_setzero_si256(), sum_cc = sum_c, sum_cu = sum_c;
-    __m256 most = _mm256_set1_ps(-1.0f);
-    tkvi_range_avx2 best = tkvi_range_of_avx2(0, width);
-    int t, k;
-    for (k = 0; k < TKVI_A_CUTS; k++) {
-        const tkvi_range_avx2 range = tkvi_range_of_avx2(k, width);
-        __m256i sum = _mm256_setzero_si256(), squares = sum, products = sum, a, b;
-        __m256 cov, var, score, better;
-        for (t = 0; t < TKVI_BLOCK / 2; t++) {
-            __m256i u = _mm256_loadu_si256((const __m256i *)(const void *)c->u[t][l]);
-            __m256i v = tkvi_cut_codes_avx2(u, &range);
-            sum = _mm256_add_epi16(sum, v);
-            squares = _mm256_add_epi32(squares, _mm256_madd_epi16(v, v));
-            products = _mm256_add_epi32(products, _mm256_madd_epi16(v, u));
-        }
-        sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-        a = _mm256_sub_epi32(_mm256_mullo_epi32(n, products), _mm256_mullo_epi32(sum, sum_u));
-        b = _mm256_sub_epi32(_mm256_mullo_epi32(n, squares), _mm256_mullo_epi32(sum, sum));
-        cov = _mm256_cvtepi32_ps(a);
-        var = _mm256_cvtepi32_ps(b);
-        score = _mm256_mul_ps(_mm256_div_ps(cov, var), cov);
-        score = _mm256_and_ps(score, _mm256_cmp_ps(var, _mm256_setzero_ps(), _CMP_GT_OQ));
-        better = _mm256_cmp_ps(score, most, _CMP_GT_OQ);
-        most = _mm256_blendv_ps(most, score, better);
-        best.cut = tkvi_select_avx2(best.cut, range.cut, better);
-        best.by = tkvi_select_avx2(best.by, range.by, better);
-        sum_c = tkvi_select_avx2(sum_c, sum, better);
-        sum_cc = tkvi_select_avx2(sum_cc, squares, better);
-        sum_cu = tkvi_select_avx2(sum_cu, products, better);
-    }
-    tkvi_store_ints_avx2(c->sum_c + l, sum_c);
-    tkvi_store_ints_avx2(c->sum_cc + l, sum_cc);
-    tkvi_store_ints_avx2(c->sum_cu + l, sum_cu);
-    for (t = 0; t < TKVI_BLOCK / 4; t++) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t][l]);
-        __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)c->u[2 * t + 1][l]);
-        b = _mm256_slli_epi32(tkvi_cut_codes_avx2(b, &best), 8);
-        tkvi_store_ints_avx2(four[t] + l, _mm256_or_si256(tkvi_cut_codes_avx2(a, &best), b));
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_encode_k_columns_avx2(tkvi_columns *c) {
-    TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
-    int l;
-    for (l = 0; l < TKVI_LANES; l += 8) {
-        if (!tkvi_columns_to_ints_avx2(c, l)) {
-            tkvi_encode_k_columns_scalar(c);
-            return;
-        }
-        tkvi_search_range_avx2(c, l, four);
-    }
-    tkvi_transpose_codes_avx2(c->code, four);
-}
-
-/* V tokens: a 32-bit lane is a channel. */
-/* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
-TKVI_FLAT_AVX2 float tkvi_rotate_token_avx2(const tkvi_side *s, int log2n, const float *x, const float *flip,
-                                            float *y) {
-    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
-    __m256 most;
-    int c;
-    for (c = n; c < end; c += 8) /* channels beyond the first window */
-        _mm256_storeu_ps(
-            y + c, tkvi_flip_avx2(_mm256_maskload_ps(x + c, tkvi_lane_mask_avx2(s->dim - c)), flip + c));
-    most = tkvi_window_avx2(x, flip, y, log2n);
-    if (n == s->dim) return tkvi_max_avx2(most);
-    most = tkvi_window_avx2(y + s->dim - n, NULL, y + s->dim - n, log2n);
-    for (c = 0; c < s->dim - n; c += 8) /* may read channels of the last window again */
-        most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(y + c)));
-    return tkvi_max_avx2(most);
-}
-
-TKVI_FLAT_AVX2 int32_t tkvi_sum_ints_avx2(__m256i a) {
-    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
-}
-
-/* Converts a token to integers. A vector of u has channels c .. c + 7 and c + 16 .. c + 23, interleaved as
- * _mm256_packs_epi32 leaves them. Returns the sum of squares. */
-TKVI_FLAT_AVX2 int32_t tkvi_token_to_ints_avx2(const float *y, float by, int end, int16_t *u) {
-    const __m256 inverse = _mm256_set1_ps(by);
-    const __m256i most = _mm256_set1_epi16(TKVI_R_MOST), least = _mm256_set1_epi16(-TKVI_R_MOST);
-    __m256i squares = _mm256_setzero_si256();
-    int c;
-    for (c = 0; c < end; c += c % 32 ? 24 : 8, u += 16) {
-        __m256i a = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_loadu_ps(y + c), inverse));
-        __m256i b = _mm256_cvttps_epi32(_mm256_mul_ps(_mm256_loadu_ps(y + c + 16), inverse));
-        a = _mm256_max_epi16(_mm256_min_epi16(_mm256_packs_epi32(a, b), most), least);
-        squares = _mm256_add_epi32(squares, _mm256_madd_epi16(a, a));
-        _mm256_storeu_si256((__m256i *)(void *)u, a);
-    }
-    return tkvi_sum_ints_avx2(squares);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_floor_avx2(__m256i u, __m256 by) {
-    return _mm256_cvttps_epi32(_mm256_floor_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(u), by)));
-}
-
-/* Channels c .. c + 7 (first) and c + 16 .. c + 23 (second) of such a vector. */
-TKVI_FLAT_AVX2 __m256i tkvi_first_avx2(__m256i u) {
-    return _mm256_srai_epi32(_mm256_unpacklo_epi16(u, u), 16);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_second_avx2(__m256i u) {
-    return _mm256_srai_epi32(_mm256_unpackhi_epi16(u, u), 16);
-}
-
-/* Joins two vectors of 16-bit values into one vector of pairs. */
-TKVI_FLAT_AVX2 __m256i tkvi_make_pairs_avx2(__m256i a, __m256i b) {
-    return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
-}
-
-/* Codes of a uniform grid for 8 + 8 channels, in the order of u. Adds u * level to *sum. */
-TKVI_FLAT_AVX2 __m256i tkvi_encode_grid_avx2(const int16_t *u, float fine, int top, __m256i *sum) {
-    const __m256i tops = _mm256_set1_epi16((short)top);
-    const __m256 by = _mm256_set1_ps(fine);
-    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), v;
-    v = _mm256_packs_epi32(tkvi_floor_avx2(tkvi_first_avx2(x), by), tkvi_floor_avx2(tkvi_second_avx2(x), by));
-    v = _mm256_add_epi16(v, _mm256_set1_epi16((short)((top + 1) / 2)));
-    v = _mm256_max_epi16(_mm256_min_epi16(v, tops), _mm256_setzero_si256());
-    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(x, _mm256_sub_epi16(_mm256_add_epi16(v, v), tops)));
-    return v;
-}
-
-/* Codes 0 .. 7 of 8 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
- * 8 * score + 7 - code finds the best score and the first code that reaches it. */
-TKVI_FLAT_AVX2 __m256i tkvi_encode_pairs_avx2(const int16_t *u, float fine, __m256i *sum) {
-    const __m256 by = _mm256_set1_ps(fine);
-    const __m128i *point = (const __m128i *)(const void *)tkvi_r_pairs;
-    const __m256i level = tkvi_make_pairs_avx2(_mm256_cvtepi8_epi32(_mm_loadu_si128(point)),
-                                               _mm256_cvtepi8_epi32(_mm_loadu_si128(point + 1)));
-    __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)u), a = tkvi_first_avx2(x);
-    __m256i b = tkvi_second_avx2(x), best = _mm256_set1_epi32(INT32_MIN), code;
-    int k;
-    x = tkvi_make_pairs_avx2(tkvi_floor_avx2(a, by), tkvi_floor_avx2(b, by));
-    TKVI_UNROLL
-    for (k = 0; k < 8; k++) {
-        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
-        const __m256i p = _mm256_set1_epi32((8 * px & 0xffff) | (int32_t)((uint32_t)(8 * py) << 16));
-        const __m256i from = _mm256_set1_epi32(-64 * (px * px + py * py) + 7 - k);
-        best = _mm256_max_epi32(best, _mm256_add_epi32(from, _mm256_madd_epi16(x, p)));
-    }
-    code = _mm256_andnot_si256(best, _mm256_set1_epi32(7));
-    x = _mm256_madd_epi16(tkvi_make_pairs_avx2(a, b), _mm256_permutevar8x32_epi32(level, code));
-    *sum = _mm256_add_epi32(*sum, x);
-    return code;
-}
-
-/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
- * fine: [2][16], factors of u for the grid and for pairs. */
-TKVI_FLAT_AVX2 void tkvi_encode_four_tokens_avx2(const tkvi_side *s, const int16_t *u, const float *fine,
-                                                 uint8_t *code, int32_t *sum) {
-    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
-    const int top = (1 << bits) - 1, second = 4 * TKVI_TILE_CODES;
-    __m256i grid[4], pair[4], v[4];
-    int c, r;
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm256_setzero_si256();
-    for (c = 0; c < pairs; c += 16, code += c % 32 ? 32 : second - 32) { /* 8 of the 16 lanes of a slab */
-        TKVI_UNROLL
-        for (r = 0; r < 4; r++)
-            v[r] = tkvi_encode_pairs_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
-        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi32(v[1], 8));
-        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi32(v[3], 8));
-        tkvi_store_bytes_avx2(code, _mm256_or_si256(v[0], _mm256_slli_epi32(v[2], 16)));
-    }
-    for (; c < tkvi_round_up(s->dim, 32);
-         c += 16, code += c % 32 ? 32 : 2 * second - 32) { /* 8 lanes of each of two slabs */
-        TKVI_UNROLL
-        for (r = 0; r < 4; r++)
-            v[r] = tkvi_encode_grid_avx2(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
-        v[0] = _mm256_or_si256(v[0], _mm256_slli_epi16(v[1], 8));
-        v[2] = _mm256_or_si256(v[2], _mm256_slli_epi16(v[3], 8));
-        tkvi_store_bytes_avx2(code, _mm256_unpacklo_epi16(v[0], v[2]));
-        if (c / 32 * 32 + 16 < s->pad)
-            tkvi_store_bytes_avx2(code + second, _mm256_unpackhi_epi16(v[0], v[2]));
-    }
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
-        sum[r] = 2 * tkvi_sum_ints_avx2(pair[r]) + (s->pairs ? 80 : 1) * tkvi_sum_ints_avx2(grid[r]);
-}
-
-/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
- * overlap. */
-static TKVI_TARGET_AVX2 void tkvi_encode_v_tokens_avx2(const tkvi_side *s, const float *x, size_t stride,
-                                                       int n, tkvi_codes code, float *scale) {
-    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
-    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
-    const __m256 whole = _mm256_set1_ps((float)TKVI_R_MOST), dim = _mm256_set1_ps((float)s->dim);
-    const __m256 grid = _mm256_set1_ps(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]);
-    const int log2n = tkvi_log2_floor(s->dim);
-    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
-    int first, t;
-    if (s->dim < 8) {
-        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
-        return;
-    }
-    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
-    for (first = 0; first < n; first += TKVI_LANES) {
-        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
-        memset(most, 0, sizeof most);
-        memset(squares, 0, sizeof squares);
-        memset(sum, 0, sizeof sum);
-        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
-            most[t] = tkvi_rotate_token_avx2(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
-                                             flip, y[t]);
-        for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256 m = _mm256_min_ps(_mm256_loadu_ps(most + t), _mm256_set1_ps(1e30f));
-            __m256 some = _mm256_cmp_ps(m, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
-            _mm256_storeu_ps(by + t, _mm256_and_ps(_mm256_div_ps(whole, m), some));
-            _mm256_storeu_ps(most + t, _mm256_and_ps(m, some));
-        }
-        for (t = 0; t < fours; t++)
-            squares[t] = tkvi_token_to_ints_avx2(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
-        for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256i v = _mm256_max_epi32(tkvi_load_ints_avx2(squares + t), _mm256_set1_epi32(1));
-            __m256 unit = _mm256_sqrt_ps(_mm256_div_ps(_mm256_cvtepi32_ps(v), dim));
-            unit = _mm256_div_ps(_mm256_set1_ps(1.0f), unit);
-            _mm256_storeu_ps(fine[0] + t, _mm256_div_ps(unit, grid));
-            _mm256_storeu_ps(fine[1] + t, _mm256_mul_ps(unit, _mm256_set1_ps(16.0f * TKVI_R_UNIT)));
-        }
-        for (t = 0; t < fours; t += 4)
-            tkvi_encode_four_tokens_avx2(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
-        for (t = 0; t < TKVI_LANES; t += 8) {
-            __m256i v = tkvi_load_ints_avx2(squares + t);
-            __m256 m = _mm256_loadu_ps(most + t), some = _mm256_cmp_ps(m, _mm256_setzero_ps(), _CMP_GT_OQ), w;
-            w = _mm256_div_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(v, v)),
-                              _mm256_cvtepi32_ps(tkvi_load_ints_avx2(sum + t)));
-            w = _mm256_and_ps(_mm256_mul_ps(_mm256_div_ps(m, whole), w), some);
-            _mm256_maskstore_ps(scale + first + t, tkvi_lane_mask_avx2(count - t), w);
-        }
-    }
-}
-
-/* Keeps the compiler from fusing a product into a sum: tkvi_turn_rows_scalar rounds each. */
-#if defined(__GNUC__) || defined(__clang__)
-#define TKVI_ROUNDED_X86(x) __asm__("" : "+x"(x))
-#else
-#define TKVI_ROUNDED_X86(x) (void)(x)
-#endif
-
-static TKVI_TARGET_AVX2 void tkvi_turn_rows_avx2(const tkvi_turned_rows *t) {
-    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
-    const __m256 scale = _mm256_set1_ps(t->scale);
-    int i, k, r;
-    for (i = 0; i < t->n; i += 4)
-        for (k = 0; k < 4; k++) {
-            const int pair = t->pair[i + k];
-            cosine[i + k] = t->cosine[pair];
-            sine[i + k] = t->sine[pair];
-        }
-    for (i = 0; i < t->n; i += 8) {
-        const __m256 c = _mm256_load_ps(cosine + i), s = _mm256_load_ps(sine + i);
-        for (r = 0; r <= t->n_rows; r++) {
-            __m256 x = _mm256_mul_ps(_mm256_loadu_ps(t->plain + r * t->n + i), c);
-            __m256 y = _mm256_mul_ps(_mm256_loadu_ps(t->partner + r * t->n + i), s);
-            TKVI_ROUNDED_X86(x);
-            TKVI_ROUNDED_X86(y);
-            x = _mm256_add_ps(x, y);
-            if (r < t->n_rows) _mm256_storeu_ps(t->out + r * t->n + i, _mm256_mul_ps(x, scale));
-            else _mm256_storeu_ps(t->last + i, x);
-        }
-    }
 }
 
 static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
@@ -10376,18 +10316,18 @@ static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t
 TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
     const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
     const tkvi_vf normal =
-        tkvi_vi_as_float(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
-    const tkvi_vf least = tkvi_vi_as_float(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+        tkvi_vf_of_bits(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vf_of_bits(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
     const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
-    return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
+    return tkvi_vf_xor(x, tkvi_vf_of_bits(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
 }
 
 /* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
 TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
                                     const int h) {
     if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(p + h));
-    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_bytes(p + h));
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
 }
 
 /* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
@@ -11306,28 +11246,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
-#undef tkvi_vf_min
-#undef tkvi_vf_hide
-#undef tkvi_vf_swap
-#undef tkvi_vf_load_twice
-#undef tkvi_vf_load_e4m3
-#undef tkvi_vf_load_table
-#undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
 #undef tkvi_vi_load
 #undef tkvi_vi_store
-#undef tkvi_vi_load_bytes
-#undef tkvi_vi_load_signed_bytes
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
-#undef tkvi_vi_and
-#undef tkvi_vi_xor
-#undef tkvi_vi_right
-#undef tkvi_vi_mul_right
-#undef tkvi_vi_as_float
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -11346,14 +11272,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
-#undef tkvi_vb_zip1
-#undef tkvi_vb_zip2
-#undef tkvi_vb_zip1_quads
-#undef tkvi_vb_zip2_quads
-#undef tkvi_vb_zip1_eights
-#undef tkvi_vb_zip2_eights
-#undef tkvi_vb_load_parts
-#undef tkvi_vb_store_parts
 #undef tkvi_ahead
 #undef tkvi_distance
 #undef TKVI_HAS_NARROW
@@ -11433,6 +11351,80 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_min
+#undef tkvi_vf_xor
+#undef tkvi_vf_load_first
+#undef tkvi_vf_store_first
+#undef tkvi_vf_max_across
+#undef tkvi_vf_hide
+#undef tkvi_vf_butterflies
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_store_f16
+#undef tkvi_vi_load_i8
+#undef tkvi_vb_add
+#undef tkvi_vb_where
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_pairs
+#undef tkvi_vb_zip2_pairs
+#undef tkvi_vb_spread
+#undef TKVI_WITHIN_
+#undef TKVI_ACROSS_
+#undef tkvi_vm
+#undef tkvi_vf_div
+#undef tkvi_vf_sqrt
+#undef tkvi_vf_gt
+#undef tkvi_vf_where
+#undef tkvi_vf_select
+#undef tkvi_vf_first
+#undef tkvi_vf_of_bits
+#undef tkvi_vi_or
+#undef tkvi_vi_and
+#undef tkvi_vi_right
+#undef tkvi_vi_mul
+#undef tkvi_vi_min
+#undef tkvi_vi_max
+#undef tkvi_vi_count
+#undef tkvi_vi_select
+#undef tkvi_vi_of_bits
+#undef tkvi_vi_trunc
+#undef tkvi_vi_floor
+#undef tkvi_vi_load_u8
+#undef tkvi_vi_store_u8
+#undef tkvi_vi_look_up8
+#undef tkvi_vi_transpose4
+#undef tkvi_vi_pack4
+#undef tkvi_vh_splat
+#undef tkvi_vh_add
+#undef tkvi_vh_sub
+#undef tkvi_vh_min
+#undef tkvi_vh_max
+#undef tkvi_vh_pairs
+#undef tkvi_vh_pack
+#undef tkvi_vh_first
+#undef tkvi_vh_second
+#undef tkvi_vh_zip1
+#undef tkvi_vh_zip2
+#undef tkvi_vh_cut
+#undef tkvi_vi_dot
+#undef tkvi_vi_add_pairs
+#undef tkvi_vp
+#undef tkvi_vp_zero
+#undef tkvi_vp_dot
+#undef tkvi_vp_total
+#undef tkvi_vi_scatter4
+#undef tkvi_vb_scatter4
+#undef TKVI_CUTS
+#undef tkvi_vh_sum
+#undef tkvi_vh_total
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
+#undef tkvi_vi_xor
+#undef tkvi_vi_mul_right
+#undef tkvi_vb_gather4
+#undef tkvi_vb_transpose4
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -11490,30 +11482,39 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
 #define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
 #define tkvi_vf_min(a, b) _mm512_min_ps(a, b)
-#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)                /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
+#define tkvi_vf_abs(x) _mm512_abs_ps(x)
+#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
+#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+#define tkvi_vm __mmask16                       /* a mask of lanes */
+#define tkvi_vf_div(a, b) tkvi_div_avx512(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) _mm512_sqrt_ps(x)
+#define tkvi_vf_gt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)
+#define tkvi_vf_where(mask, x) _mm512_maskz_mov_ps(mask, x) /* 0 elsewhere */
+#define tkvi_vf_select(mask, x, y) _mm512_mask_blend_ps(mask, y, x)
+#define tkvi_vf_load_first(p, n)                                                                             \
+    _mm512_maskz_loadu_ps(tkvi_lane_mask_avx512(n), p) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) _mm512_mask_storeu_ps(p, tkvi_lane_mask_avx512(n), x)
+#define tkvi_vf_max_across(x) _mm512_reduce_max_ps(x)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x) /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_avx512(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
+#define tkvi_vf_load_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
+#define tkvi_vf_of_bits(x) _mm512_castsi512_ps(x)
 #define tkvi_vf_swap(x) _mm512_permute_ps(x, 0xb1)      /* neighbours */
 #define tkvi_vf_load_twice(p) tkvi_load_twice_avx512(p) /* 8 floats, each in two neighbours */
 #define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx512(p)
 /* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
 #define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx512(level, p, bits)
-#define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
-#define tkvi_vf_abs(x) _mm512_abs_ps(x)
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
 
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
 #define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vi_load_bytes(p) _mm512_cvtepu8_epi32(tkvi_load_bytes16_avx2(p)) /* 16 bytes */
-#define tkvi_vi_load_signed_bytes(p) _mm512_cvtepi8_epi32(tkvi_load_bytes16_avx2(p))
 #define tkvi_vi_splat(x) _mm512_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
-#define tkvi_vi_and(a, b) _mm512_and_si512(a, b)
 #define tkvi_vi_xor(a, b) _mm512_xor_si512(a, b)
-#define tkvi_vi_right(x, n) _mm512_srli_epi32(x, n)               /* without sign */
+#define tkvi_vi_right(x, n) _mm512_srli_epi32(x, n)
 #define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx512(a, b, n) /* a b >> n, without signs */
-#define tkvi_vi_as_float(x) _mm512_castsi512_ps(x)
 #define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
 #define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
@@ -11525,6 +11526,44 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
         _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
                                 _mm512_set1_epi32(n)),                                                       \
         y, x)
+#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx512(p, n) /* signed bytes; the first n, the others are 0 */
+#define tkvi_vi_or(a, b) _mm512_or_si512(a, b)
+#define tkvi_vi_and(a, b) _mm512_and_si512(a, b)
+#define tkvi_vi_mul(a, b) _mm512_mullo_epi32(a, b)
+#define tkvi_vi_max(a, b) _mm512_max_epi32(a, b)
+#define tkvi_vi_select(mask, x, y) _mm512_mask_blend_epi32(mask, y, x)
+#define tkvi_vi_trunc(x) _mm512_cvttps_epi32(x)
+#define tkvi_vi_floor(x) _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
+#define tkvi_vi_load_u8(p) _mm512_cvtepu8_epi32(tkvi_load_bytes16_avx2(p))
+#define tkvi_vi_look_up8(table, x)                                                                           \
+    _mm512_permutexvar_epi32(x, _mm512_castsi256_si512(tkvi_load_ints_avx2(table)))
+#define tkvi_vi_transpose4(v) tkvi_transpose4_avx512(v)               /* of four vectors, in each 16 bytes */
+#define tkvi_vi_scatter4(p, step, x) tkvi_scatter4_avx512(p, step, x) /* each 16 bytes, `step` bytes apart */
+
+/* >>16-bit halves of 32-bit lanes */
+#define tkvi_vh_splat(x) _mm512_set1_epi16((short)(x))
+#define tkvi_vh_add(a, b) _mm512_add_epi16(a, b)
+#define tkvi_vh_sub(a, b) _mm512_sub_epi16(a, b)
+#define tkvi_vh_min(a, b) _mm512_min_epi16(a, b)
+#define tkvi_vh_max(a, b) _mm512_max_epi16(a, b)
+#define tkvi_vh_pairs(a, b) _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16))
+#define tkvi_vh_pack(a, b) _mm512_packs_epi32(a, b)
+#define tkvi_vh_first(x) _mm512_srai_epi32(_mm512_unpacklo_epi16(x, x), 16)
+#define tkvi_vh_second(x) _mm512_srai_epi32(_mm512_unpackhi_epi16(x, x), 16)
+#define tkvi_vh_zip1(x, y) _mm512_unpacklo_epi16(x, y)
+#define tkvi_vh_zip2(x, y) _mm512_unpackhi_epi16(x, y)
+#define tkvi_vh_cut(u, cut, by, top)                                                                         \
+    _mm512_min_epi16(                                                                                        \
+        _mm512_avg_epu16(_mm512_mulhi_epu16(_mm512_subs_epu16(u, cut), by), _mm512_setzero_si512()), top)
+#define tkvi_vi_dot(x, a, b) _mm512_dpwssd_epi32(x, a, b)
+#define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm512_set1_epi16(1))
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
+#define tkvi_vp __m512i
+#define tkvi_vp_zero() _mm512_setzero_si512()
+#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
+#define tkvi_vp_total(x) (x)
 
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
 #define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
@@ -11544,17 +11583,19 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
 #define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
 #define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
-
-/* Interleave the first or second halves of each 16 bytes, by bytes, by 4 or by 8 bytes. */
+#define tkvi_vb_add(a, b) _mm512_add_epi8(a, b)
+#define tkvi_vb_where(a, b) _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(a, a), b) /* b where a > 0 */
 #define tkvi_vb_zip1(a, b) _mm512_unpacklo_epi8(a, b)
 #define tkvi_vb_zip2(a, b) _mm512_unpackhi_epi8(a, b)
-#define tkvi_vb_zip1_quads(a, b) _mm512_unpacklo_epi32(a, b)
-#define tkvi_vb_zip2_quads(a, b) _mm512_unpackhi_epi32(a, b)
-#define tkvi_vb_zip1_eights(a, b) _mm512_unpacklo_epi64(a, b)
-#define tkvi_vb_zip2_eights(a, b) _mm512_unpackhi_epi64(a, b)
-/* 16 bytes from p, p + distance and so on. */
-#define tkvi_vb_load_parts(p, distance) tkvi_load_parts_avx512(p, distance)
-#define tkvi_vb_store_parts(p, distance, x) tkvi_store_parts_avx512(p, distance, x)
+#define tkvi_vb_zip1_pairs(a, b) _mm512_unpacklo_epi16(a, b)
+#define tkvi_vb_zip2_pairs(a, b) _mm512_unpackhi_epi16(a, b)
+#define tkvi_vb_spread(x)                                                                                    \
+    _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x)
+
+/* Each 16 bytes from or to another place, `step` bytes apart. */
+#define tkvi_vb_scatter4(p, step, x) tkvi_scatter4_avx512(p, step, x)
+#define tkvi_vb_gather4(p, step) tkvi_load_parts_avx512(p, step)
+#define tkvi_vb_transpose4(v) tkvi_transpose4_avx512(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
 
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
@@ -11608,6 +11649,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_widen_wide(sum) (sum)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
 /* ======== kernels/avx512.h ======== */
+
 /* ======== kernels/codes.inc ======== */
 /*
  * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
@@ -11681,11 +11723,146 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     else TKVI_N(unpack_codes)(width, tile, code);
 }
 /* ======== kernels/avx512.h ======== */
-#define tkvi_flips_avx512 tkvi_flips_avx2
+/* ======== kernels/rotate.inc ======== */
+/*
+ * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
+ * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
+ */
+TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
+    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
+    tkvi_vf_hide(sum);
+    tkvi_vf_hide(difference);
+    *a = sum;
+    *b = difference;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
+}
+
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
+TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
+    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
+    return tkvi_vf_xor(x, tkvi_vf_load(flip));
+}
+
+/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
+ * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
+ * sizes returned. */
+TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
+                                 const int within, const int last) {
+    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = tkvi_vf_load(x + i * step);
+        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
+        if (within) v[i] = tkvi_vf_butterflies(v[i]);
+    }
+    if (n > 1) TKVI_N(stage)(v, 1, n);
+    if (n > 2) TKVI_N(stage)(v, 2, n);
+    if (n > 4) TKVI_N(stage)(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
+            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
+        }
+        tkvi_vf_store(y + i * step, v[i]);
+    }
+    return most;
+}
+
+/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
+ * unrolls these. */
+#define TKVI_WITHIN_(name, n, last)                                                                          \
+    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
+                                             int end) {                                                      \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
+            most = tkvi_vf_max(                                                                              \
+                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
+        return most;                                                                                         \
+    }
+#define TKVI_ACROSS_(n)                                                                                      \
+    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF)                                                                   \
+            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
+        return most;                                                                                         \
+    }
+TKVI_WITHIN_(1, 1, 1)
+TKVI_WITHIN_(2, 2, 1)
+TKVI_WITHIN_(4, 4, 1)
+TKVI_WITHIN_(8, 8, 1)
+TKVI_WITHIN_(_first, 8, 0)
+TKVI_ACROSS_(2)
+#if TKVI_VF < 16
+TKVI_ACROSS_(4)
+#endif
+#if TKVI_VF < 8
+TKVI_ACROSS_(8)
+#endif
+
+/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
+TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n, vectors = n / TKVI_VF;
+    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
+    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
+    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
+    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
+    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
+#if TKVI_VF < 8
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+#endif
+#if TKVI_VF < 16
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+#endif
+    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
+}
+
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
+TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
+    uint32_t sign[32];
+    int c, k;
+    for (c = 0; c < n; c += 32) {
+        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
+        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const tkvi_vf scale = tkvi_vf_splat(t->scale);
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (i = 0; i < t->n; i += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
+            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
+            tkvi_vf_hide(x);
+            tkvi_vf_hide(y);
+            x = tkvi_vf_add(x, y);
+            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
+            else tkvi_vf_store(t->last + i, x);
+        }
+    }
+}
+/* ======== kernels/avx512.h ======== */
 /* ======== kernels/values.inc ======== */
 /*
  * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
- * formats/tiles.h. It needs kernels/codes.inc.
+ * formats/tiles.h. It needs kernels/codes.inc and kernels/rotate.inc.
  *
  * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
  * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
@@ -11703,18 +11880,10 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
  * x[0 .. 3]. */
 TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
     static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    tkvi_vb a, b, c, d;
     int k;
     TKVI_UNROLL
     for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
-    a = tkvi_vb_zip1_quads(x[0], x[1]);
-    b = tkvi_vb_zip1_quads(x[2], x[3]);
-    c = tkvi_vb_zip2_quads(x[0], x[1]);
-    d = tkvi_vb_zip2_quads(x[2], x[3]);
-    x[0] = tkvi_vb_zip1_eights(a, b);
-    x[1] = tkvi_vb_zip2_eights(a, b);
-    x[2] = tkvi_vb_zip1_eights(c, d);
-    x[3] = tkvi_vb_zip2_eights(c, d);
+    tkvi_vb_transpose4(x);
 }
 
 /* Sorts the codes of a tile of K into four columns. */
@@ -11738,17 +11907,16 @@ TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, con
     for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
         tkvi_vb x[4];
         TKVI_UNROLL
-        for (k = 0; k < 4; k++) x[k] = tkvi_vb_load_parts(code + 64 * p + 16 * k, 64);
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_gather4(code + 64 * p + 16 * k, 64);
         TKVI_N(sort_codes)(x);
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            tkvi_vb_store_parts(row + k * stride, 4 * stride,
-                                lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+            tkvi_vb_scatter4(row + k * stride, 4 * stride,
+                             lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
         if (!upper) continue;
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            tkvi_vb_store_parts(row + k * stride + 16, 4 * stride,
-                                tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+            tkvi_vb_scatter4(row + k * stride + 16, 4 * stride, tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
     }
 }
 
@@ -11777,7 +11945,7 @@ TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8
             TKVI_N(interleave_bytes)(x, 2);
             TKVI_N(interleave_bytes)(x, 1);
             TKVI_UNROLL
-            for (i = 0; i < 16; i++) tkvi_vb_store_parts(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+            for (i = 0; i < 16; i++) tkvi_vb_scatter4(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
         }
 }
 
@@ -11817,17 +11985,6 @@ static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int fi
     }
 }
 
-/* Stores the first n floats of a vector, or all if n is larger. */
-TKVI_OP void TKVI_N(store_first)(float *to, tkvi_vf x, int n) {
-    if (n >= TKVI_VF) {
-        tkvi_vf_store(to, x);
-    } else {
-        float all[TKVI_VF];
-        tkvi_vf_store(all, x);
-        memcpy(to, all, (size_t)n * sizeof *to);
-    }
-}
-
 /* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
  * token. */
 TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
@@ -11836,12 +11993,12 @@ TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, 
     for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
         const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
         for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_signed_bytes(level + c)
-                                                         : tkvi_vi_load_bytes(level + c));
-            TKVI_N(store_first)
-            (to + c,
-             k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c)) : tkvi_vf_madd(x, by, plus),
-             n - c);
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
+                                                         : tkvi_vi_load_u8(level + c));
+            tkvi_vf_store_first(to + c,
+                                k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
+                                  : tkvi_vf_madd(x, by, plus),
+                                n - c);
         }
     }
 }
@@ -11853,7 +12010,7 @@ TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, 
     if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
     (void)TKVI_N(window)(y, NULL, y, log2n);
     for (c = 0; c < dim; c += TKVI_VF)
-        TKVI_N(store_first)(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+        tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
 }
 
 /* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
@@ -11892,6 +12049,414 @@ static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, c
     }
 }
 /* ======== kernels/avx512.h ======== */
+/* ======== kernels/convert.inc ======== */
+/*
+ * kernels/convert.inc - a template: conversions of metadata to floats, as the scalar functions of core/format.h. Values
+ * behind the last full vector go through a vector in memory: scalar code is slow while the upper halves of registers
+ * are in use.
+ */
+TKVI_KERNEL void TKVI_N(f16_to_f32)(const uint8_t *src, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF) tkvi_vf_store(dst + i, tkvi_vf_load_f16(src + 2 * i));
+    if (i < n) {
+        uint8_t bytes[2 * TKVI_VF + 8] = {0};
+        float x[TKVI_VF];
+        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
+        tkvi_vf_store(x, tkvi_vf_load_f16(bytes));
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
+
+/* tkvi_log_value of TKVI_VB codes, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e
+ * is the biased exponent, and m the upper ten bits of the mantissa. tables: m << 5 and m >> 3 of the 16 mantissas. */
+TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int top, float *dst) {
+    const tkvi_vb code = tkvi_vb_spread(tkvi_vb_load(src)), x = tkvi_vb_add(code, tkvi_vb_splat(255));
+    const tkvi_vb step = tkvi_vb_and(x, tkvi_vb_splat(15));
+    const tkvi_vb e =
+        tkvi_vb_add(tkvi_vb_and(tkvi_vb_right(x, 4), tkvi_vb_splat(15)), tkvi_vb_splat(127 + top - 16));
+    const tkvi_vb e_low = tkvi_vb_left(tkvi_vb_and(e, tkvi_vb_splat(1)), 7);
+    const tkvi_vb e_high = tkvi_vb_and(tkvi_vb_right(e, 1), tkvi_vb_splat(127));
+    const tkvi_vb b1 = tkvi_vb_where(code, tkvi_vb_look_up(tables[0], step)), zero = tkvi_vb_splat(0);
+    const tkvi_vb b2 = tkvi_vb_where(code, tkvi_vb_or(tkvi_vb_look_up(tables[1], step), e_low));
+    const tkvi_vb b3 = tkvi_vb_where(code, e_high);
+    const tkvi_vb low1 = tkvi_vb_zip1(zero, b1), low2 = tkvi_vb_zip2(zero, b1);
+    const tkvi_vb high1 = tkvi_vb_zip1(b2, b3), high2 = tkvi_vb_zip2(b2, b3);
+    uint8_t *to = (uint8_t *)dst;
+    tkvi_vb_store(to, tkvi_vb_zip1_pairs(low1, high1));
+    tkvi_vb_store(to + TKVI_VB, tkvi_vb_zip2_pairs(low1, high1));
+    tkvi_vb_store(to + 2 * TKVI_VB, tkvi_vb_zip1_pairs(low2, high2));
+    tkvi_vb_store(to + 3 * TKVI_VB, tkvi_vb_zip2_pairs(low2, high2));
+}
+
+TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
+    const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
+    int i;
+    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
+    if (i < n) {
+        uint8_t codes[TKVI_VB] = {0};
+        float x[TKVI_VB];
+        memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(codes, tables, top, x);
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
+
+/* Zero points of the first `left` lanes. */
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
+                                    int middle, int left) {
+    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+    return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
+}
+
+TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean,
+                                            float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
+                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+    if (i < n)
+        tkvi_vf_store_first(dst + i,
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            n - i);
+}
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/encode.inc ======== */
+/*
+ * kernels/encode.inc - a template: encodes K columns (formats/a.h) and V tokens (formats/r.h). It gives the bytes of
+ * the scalar code, because integers are the same and floats have the same order of operations.
+ *
+ * K columns: a 32-bit lane is a column and has two tokens. V tokens: a lane is a channel.
+ */
+/* n tokens of TKVI_VF channels of K, of which the first `lanes` exist. Returns x, or a copy with zeros. */
+TKVI_OP const float *TKVI_N(pad_columns)(const float *x, int lanes, int n, size_t *stride,
+                                         float (*copy)[TKVI_VF]) {
+    int t;
+    if (lanes >= TKVI_VF) return x;
+    memset(copy, 0, (size_t)n * sizeof *copy);
+    for (t = 0; t < n && lanes > 0; t++) memcpy(copy[t], x + (size_t)t * *stride, (size_t)lanes * sizeof *x);
+    *stride = TKVI_VF;
+    return copy[0];
+}
+
+/* The best cut so far, of TKVI_VF columns: its score, range and sums. */
+typedef struct TKVI_N(best_cut) {
+    tkvi_vf score;
+    tkvi_vi cut, by, sum, squares, products;
+} TKVI_N(best_cut);
+
+/* Computes range and integers of columns l .. l + TKVI_VF - 1. */
+TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
+    const tkvi_vf lowest = tkvi_vf_splat(-1e30f), highest = tkvi_vf_splat(1e30f);
+    const tkvi_vf mean = tkvi_vf_load(c->mean + l);
+    const tkvi_vi most = tkvi_vh_splat(TKVI_STEPS - 1);
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
+    size_t stride = c->stride;
+    const float *x = TKVI_N(pad_columns)(c->x + l, c->lanes - l, c->n, &stride, residual), *at = residual[0];
+    tkvi_vf low = highest, high = lowest, step, inverse;
+    tkvi_vi sum = tkvi_vi_splat(0);
+    tkvi_vp squares = tkvi_vp_zero();
+    tkvi_vm some;
+    int t;
+    for (t = 0; t < c->n; t++, x += stride) {
+        const tkvi_vf y = tkvi_vf_sub(tkvi_vf_load(x), mean);
+        tkvi_vf_store(residual[t], y);
+        low = tkvi_vf_min(y, low);
+        high = tkvi_vf_max(y, high);
+    }
+    if (tkvi_vf_max_across(tkvi_vf_max(tkvi_vf_sub(tkvi_vf_splat(0.0f), low), high)) > 1e30f) {
+        low = tkvi_vf_min(tkvi_vf_max(low, lowest), highest);
+        high = tkvi_vf_min(tkvi_vf_max(high, lowest), highest);
+        for (t = 0; t < c->n; t++)
+            tkvi_vf_store(residual[t], tkvi_vf_min(tkvi_vf_max(tkvi_vf_load(residual[t]), low), high));
+    }
+    for (; t < TKVI_BLOCK; t++) tkvi_vf_store(residual[t], low); /* u = 0 */
+    step = tkvi_vf_mul(tkvi_vf_sub(high, low), tkvi_vf_splat(1.0f / TKVI_STEPS));
+    some = tkvi_vf_gt(step, tkvi_vf_splat(1e-36f));
+    inverse = tkvi_vf_where(some, tkvi_vf_div(tkvi_vf_splat(1.0f), step));
+    tkvi_vf_store(c->low + l, low);
+    tkvi_vf_store(c->step + l, tkvi_vf_where(some, step));
+    for (t = 0; t < TKVI_BLOCK / 2; t += 2, at += 4 * TKVI_VF) {
+        int j;
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) { /* in the order of tkvi_column_u */
+            const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + j * TKVI_VF), low), inverse);
+            const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + (j + 2) * TKVI_VF), low), inverse);
+            const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
+            sum = tkvi_vi_add_pairs(sum, u);
+            squares = tkvi_vp_dot(squares, u, u);
+            tkvi_vi_store((int32_t *)(void *)c->u[t + j][l], u);
+        }
+    }
+    tkvi_vi_store(c->sum_u + l, sum);
+    tkvi_vi_store(c->sum_uu + l, tkvi_vp_total(squares));
+}
+
+TKVI_OP tkvi_vi TKVI_N(load_u)(const tkvi_columns *c, int t, int l) {
+    return tkvi_vi_load((const int32_t *)(const void *)c->u[t][l]);
+}
+
+/* n^2 times the covariance. It is below 2^31, because codes have at most 6 bits. */
+TKVI_OP tkvi_vf TKVI_N(covariance)(int n, tkvi_vi a, tkvi_vi b, tkvi_vi products) {
+    return tkvi_vi_to_float(tkvi_vi_sub(tkvi_vi_mul(tkvi_vi_splat(n), products), tkvi_vi_mul(a, b)));
+}
+
+/* Tries n cuts from cut k on. */
+TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_vi top, int k, const int n,
+                              TKVI_N(best_cut) * best) {
+    const tkvi_vi sum_u = tkvi_vi_load(c->sum_u + l);
+    tkvi_vi cut[TKVI_CUTS], by[TKVI_CUTS], sum[TKVI_CUTS];
+    tkvi_vp squares[TKVI_CUTS], products[TKVI_CUTS];
+    int t, j;
+    TKVI_UNROLL
+    for (j = 0; j < n; j++) {
+        const tkvi_vi a = tkvi_vi_look_up8(tkvi_a_ranges[k + j].cut, width);
+        const tkvi_vi b = tkvi_vi_look_up8(tkvi_a_ranges[k + j].by, width);
+        cut[j] = tkvi_vh_pairs(a, a);
+        by[j] = tkvi_vh_pairs(b, b);
+        sum[j] = tkvi_vi_splat(0);
+        squares[j] = products[j] = tkvi_vp_zero();
+    }
+    for (t = 0; t < TKVI_BLOCK / 2; t++) {
+        const tkvi_vi u = TKVI_N(load_u)(c, t, l);
+        TKVI_UNROLL
+        for (j = 0; j < n; j++) {
+            const tkvi_vi v = tkvi_vh_cut(u, cut[j], by[j], top);
+            sum[j] = tkvi_vh_sum(sum[j], v);
+            squares[j] = tkvi_vp_dot(squares[j], v, v);
+            products[j] = tkvi_vp_dot(products[j], v, u);
+        }
+    }
+    TKVI_UNROLL
+    for (j = 0; j < n; j++) {
+        const tkvi_vi sum_c = tkvi_vh_total(sum[j]);
+        const tkvi_vi sum_cc = tkvi_vp_total(squares[j]), sum_cu = tkvi_vp_total(products[j]);
+        const tkvi_vf cov = TKVI_N(covariance)(c->n, sum_c, sum_u, sum_cu);
+        const tkvi_vf var = TKVI_N(covariance)(c->n, sum_c, sum_c, sum_cc);
+        const tkvi_vf score =
+            tkvi_vf_where(tkvi_vf_gt(var, tkvi_vf_splat(0.0f)), tkvi_vf_mul(tkvi_vf_div(cov, var), cov));
+        const tkvi_vm better = tkvi_vf_gt(score, best->score);
+        best->score = tkvi_vf_select(better, score, best->score);
+        best->cut = tkvi_vi_select(better, cut[j], best->cut);
+        best->by = tkvi_vi_select(better, by[j], best->by);
+        best->sum = tkvi_vi_select(better, sum_c, best->sum);
+        best->squares = tkvi_vi_select(better, sum_cc, best->squares);
+        best->products = tkvi_vi_select(better, sum_cu, best->products);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
+    static const int32_t tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
+    int l, t, j;
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tops, width);
+        const tkvi_vi top = tkvi_vh_pairs(top8, top8);
+        TKVI_N(best_cut) best;
+        TKVI_N(columns_to_ints)(c, l);
+        best.score = tkvi_vf_splat(-1.0f);
+        best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
+        for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
+            TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
+        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        tkvi_vi_store(c->sum_c + l, best.sum);
+        tkvi_vi_store(c->sum_cc + l, best.squares);
+        tkvi_vi_store(c->sum_cu + l, best.products);
+        for (t = 0; t < TKVI_BLOCK; t += 16) {
+            tkvi_vi four[4]; /* tokens t + 4 j .. t + 4 j + 3 of each column */
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                const tkvi_vi a = TKVI_N(load_u)(c, t / 2 + 2 * j, l),
+                              b = TKVI_N(load_u)(c, t / 2 + 2 * j + 1, l);
+                four[j] = tkvi_vi_or(tkvi_vh_cut(a, best.cut, best.by, top),
+                                     tkvi_vi_left(tkvi_vh_cut(b, best.cut, best.by, top), 8));
+            }
+            tkvi_vi_transpose4(four);
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) tkvi_vi_scatter4(c->code[l + j] + t, 4 * TKVI_BLOCK, four[j]);
+        }
+    }
+}
+
+/* >>V tokens */
+/* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
+TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                   float *y) {
+    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
+    tkvi_vf most;
+    int c;
+    for (c = n; c < end; c += TKVI_VF) /* channels beyond the first window */
+        tkvi_vf_store(y + c, TKVI_N(flip)(tkvi_vf_load_first(x + c, s->dim - c), flip + c));
+    most = TKVI_N(window)(x, flip, y, log2n);
+    if (n == s->dim) return tkvi_vf_max_across(most);
+    most = TKVI_N(window)(y + s->dim - n, NULL, y + s->dim - n, log2n);
+    for (c = 0; c < s->dim - n; c += TKVI_VF) /* may read channels of the last window again */
+        most = tkvi_vf_max(most, tkvi_vf_abs(tkvi_vf_load(y + c)));
+    return tkvi_vf_max_across(most);
+}
+
+/* Converts a token to integers. A vector of u has TKVI_VF channels from c on, and those from c + 16 on, as tkvi_vh_pack
+ * leaves them. Returns the squares, to be summed. */
+TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int end, int16_t *u) {
+    const tkvi_vf inverse = tkvi_vf_splat(by);
+    const tkvi_vi most = tkvi_vh_splat(TKVI_R_MOST), least = tkvi_vh_splat(-TKVI_R_MOST);
+    tkvi_vp squares = tkvi_vp_zero();
+    int c, j;
+    for (c = 0; c < end; c += 32) {
+        TKVI_UNROLL
+        for (j = c; j < c + 16; j += TKVI_VF, u += 2 * TKVI_VF) {
+            const tkvi_vi a = tkvi_vi_trunc(tkvi_vf_mul(tkvi_vf_load(y + j), inverse));
+            const tkvi_vi b = tkvi_vi_trunc(tkvi_vf_mul(tkvi_vf_load(y + j + 16), inverse));
+            const tkvi_vi x = tkvi_vh_max(tkvi_vh_min(tkvi_vh_pack(a, b), most), least);
+            squares = tkvi_vp_dot(squares, x, x);
+            tkvi_vi_store((int32_t *)(void *)u, x);
+        }
+    }
+    return tkvi_vp_total(squares);
+}
+
+TKVI_OP tkvi_vi TKVI_N(floor_of)(tkvi_vi u, tkvi_vf by) {
+    return tkvi_vi_floor(tkvi_vf_mul(tkvi_vi_to_float(u), by));
+}
+
+/* Codes of a uniform grid, in the order of u. Adds u * level to *sum. */
+TKVI_OP tkvi_vi TKVI_N(encode_grid)(const int16_t *u, float fine, int top, tkvi_vp *sum) {
+    const tkvi_vi tops = tkvi_vh_splat(top), x = tkvi_vi_load((const int32_t *)(const void *)u);
+    const tkvi_vf by = tkvi_vf_splat(fine);
+    tkvi_vi v = tkvi_vh_pack(TKVI_N(floor_of)(tkvi_vh_first(x), by), TKVI_N(floor_of)(tkvi_vh_second(x), by));
+    v = tkvi_vh_add(v, tkvi_vh_splat((top + 1) / 2));
+    v = tkvi_vh_max(tkvi_vh_min(v, tops), tkvi_vh_splat(0));
+    *sum = tkvi_vp_dot(*sum, x, tkvi_vh_sub(tkvi_vh_add(v, v), tops));
+    return v;
+}
+
+/* Codes 0 .. 7 of TKVI_VF pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. levels: of both channels, by code. */
+TKVI_OP tkvi_vi TKVI_N(encode_pairs)(const int16_t *u, float fine, const int32_t *levels, tkvi_vp *sum) {
+    const tkvi_vf by = tkvi_vf_splat(fine);
+    const tkvi_vi both = tkvi_vi_load((const int32_t *)(const void *)u);
+    const tkvi_vi a = tkvi_vh_first(both), b = tkvi_vh_second(both);
+    const tkvi_vi x = tkvi_vh_pairs(TKVI_N(floor_of)(a, by), TKVI_N(floor_of)(b, by));
+    tkvi_vi best = tkvi_vi_splat(INT32_MIN), code;
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 8; k++) {
+        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
+        const tkvi_vi point = tkvi_vi_splat((8 * px & 0xffff) | (int32_t)((uint32_t)(8 * py) << 16));
+        const tkvi_vi from = tkvi_vi_splat(-64 * (px * px + py * py) + 7 - k);
+        best = tkvi_vi_max(best, tkvi_vi_dot(from, x, point));
+    }
+    code = tkvi_vi_sub(tkvi_vi_splat(7), tkvi_vi_and(best, tkvi_vi_splat(7)));
+    *sum = tkvi_vp_dot(*sum, tkvi_vh_pairs(a, b), tkvi_vi_look_up8(levels, code));
+    return code;
+}
+
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
+TKVI_OP void TKVI_N(encode_four_tokens)(const tkvi_side *s, const int16_t *u, const float *fine,
+                                        const int32_t *levels, uint8_t *code, int32_t *sum) {
+    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
+    const int top = (1 << bits) - 1, slab = 4 * TKVI_TILE_CODES;
+    int32_t of_pairs[4];
+    tkvi_vp sums[4];
+    tkvi_vi v[4];
+    int c, j, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) sums[r] = tkvi_vp_zero();
+    for (c = 0; c < pairs; c += 32, code += slab)
+        for (j = 0; j < 16; j += TKVI_VF) {
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++)
+                v[r] = TKVI_N(encode_pairs)(u + r * TKV_MAX_HEAD_DIM + c + 2 * j, fine[TKVI_LANES + r],
+                                            levels, &sums[r]);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
+            v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
+            tkvi_vi_store((int32_t *)(void *)(code + 4 * j), tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16)));
+        }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) {
+        v[r] = tkvi_vp_total(sums[r]);
+        sums[r] = tkvi_vp_zero();
+    }
+    tkvi_vi_sum4(of_pairs, v);
+    for (; c < s->dim; c += 32, code += 2 * slab)
+        for (j = 0; j < 16; j += TKVI_VF) { /* TKVI_VF channels of each of two slabs */
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++)
+                v[r] = TKVI_N(encode_grid)(u + r * TKV_MAX_HEAD_DIM + c + 2 * j, fine[r], top, &sums[r]);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
+            v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
+            tkvi_vi_store((int32_t *)(void *)(code + 4 * j), tkvi_vh_zip1(v[0], v[2]));
+            if (c + 16 < s->pad)
+                tkvi_vi_store((int32_t *)(void *)(code + slab + 4 * j), tkvi_vh_zip2(v[0], v[2]));
+        }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) v[r] = tkvi_vp_total(sums[r]);
+    tkvi_vi_sum4(sum, v);
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
+        sum[r] = 2 * of_pairs[r] + (s->pairs ? 80 : 1) * sum[r];
+}
+
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
+TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, size_t stride, int n,
+                                         tkvi_codes code, float *scale) {
+    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
+    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES], levels[TKVI_LANES];
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
+    const tkvi_vf whole = tkvi_vf_splat((float)TKVI_R_MOST), dim = tkvi_vf_splat((float)s->dim);
+    const tkvi_vf grid = tkvi_vf_splat(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]),
+                  none = tkvi_vf_splat(0.0f);
+    const int log2n = tkvi_log2_floor(s->dim), end = tkvi_round_up(s->dim, 32);
+    int first, t, r;
+    if (s->dim < TKVI_VF) {
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
+        return;
+    }
+    TKVI_N(flips)(flip, end);
+    for (t = 0; t < 16; t++)
+        levels[t] = (int32_t)((uint32_t)tkvi_r_pairs[16 + t] << 16) | (tkvi_r_pairs[t] & 0xffff);
+    for (first = 0; first < n; first += TKVI_LANES) {
+        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
+        memset(most, 0, sizeof most);
+        memset(squares, 0, sizeof squares);
+        memset(sum, 0, sizeof sum);
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
+            most[t] = TKVI_N(rotate_token)(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                           flip, y[t]);
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vf m = tkvi_vf_min(tkvi_vf_load(most + t), tkvi_vf_splat(1e30f));
+            const tkvi_vm some = tkvi_vf_gt(m, tkvi_vf_splat(1e-30f));
+            tkvi_vf_store(by + t, tkvi_vf_where(some, tkvi_vf_div(whole, m)));
+            tkvi_vf_store(most + t, tkvi_vf_where(some, m));
+        }
+        for (t = 0; t < fours; t += 4) {
+            tkvi_vi four[4];
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++) four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], end, u[t + r]);
+            tkvi_vi_sum4(squares + t, four);
+        }
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vi v = tkvi_vi_max(tkvi_vi_load(squares + t), tkvi_vi_splat(1));
+            tkvi_vf unit = tkvi_vf_sqrt(tkvi_vf_div(tkvi_vi_to_float(v), dim));
+            unit = tkvi_vf_div(tkvi_vf_splat(1.0f), unit);
+            tkvi_vf_store(fine[0] + t, tkvi_vf_div(unit, grid));
+            tkvi_vf_store(fine[1] + t, tkvi_vf_mul(unit, tkvi_vf_splat(16.0f * TKVI_R_UNIT)));
+        }
+        for (t = 0; t < fours; t += 4)
+            TKVI_N(encode_four_tokens)(s, u[t], fine[0] + t, levels, code[first / 16] + 16 * t, sum + t);
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vi v = tkvi_vi_load(squares + t);
+            const tkvi_vf m = tkvi_vf_load(most + t);
+            const tkvi_vf w =
+                tkvi_vf_div(tkvi_vi_to_float(tkvi_vi_add(v, v)), tkvi_vi_to_float(tkvi_vi_load(sum + t)));
+            tkvi_vf_store_first(scale + first + t,
+                                tkvi_vf_where(tkvi_vf_gt(m, none), tkvi_vf_mul(tkvi_vf_div(m, whole), w)),
+                                count - t);
+        }
+    }
+}
+/* ======== kernels/avx512.h ======== */
 
 /* >>pieces */
 /* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
@@ -11902,372 +12467,6 @@ TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t
         return _mm512_castsi512_ps(_mm512_slli_epi32(
             _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
     return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
-}
-
-static TKVI_TARGET_AVX512 void tkvi_f16_to_f32_avx512(const uint8_t *src, int n, float *dst) {
-    int i;
-    for (i = 0; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(dst + i,
-                         _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(src + 2 * i))));
-    if (i < n) { /* no scalar code, which is slow while the upper halves of registers are in use */
-        const __mmask16 m = (__mmask16)((1 << (n - i)) - 1);
-        _mm512_mask_storeu_ps(dst + i, m, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, src + 2 * i)));
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_decode_log_scales_avx512(const uint8_t *src, int n, int top, float *dst) {
-    const __m512i table = _mm512_slli_epi32(
-        _mm512_sub_epi32(
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)tkvi_log_mantissa)),
-            _mm512_set1_epi32(1024)),
-        13);
-    const __m512i low = _mm512_set1_epi32(127 + top - 16);
-    int i;
-    for (i = 0; i < n; i += 16) {
-        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512i code = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m, src + i));
-        __m512i x = _mm512_sub_epi32(code, _mm512_set1_epi32(1));
-        __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_srai_epi32(x, 4), low), 23);
-        bits = _mm512_or_si512(bits, _mm512_permutexvar_epi32(x, table)); /* uses 4 bits of x */
-        bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(code, code), bits);
-        _mm512_mask_storeu_ps(dst + i, m, _mm512_castsi512_ps(bits));
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_decode_zero_points_avx512(const uint8_t *offset, const float *scale,
-                                                              const float *mean, float unit, int middle,
-                                                              int n, float *dst) {
-    int i;
-    for (i = 0; i < n; i += 16) {
-        const __mmask16 m = (__mmask16)(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512i by = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, offset + i));
-        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scale + i), _mm512_set1_ps(unit));
-        by = _mm512_sub_epi32(by, _mm512_set1_epi32(middle));
-        x = _mm512_fmadd_ps(x, _mm512_cvtepi32_ps(by), _mm512_maskz_loadu_ps(m, mean + i));
-        _mm512_mask_storeu_ps(dst + i, m, x);
-    }
-}
-
-/* >>encoding: see kernels/avx2.h */
-/* K columns: a 32-bit lane is a column and has two tokens. */
-typedef struct tkvi_range_avx512 {
-    __m512i cut, by, top; /* each value stands in both halves of its lane */
-} tkvi_range_avx512;
-
-TKVI_FLAT_AVX512 __m512i tkvi_repeat16_avx512(__m512i x) {
-    return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
-}
-
-TKVI_FLAT_AVX512 tkvi_range_avx512 tkvi_range_of_avx512(int k, __m512i width) {
-    const tkvi_a_range *r = &tkvi_a_ranges[k];
-    tkvi_range_avx512 range;
-    __m512i both = _mm512_loadu_si512((const void *)r->cut); /* cut, then by */
-    range.cut = tkvi_repeat16_avx512(_mm512_permutexvar_epi32(width, both));
-    range.by =
-        tkvi_repeat16_avx512(_mm512_permutexvar_epi32(_mm512_add_epi32(width, _mm512_set1_epi32(8)), both));
-    range.top = _mm512_sub_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(1), width), _mm512_set1_epi32(1));
-    range.top = tkvi_repeat16_avx512(range.top);
-    return range;
-}
-
-TKVI_FLAT_AVX512 __m512i tkvi_cut_codes_avx512(__m512i u, const tkvi_range_avx512 *r) { /* as tkvi_cut_code */
-    __m512i v = _mm512_mulhi_epu16(_mm512_subs_epu16(u, r->cut), r->by);
-    return _mm512_min_epi16(_mm512_avg_epu16(v, _mm512_setzero_si512()), r->top);
-}
-
-TKVI_FLAT_AVX512 __m512 tkvi_covariance_avx512(int n, __m512i a, __m512i b, __m512i products) {
-    return _mm512_cvtepi32_ps(
-        _mm512_sub_epi32(_mm512_mullo_epi32(_mm512_set1_epi32(n), products), _mm512_mullo_epi32(a, b)));
-}
-
-/* Computes range and integers of all columns. Returns 0 if a residual is beyond +-1e30, which this code does not
- * clamp. */
-TKVI_FLAT_AVX512 int tkvi_columns_to_ints_avx512(tkvi_columns *c) {
-    const __m512 lowest = _mm512_set1_ps(-1e30f), highest = _mm512_set1_ps(1e30f);
-    const __m512 mean = _mm512_loadu_ps(c->mean);
-    const __mmask16 lanes = (__mmask16)((1 << c->lanes) - 1);
-    __m512 low = highest, high = lowest, step, inverse;
-    __m512i sum = _mm512_setzero_si512(), squares = sum;
-    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_LANES];
-    __mmask16 some;
-    int t;
-    for (t = 0; t < c->n; t++) {
-        __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(lanes, c->x + (size_t)t * c->stride), mean);
-        _mm512_store_ps(residual[t], x);
-        low = _mm512_min_ps(x, low);
-        high = _mm512_max_ps(x, high);
-    }
-    if (_mm512_cmp_ps_mask(low, lowest, _CMP_LT_OQ) | _mm512_cmp_ps_mask(high, highest, _CMP_GT_OQ)) return 0;
-    for (; t < TKVI_BLOCK; t++) _mm512_store_ps(residual[t], low); /* u = 0 */
-    step = _mm512_mul_ps(_mm512_sub_ps(high, low), _mm512_set1_ps(1.0f / TKVI_STEPS));
-    some = _mm512_cmp_ps_mask(step, _mm512_set1_ps(1e-36f), _CMP_GT_OQ);
-    inverse = _mm512_maskz_div_ps(some, _mm512_set1_ps(1.0f), step);
-    _mm512_store_ps(c->low, low);
-    _mm512_store_ps(c->step, _mm512_maskz_mov_ps(some, step));
-    for (t = 0; t < TKVI_BLOCK / 2; t++) {
-        const float *x = residual[t / 2 * 4 + t % 2]; /* in the order of tkvi_column_u */
-        __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x), low), inverse);
-        __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + 2 * TKVI_LANES), low), inverse);
-        __m512i u = _mm512_or_si512(_mm512_cvttps_epi32(a), _mm512_slli_epi32(_mm512_cvttps_epi32(b), 16));
-        u = _mm512_min_epi16(u, _mm512_set1_epi16(TKVI_STEPS - 1));
-        sum = _mm512_dpwssd_epi32(sum, u, _mm512_set1_epi16(1));
-        squares = _mm512_dpwssd_epi32(squares, u, u);
-        _mm512_store_si512((void *)c->u[t], u);
-    }
-    _mm512_store_si512((void *)c->sum_u, sum);
-    _mm512_store_si512((void *)c->sum_uu, squares);
-    return 1;
-}
-
-static TKVI_TARGET_AVX512 void tkvi_encode_k_columns_avx512(tkvi_columns *c) {
-    const __m512i width = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)c->width));
-    __m512i sum_c, sum_cc, sum_cu;
-    __m512 most = _mm512_set1_ps(-1.0f);
-    tkvi_range_avx512 best = tkvi_range_of_avx512(0, width);
-    TKVI_ALIGNED int32_t four[TKVI_BLOCK / 4][TKVI_LANES];
-    int t, k;
-    if (!tkvi_columns_to_ints_avx512(c)) {
-        tkvi_encode_k_columns_scalar(c);
-        return;
-    }
-    sum_c = sum_cc = sum_cu = _mm512_setzero_si512();
-    for (k = 0; k < TKVI_A_CUTS; k++) {
-        const tkvi_range_avx512 range = tkvi_range_of_avx512(k, width);
-        __m512i sum = _mm512_setzero_si512(), squares = sum, products = sum;
-        __m512 cov, var, score;
-        __mmask16 better;
-        for (t = 0; t < TKVI_BLOCK / 2; t++) {
-            __m512i u = _mm512_load_si512((const void *)c->u[t]), v = tkvi_cut_codes_avx512(u, &range);
-            sum = _mm512_add_epi16(sum, v);
-            squares = _mm512_dpwssd_epi32(squares, v, v);
-            products = _mm512_dpwssd_epi32(products, v, u);
-        }
-        sum = _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
-        cov = tkvi_covariance_avx512(c->n, sum, _mm512_load_si512((const void *)c->sum_u), products);
-        var = tkvi_covariance_avx512(c->n, sum, sum, squares);
-        score = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(var, _mm512_setzero_ps(), _CMP_GT_OQ), cov, var);
-        score = _mm512_mul_ps(score, cov);
-        better = _mm512_cmp_ps_mask(score, most, _CMP_GT_OQ);
-        most = _mm512_mask_mov_ps(most, better, score);
-        best.cut = _mm512_mask_mov_epi32(best.cut, better, range.cut);
-        best.by = _mm512_mask_mov_epi32(best.by, better, range.by);
-        sum_c = _mm512_mask_mov_epi32(sum_c, better, sum);
-        sum_cc = _mm512_mask_mov_epi32(sum_cc, better, squares);
-        sum_cu = _mm512_mask_mov_epi32(sum_cu, better, products);
-    }
-    _mm512_store_si512((void *)c->sum_c, sum_c);
-    _mm512_store_si512((void *)c->sum_cc, sum_cc);
-    _mm512_store_si512((void *)c->sum_cu, sum_cu);
-    for (t = 0; t < TKVI_BLOCK / 4; t++) {
-        __m512i a = tkvi_cut_codes_avx512(_mm512_load_si512((const void *)c->u[2 * t]), &best);
-        __m512i b = tkvi_cut_codes_avx512(_mm512_load_si512((const void *)c->u[2 * t + 1]), &best);
-        _mm512_store_si512((void *)four[t], _mm512_or_si512(a, _mm512_slli_epi32(b, 8)));
-    }
-    tkvi_transpose_codes_avx2(c->code, four);
-}
-
-/* V tokens: see kernels/avx2.h. */
-TKVI_FLAT_AVX512 float tkvi_rotate_token_avx512(const tkvi_side *s, int log2n, const float *x,
-                                                const float *flip, float *y) {
-    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
-    __m512 most;
-    int c;
-    for (c = n; c < end; c += 16) {
-        __mmask16 some = (__mmask16)(c + 16 <= s->dim ? 0xffff : c < s->dim ? (1 << (s->dim - c)) - 1 : 0);
-        _mm512_storeu_ps(y + c, tkvi_flip_avx512(_mm512_maskz_loadu_ps(some, x + c), flip + c));
-    }
-    most = tkvi_window_avx512(x, flip, y, log2n);
-    if (n == s->dim) return _mm512_reduce_max_ps(most);
-    most = tkvi_window_avx512(y + s->dim - n, NULL, y + s->dim - n, log2n);
-    for (c = 0; c < s->dim - n; c += 16) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(y + c)));
-    return _mm512_reduce_max_ps(most);
-}
-
-/* Converts a token to integers. A vector of u has channels c .. c + 15 and c + 16 .. c + 31, interleaved as
- * _mm512_packs_epi32 leaves them. Returns the sum of squares. */
-TKVI_FLAT_AVX512 int32_t tkvi_token_to_ints_avx512(const float *y, float by, int end, int16_t *u) {
-    const __m512 inverse = _mm512_set1_ps(by);
-    const __m512i most = _mm512_set1_epi16(TKVI_R_MOST), least = _mm512_set1_epi16(-TKVI_R_MOST);
-    __m512i squares = _mm512_setzero_si512();
-    int c;
-    for (c = 0; c < end; c += 32) {
-        __m512i a = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(y + c), inverse));
-        __m512i b = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(y + c + 16), inverse));
-        a = _mm512_max_epi16(_mm512_min_epi16(_mm512_packs_epi32(a, b), most), least);
-        squares = _mm512_dpwssd_epi32(squares, a, a);
-        _mm512_store_si512((void *)(u + c), a);
-    }
-    return _mm512_reduce_add_epi32(squares);
-}
-
-TKVI_FLAT_AVX512 __m512i tkvi_floor_avx512(__m512i u, __m512 by) {
-    return _mm512_cvt_roundps_epi32(_mm512_mul_ps(_mm512_cvtepi32_ps(u), by),
-                                    _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-}
-
-/* Channels c .. c + 15 (first) and c + 16 .. c + 31 (second) of such a vector. */
-TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(__m512i u) {
-    return _mm512_srai_epi32(_mm512_unpacklo_epi16(u, u), 16);
-}
-
-TKVI_FLAT_AVX512 __m512i tkvi_second_avx512(__m512i u) {
-    return _mm512_srai_epi32(_mm512_unpackhi_epi16(u, u), 16);
-}
-
-/* Joins two vectors of 16-bit values into one vector of pairs. */
-TKVI_FLAT_AVX512 __m512i tkvi_make_pairs_avx512(__m512i a, __m512i b) {
-    return _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16));
-}
-
-/* Codes of a uniform grid for 16 + 16 channels, in the order of u. Adds u * level to *sum. */
-TKVI_FLAT_AVX512 __m512i tkvi_encode_grid_avx512(const int16_t *u, float fine, int top, __m512i *sum) {
-    const __m512i tops = _mm512_set1_epi16((short)top);
-    const __m512 by = _mm512_set1_ps(fine);
-    __m512i x = _mm512_load_si512((const void *)u), v;
-    v = _mm512_packs_epi32(tkvi_floor_avx512(tkvi_first_avx512(x), by),
-                           tkvi_floor_avx512(tkvi_second_avx512(x), by));
-    v = _mm512_add_epi16(v, _mm512_set1_epi16((short)((top + 1) / 2)));
-    v = _mm512_max_epi16(_mm512_min_epi16(v, tops), _mm512_setzero_si512());
-    *sum = _mm512_dpwssd_epi32(*sum, x, _mm512_sub_epi16(_mm512_add_epi16(v, v), tops));
-    return v;
-}
-
-/* Codes 0 .. 7 of 16 pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
- * 8 * score + 7 - code finds the best score and the first code that reaches it. */
-TKVI_FLAT_AVX512 __m512i tkvi_encode_pairs_avx512(const int16_t *u, float fine, __m512i *sum) {
-    const __m512 by = _mm512_set1_ps(fine);
-    const __m128i *point_at = (const __m128i *)(const void *)tkvi_r_pairs;
-    const __m512i level = tkvi_make_pairs_avx512(_mm512_cvtepi8_epi32(_mm_loadu_si128(point_at)),
-                                                 _mm512_cvtepi8_epi32(_mm_loadu_si128(point_at + 1)));
-    __m512i x = _mm512_load_si512((const void *)u), a = tkvi_first_avx512(x), b = tkvi_second_avx512(x);
-    __m512i best = _mm512_set1_epi32(INT32_MIN), code;
-    int k;
-    x = tkvi_make_pairs_avx512(tkvi_floor_avx512(a, by), tkvi_floor_avx512(b, by));
-    TKVI_UNROLL
-    for (k = 0; k < 8; k++) {
-        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
-        const __m512i point = _mm512_set1_epi32((8 * px & 0xffff) | (int)((uint32_t)(8 * py) << 16));
-        const __m512i from = _mm512_set1_epi32(-64 * (px * px + py * py) + 7 - k);
-        best = _mm512_max_epi32(best, _mm512_dpwssd_epi32(from, x, point));
-    }
-    code = _mm512_andnot_si512(best, _mm512_set1_epi32(7));
-    *sum = _mm512_dpwssd_epi32(*sum, tkvi_make_pairs_avx512(a, b), _mm512_permutexvar_epi32(code, level));
-    return code;
-}
-
-/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
- * fine: [2][16], factors of u for the grid and for pairs. */
-TKVI_FLAT_AVX512 void tkvi_encode_four_tokens_avx512(const tkvi_side *s, const int16_t *u, const float *fine,
-                                                     uint8_t *code, int32_t *sum) {
-    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
-    const int top = (1 << bits) - 1;
-    __m512i grid[4], pair[4], v[4];
-    int c, r;
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) grid[r] = pair[r] = _mm512_setzero_si512();
-    for (c = 0; c < pairs; c += 32, code += 4 * TKVI_TILE_CODES) {
-        TKVI_UNROLL
-        for (r = 0; r < 4; r++)
-            v[r] = tkvi_encode_pairs_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[TKVI_LANES + r], &pair[r]);
-        v[0] = _mm512_or_si512(v[0], _mm512_slli_epi32(v[1], 8));
-        v[2] = _mm512_or_si512(v[2], _mm512_slli_epi32(v[3], 8));
-        _mm512_storeu_si512((void *)code, _mm512_or_si512(v[0], _mm512_slli_epi32(v[2], 16)));
-    }
-    for (; c < s->dim; c += 32, code += 8 * TKVI_TILE_CODES) { /* two slabs */
-        TKVI_UNROLL
-        for (r = 0; r < 4; r++)
-            v[r] = tkvi_encode_grid_avx512(u + r * TKV_MAX_HEAD_DIM + c, fine[r], top, &grid[r]);
-        v[0] = _mm512_or_si512(v[0], _mm512_slli_epi16(v[1], 8));
-        v[2] = _mm512_or_si512(v[2], _mm512_slli_epi16(v[3], 8));
-        _mm512_storeu_si512((void *)code, _mm512_unpacklo_epi16(v[0], v[2]));
-        if (c + 16 < s->dim)
-            _mm512_storeu_si512((void *)(code + 4 * TKVI_TILE_CODES), _mm512_unpackhi_epi16(v[0], v[2]));
-    }
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
-        sum[r] =
-            2 * _mm512_reduce_add_epi32(pair[r]) + (s->pairs ? 80 : 1) * _mm512_reduce_add_epi32(grid[r]);
-}
-
-/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
- * overlap. */
-static TKVI_TARGET_AVX512 void tkvi_encode_v_tokens_avx512(const tkvi_side *s, const float *x, size_t stride,
-                                                           int n, tkvi_codes code, float *scale) {
-    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
-    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES];
-    const __m512 grid = _mm512_set1_ps(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]);
-    const int log2n = tkvi_log2_floor(s->dim);
-    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
-    int first, t;
-    if (s->dim < 16) {
-        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
-        return;
-    }
-    tkvi_flips_avx2(flip, tkvi_round_up(s->dim, 32));
-    for (first = 0; first < n; first += TKVI_LANES) {
-        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
-        const __mmask16 present = (__mmask16)((1 << count) - 1);
-        __m512 m, v;
-        __mmask16 some;
-        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
-            most[t] = tkvi_rotate_token_avx512(
-                s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride, flip, y[t]);
-        m = _mm512_min_ps(_mm512_maskz_loadu_ps(present, most), _mm512_set1_ps(1e30f));
-        some = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1e-30f), _CMP_GT_OQ);
-        _mm512_store_ps(by, _mm512_maskz_div_ps(some, _mm512_set1_ps((float)TKVI_R_MOST), m));
-        for (t = 0; t < fours; t++)
-            squares[t] = tkvi_token_to_ints_avx512(y[t], by[t], tkvi_round_up(s->dim, 32), u[t]);
-        v = _mm512_cvtepi32_ps(
-            _mm512_max_epi32(_mm512_maskz_loadu_epi32(present, squares), _mm512_set1_epi32(1)));
-        v = _mm512_sqrt_ps(_mm512_div_ps(v, _mm512_set1_ps((float)s->dim)));
-        v = _mm512_div_ps(_mm512_set1_ps(1.0f), v);
-        _mm512_store_ps(fine[0], _mm512_div_ps(v, grid));
-        _mm512_store_ps(fine[1], _mm512_mul_ps(v, _mm512_set1_ps(16.0f * TKVI_R_UNIT)));
-        for (t = 0; t < fours; t += 4)
-            tkvi_encode_four_tokens_avx512(s, u[t], fine[0] + t, code[first / 16] + 16 * t, sum + t);
-        v = _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_maskz_loadu_epi32(some, squares), 1));
-        v = _mm512_div_ps(v, _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(some, sum)));
-        m = _mm512_div_ps(m, _mm512_set1_ps((float)TKVI_R_MOST));
-        _mm512_mask_storeu_ps(scale + first, present, _mm512_maskz_mul_ps(some, m, v));
-    }
-}
-
-/* TKVI_ROUNDED_X86 for all registers. This file is for gcc and clang only. */
-#define TKVI_ROUNDED_AVX512(x) __asm__("" : "+v"(x))
-
-/* For up to 64 lanes; cosine and sine are looked up in registers. */
-static TKVI_TARGET_AVX512 void tkvi_turn_rows_avx512(const tkvi_turned_rows *t) {
-    const __m512 scale = _mm512_set1_ps(t->scale);
-    __m512 cosine[4], sine[4];
-    int i, k, r;
-    if (t->lanes > 64) {
-        tkvi_turn_rows_avx2(t);
-        return;
-    }
-    for (k = 0; k < 4; k++) {
-        const int at = tkvi_min(16 * k, t->lanes - 16);
-        cosine[k] = _mm512_loadu_ps(t->cosine + at);
-        sine[k] = _mm512_loadu_ps(t->sine + at);
-    }
-    for (i = 0; i < t->n; i += 16) {
-        const __m512i pair =
-            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(t->pair + i)));
-        const __mmask16 high = _mm512_test_epi32_mask(pair, _mm512_set1_epi32(32));
-        const __m512 c = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(cosine[0], pair, cosine[1]),
-                                              _mm512_permutex2var_ps(cosine[2], pair, cosine[3]));
-        const __m512 s = _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(sine[0], pair, sine[1]),
-                                              _mm512_permutex2var_ps(sine[2], pair, sine[3]));
-        for (r = 0; r <= t->n_rows; r++) {
-            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(t->plain + r * t->n + i), c);
-            __m512 y = _mm512_mul_ps(_mm512_loadu_ps(t->partner + r * t->n + i), s);
-            TKVI_ROUNDED_AVX512(x);
-            TKVI_ROUNDED_AVX512(y);
-            x = _mm512_add_ps(x, y);
-            if (r < t->n_rows) _mm512_storeu_ps(t->out + r * t->n + i, _mm512_mul_ps(x, scale));
-            else _mm512_storeu_ps(t->last + i, x);
-        }
-    }
 }
 
 static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
@@ -12429,18 +12628,18 @@ static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uin
 TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
     const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
     const tkvi_vf normal =
-        tkvi_vi_as_float(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
-    const tkvi_vf least = tkvi_vi_as_float(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+        tkvi_vf_of_bits(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vf_of_bits(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
     const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
-    return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
+    return tkvi_vf_xor(x, tkvi_vf_of_bits(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
 }
 
 /* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
 TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
                                     const int h) {
     if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(p + h));
-    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_bytes(p + h));
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
 }
 
 /* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
@@ -13394,28 +13593,14 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
-#undef tkvi_vf_min
-#undef tkvi_vf_hide
-#undef tkvi_vf_swap
-#undef tkvi_vf_load_twice
-#undef tkvi_vf_load_e4m3
-#undef tkvi_vf_load_table
-#undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
 #undef tkvi_vi_load
 #undef tkvi_vi_store
-#undef tkvi_vi_load_bytes
-#undef tkvi_vi_load_signed_bytes
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
-#undef tkvi_vi_and
-#undef tkvi_vi_xor
-#undef tkvi_vi_right
-#undef tkvi_vi_mul_right
-#undef tkvi_vi_as_float
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -13434,14 +13619,6 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
-#undef tkvi_vb_zip1
-#undef tkvi_vb_zip2
-#undef tkvi_vb_zip1_quads
-#undef tkvi_vb_zip2_quads
-#undef tkvi_vb_zip1_eights
-#undef tkvi_vb_zip2_eights
-#undef tkvi_vb_load_parts
-#undef tkvi_vb_store_parts
 #undef tkvi_ahead
 #undef tkvi_distance
 #undef TKVI_HAS_NARROW
@@ -13521,6 +13698,80 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_min
+#undef tkvi_vf_xor
+#undef tkvi_vf_load_first
+#undef tkvi_vf_store_first
+#undef tkvi_vf_max_across
+#undef tkvi_vf_hide
+#undef tkvi_vf_butterflies
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_store_f16
+#undef tkvi_vi_load_i8
+#undef tkvi_vb_add
+#undef tkvi_vb_where
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_pairs
+#undef tkvi_vb_zip2_pairs
+#undef tkvi_vb_spread
+#undef TKVI_WITHIN_
+#undef TKVI_ACROSS_
+#undef tkvi_vm
+#undef tkvi_vf_div
+#undef tkvi_vf_sqrt
+#undef tkvi_vf_gt
+#undef tkvi_vf_where
+#undef tkvi_vf_select
+#undef tkvi_vf_first
+#undef tkvi_vf_of_bits
+#undef tkvi_vi_or
+#undef tkvi_vi_and
+#undef tkvi_vi_right
+#undef tkvi_vi_mul
+#undef tkvi_vi_min
+#undef tkvi_vi_max
+#undef tkvi_vi_count
+#undef tkvi_vi_select
+#undef tkvi_vi_of_bits
+#undef tkvi_vi_trunc
+#undef tkvi_vi_floor
+#undef tkvi_vi_load_u8
+#undef tkvi_vi_store_u8
+#undef tkvi_vi_look_up8
+#undef tkvi_vi_transpose4
+#undef tkvi_vi_pack4
+#undef tkvi_vh_splat
+#undef tkvi_vh_add
+#undef tkvi_vh_sub
+#undef tkvi_vh_min
+#undef tkvi_vh_max
+#undef tkvi_vh_pairs
+#undef tkvi_vh_pack
+#undef tkvi_vh_first
+#undef tkvi_vh_second
+#undef tkvi_vh_zip1
+#undef tkvi_vh_zip2
+#undef tkvi_vh_cut
+#undef tkvi_vi_dot
+#undef tkvi_vi_add_pairs
+#undef tkvi_vp
+#undef tkvi_vp_zero
+#undef tkvi_vp_dot
+#undef tkvi_vp_total
+#undef tkvi_vi_scatter4
+#undef tkvi_vb_scatter4
+#undef TKVI_CUTS
+#undef tkvi_vh_sum
+#undef tkvi_vh_total
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
+#undef tkvi_vi_xor
+#undef tkvi_vi_mul_right
+#undef tkvi_vb_gather4
+#undef tkvi_vb_transpose4
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -13574,22 +13825,17 @@ TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_min_128(tkvi_f4 a, tkvi_f4 b) { return vminq_f32(a, b); }
-#define TKVI_HIDE_128(x) __asm__("" : "+w"(x))
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
-    const float32x2_t x = vld1_f32(p);
-    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
-}
-TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) {
-    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)));
-}
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
+}
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const float32x2_t x = vld1_f32(p);
+    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
 }
 
 /* Four horizontal sums. */
@@ -13607,6 +13853,19 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
 
+#define tkvi_vf_min(a, b) vminq_f32(a, b)
+#define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
+#define tkvi_vf_hide(x) __asm__("" : "+w"(x)) /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)))
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    static const float odd[4] = {1.0f, -1.0f, 1.0f, -1.0f}, high[4] = {1.0f, 1.0f, -1.0f, -1.0f};
+    x = vfmaq_f32(vrev64q_f32(x), x, vld1q_f32(odd));
+    return vfmaq_f32(vextq_f32(x, x, 2), x, vld1q_f32(high));
+}
+
 /* >>integers */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
 TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
@@ -13619,13 +13878,124 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_and_ints_128(tkvi_i4 a, tkvi_i4 b) { return vandq_s32(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
 
-/* Without signs. n: 1 .. 31. */
-TKVI_FLAT_128 tkvi_i4 tkvi_right_ints_128(tkvi_i4 x, int n) {
-    return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-n)));
+/* Four signed bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
 }
+
+#define tkvi_m4 uint32x4_t
+#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) vsqrtq_f32(x)
+#define tkvi_vf_gt(a, b) vcgtq_f32(a, b)
+#define tkvi_vf_where(mask, x)                                                                               \
+    vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), mask)) /* 0 elsewhere */
+#define tkvi_vf_select(mask, x, y) vbslq_f32(mask, x, y)
+#define tkvi_vi_or(a, b) vorrq_s32(a, b)
+#define tkvi_vi_and(a, b) vandq_s32(a, b)
+#define tkvi_vi_right(x, n) vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), n))
+#define tkvi_vi_min(a, b) vminq_s32(a, b)
+#define tkvi_vi_max(a, b) vmaxq_s32(a, b)
+#define tkvi_vi_count(x, a, b) vsubq_s32(x, vreinterpretq_s32_u32(vcgtq_s32(a, b))) /* x + (a > b) */
+#define tkvi_vi_select(mask, x, y) vbslq_s32(mask, x, y)
+#define tkvi_vi_of_bits(x) vreinterpretq_s32_f32(x)
+#define tkvi_vi_trunc(x) vcvtq_s32_f32(x)
+#define tkvi_vi_floor(x) vcvtmq_s32_f32(x)
+#define tkvi_vi_load_u8(p) vandq_s32(tkvi_load_bytes4_128(p), vdupq_n_s32(255))
+#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
+#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
+#define tkvi_vi_pack4(v) tkvi_pack4_128(v) /* four vectors to bytes */
+#define tkvi_vi_scatter4(p, step, x) ((void)(step), vst1q_u8(p, vreinterpretq_u8_s32(x)))
+
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+#define TKVI_HALVES_(x) vreinterpretq_s16_s32(x)
+#define TKVI_OF_HALVES_(x) vreinterpretq_s32_s16(x)
+#define tkvi_vh_splat(x) TKVI_OF_HALVES_(vdupq_n_s16((int16_t)(x)))
+#define tkvi_vh_add(a, b) TKVI_OF_HALVES_(vaddq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_sub(a, b) TKVI_OF_HALVES_(vsubq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_min(a, b) TKVI_OF_HALVES_(vminq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_max(a, b) TKVI_OF_HALVES_(vmaxq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_pairs(a, b) vsliq_n_s32(a, b, 16)
+#define tkvi_vh_pack(a, b) TKVI_OF_HALVES_(vcombine_s16(vmovn_s32(a), vmovn_s32(b)))
+#define tkvi_vh_first(x) vmovl_s16(vget_low_s16(TKVI_HALVES_(x)))
+#define tkvi_vh_second(x) vmovl_high_s16(TKVI_HALVES_(x))
+#define tkvi_vh_zip1(x, y) TKVI_OF_HALVES_(vzip1q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
+#define tkvi_vh_zip2(x, y) TKVI_OF_HALVES_(vzip2q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
+#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
+#define tkvi_vi_dot(x, a, b) vaddq_s32(x, tkvi_vp_total(tkvi_vp_dot(tkvi_vp_zero(), a, b)))
+#define tkvi_vi_add_pairs(x, a) vpadalq_s16(x, TKVI_HALVES_(a))
+#define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
+#define tkvi_vh_total(sum) (sum)
+#define tkvi_vp tkvi_pair_sums
+#define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_vp_dot(x, a, b)                                                                                 \
+    tkvi_pairs_128(vmlal_s16((x).first, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),       \
+                   vmlal_high_s16((x).second, TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vp_total(x) tkvi_pair_total_128(x)
+
+typedef struct tkvi_pair_sums { /* of neighbouring halves, apart */
+    int32x4_t first, second;
+} tkvi_pair_sums;
+
+TKVI_FLAT_128 tkvi_pair_sums tkvi_pairs_128(int32x4_t first, int32x4_t second) {
+    tkvi_pair_sums x;
+    x.first = first;
+    x.second = second;
+    return x;
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_pair_total_128(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
+
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
+    return vdivq_f32(a, b);
+}
+
+/* As tkvi_cut_code. The doubled high half of the product, rounded and shifted by 2. */
+TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+    const uint16x8_t x = vqsubq_u16(vreinterpretq_u16_s32(u), vreinterpretq_u16_s32(cut));
+    const int16x8_t y = vqdmulhq_s16(vreinterpretq_s16_u16(x), TKVI_HALVES_(by));
+    return TKVI_OF_HALVES_(vminq_s16(vrshrq_n_s16(y, 2), TKVI_HALVES_(top)));
+}
+
+/* Looks up four lanes in a table of eight. */
+TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+    const tkvi_i4 at = vmlaq_s32(vdupq_n_s32(0x03020100), x, vdupq_n_s32(0x04040404));
+    uint8x16x2_t bytes;
+    bytes.val[0] = vreinterpretq_u8_s32(vld1q_s32(table));
+    bytes.val[1] = vreinterpretq_u8_s32(vld1q_s32(table + 4));
+    return vreinterpretq_s32_u8(vqtbl2q_u8(bytes, vreinterpretq_u8_s32(at)));
+}
+
+TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+    const int64x2_t a = vreinterpretq_s64_s32(vzip1q_s32(v[0], v[1])),
+                    b = vreinterpretq_s64_s32(vzip1q_s32(v[2], v[3]));
+    const int64x2_t c = vreinterpretq_s64_s32(vzip2q_s32(v[0], v[1])),
+                    d = vreinterpretq_s64_s32(vzip2q_s32(v[2], v[3]));
+    v[0] = vreinterpretq_s32_s64(vzip1q_s64(a, b));
+    v[1] = vreinterpretq_s32_s64(vzip2q_s64(a, b));
+    v[2] = vreinterpretq_s32_s64(vzip1q_s64(c, d));
+    v[3] = vreinterpretq_s32_s64(vzip2q_s64(c, d));
+}
+
+TKVI_FLAT_128 void tkvi_transpose_bytes_128(tkvi_b16 *v) {
+    tkvi_i4 x[4];
+    int i;
+    for (i = 0; i < 4; i++) x[i] = vreinterpretq_s32_u8(v[i]);
+    tkvi_transpose4_128(x);
+    for (i = 0; i < 4; i++) v[i] = vreinterpretq_u8_s32(x[i]);
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_pack4_128(const tkvi_i4 *v) {
+    const int16x8_t a = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
+    const int16x8_t b = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
+    return vreinterpretq_s32_s8(vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
 
 /* a b >> n, without signs. n: 1 .. 63. */
 TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
@@ -13635,17 +14005,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
     return vreinterpretq_s32_u32(vuzp1q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high)));
 }
 
-/* Four bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    if (is_signed) return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
-    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(x))))));
-}
-
 /* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
-    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p, 1)), 7);
+    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p)), 7);
     return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
                      vdupq_n_f32(4.0f));
 }
@@ -13678,8 +14040,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a,
 TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return vaddq_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { return vtstq_u8(a, b); } /* 255 where a & b */
 TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqtbl1q_u8(table, x); }
-#define TKVI_RIGHT_128(x, n) vshrq_n_u8(x, n)
-#define TKVI_LEFT_128(x, n) vshlq_n_u8(x, n)
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
@@ -13689,20 +14049,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
-}
-
-/* The same by 4 and by 8 bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_quads_128(tkvi_b16 a, tkvi_b16 b) {
-    return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_quads_128(tkvi_b16 a, tkvi_b16 b) {
-    return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_eights_128(tkvi_b16 a, tkvi_b16 b) {
-    return vcombine_u8(vget_low_u8(a), vget_low_u8(b));
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_eights_128(tkvi_b16 a, tkvi_b16 b) {
-    return vcombine_u8(vget_high_u8(a), vget_high_u8(b));
 }
 
 /* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */
@@ -13866,14 +14212,11 @@ TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_min_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmin(a, b); }
-#define TKVI_HIDE_128(x) ((void)0)
 TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
 TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
     const v128_t x = wasm_v128_load64_zero(p);
     return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
 }
-TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) { return wasm_v128_xor(a, b); }
 
 /* Four horizontal sums. */
 TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
@@ -13914,6 +14257,32 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
 }
 
+#define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
+#define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
+#define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
+    const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
+    x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
+    return wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 2, 3, 0, 1), wasm_v128_xor(x, high));
+}
+
+/* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
+TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
+    const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
+    const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
+    const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
+    v128_t y = wasm_i32x4_add(wasm_i32x4_add(size, odd), wasm_i32x4_const_splat(0xfff - 0x38000000));
+    y = wasm_v128_bitselect(few, wasm_u32x4_shr(y, 13),
+                            wasm_i32x4_lt(size, wasm_i32x4_const_splat(0x38800000)));
+    y = wasm_v128_or(y, wasm_v128_and(wasm_u32x4_shr(x, 16), wasm_i32x4_const_splat(0x8000)));
+    wasm_v128_store64_lane(p, wasm_u16x8_narrow_i32x4(y, y), 0);
+}
+
 /* >>integers */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
 TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
@@ -13924,18 +14293,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
-TKVI_FLAT_128 tkvi_i4 tkvi_and_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_and(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_right_ints_128(tkvi_i4 x, int n) {
-    return wasm_u32x4_shr(x, (uint32_t)n);
-} /* no signs */
-
-/* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
-    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
-    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
-    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
-}
 
 TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
@@ -13948,16 +14305,104 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
-/* Four bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
-    const v128_t x = wasm_v128_load32_zero(p);
-    if (is_signed) return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(x));
-    return wasm_u32x4_extend_low_u16x8(wasm_u16x8_extend_low_u8x16(x));
+/* Four signed bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+    return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
+}
+
+#define tkvi_m4 v128_t
+#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) wasm_f32x4_sqrt(x)
+#define tkvi_vf_gt(a, b) wasm_f32x4_gt(a, b)
+#define tkvi_vf_where(mask, x) wasm_v128_and(x, mask) /* 0 elsewhere */
+#define tkvi_vf_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
+#define tkvi_vi_or(a, b) wasm_v128_or(a, b)
+#define tkvi_vi_and(a, b) wasm_v128_and(a, b)
+#define tkvi_vi_right(x, n) wasm_u32x4_shr(x, n)
+#define tkvi_vi_min(a, b) wasm_i32x4_min(a, b)
+#define tkvi_vi_max(a, b) wasm_i32x4_max(a, b)
+#define tkvi_vi_count(x, a, b) wasm_i32x4_sub(x, wasm_i32x4_gt(a, b)) /* x + (a > b) */
+#define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
+#define tkvi_vi_of_bits(x) (x)
+#define tkvi_vi_trunc(x) wasm_i32x4_trunc_sat_f32x4(x)
+#define tkvi_vi_floor(x) wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_floor(x))
+#define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
+#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
+#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
+#define tkvi_transpose_bytes_128(v) tkvi_transpose4_128(v)
+#define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
+    wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
+#define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
+
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+#define tkvi_vh_splat(x) wasm_i16x8_splat((int16_t)(x))
+#define tkvi_vh_add(a, b) wasm_i16x8_add(a, b)
+#define tkvi_vh_sub(a, b) wasm_i16x8_sub(a, b)
+#define tkvi_vh_min(a, b) wasm_i16x8_min(a, b)
+#define tkvi_vh_max(a, b) wasm_i16x8_max(a, b)
+#define tkvi_vh_pairs(a, b)                                                                                  \
+    wasm_v128_or(wasm_v128_and(a, wasm_i32x4_const_splat(0xffff)), wasm_i32x4_shl(b, 16))
+#define tkvi_vh_pack(a, b) wasm_i16x8_narrow_i32x4(a, b)
+#define tkvi_vh_first(x) wasm_i32x4_extend_low_i16x8(x)
+#define tkvi_vh_second(x) wasm_i32x4_extend_high_i16x8(x)
+#define tkvi_vh_zip1(x, y) wasm_i16x8_shuffle(x, y, 0, 8, 1, 9, 2, 10, 3, 11)
+#define tkvi_vh_zip2(x, y) wasm_i16x8_shuffle(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
+#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
+#define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
+#define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
+#define tkvi_vp v128_t
+#define tkvi_vp_zero() wasm_i32x4_const_splat(0)
+#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
+#define tkvi_vp_total(x) (x)
+
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
+    return wasm_f32x4_div(a, b);
+}
+
+/* As tkvi_cut_code: the high halves of products, halved. */
+TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+    const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
+    const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
+    const v128_t twice = wasm_i16x8_shuffle(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
+    return wasm_i16x8_min(wasm_u16x8_avgr(twice, zero), top);
+}
+
+/* Looks up four lanes in a table of eight. An index from 16 on gives 0. */
+TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+    const v128_t at = wasm_i32x4_add(wasm_i32x4_mul(x, wasm_i32x4_const_splat(0x04040404)),
+                                     wasm_i32x4_const_splat(0x03020100));
+    const v128_t second = wasm_i8x16_sub(at, wasm_i8x16_const_splat(16));
+    return wasm_v128_or(wasm_i8x16_swizzle(wasm_v128_load(table), at),
+                        wasm_i8x16_swizzle(wasm_v128_load(table + 4), second));
+}
+
+TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+    const v128_t a = wasm_i32x4_shuffle(v[0], v[1], 0, 4, 1, 5),
+                 b = wasm_i32x4_shuffle(v[2], v[3], 0, 4, 1, 5);
+    const v128_t c = wasm_i32x4_shuffle(v[0], v[1], 2, 6, 3, 7),
+                 d = wasm_i32x4_shuffle(v[2], v[3], 2, 6, 3, 7);
+    v[0] = wasm_i64x2_shuffle(a, b, 0, 2);
+    v[1] = wasm_i64x2_shuffle(a, b, 1, 3);
+    v[2] = wasm_i64x2_shuffle(c, d, 0, 2);
+    v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
+    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
+    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
 }
 
 /* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
-    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p, 1), 20);
+    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p), 20);
     return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
                           wasm_i32x4_const_splat(0x78800000));
 }
@@ -13982,8 +14427,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & 
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
 }
 TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
-#define TKVI_RIGHT_128(x, n) wasm_u8x16_shr(x, n)
-#define TKVI_LEFT_128(x, n) wasm_i8x16_shl(x, n)
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
@@ -13998,16 +14441,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
-
-/* The same by 4 and by 8 bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_quads_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i32x4_shuffle(a, b, 0, 4, 1, 5);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_quads_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i32x4_shuffle(a, b, 2, 6, 3, 7);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_eights_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 0, 2); }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_eights_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 1, 3); }
 
 TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
 TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
@@ -14112,42 +14545,47 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
 #define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
 #define tkvi_vf_max(a, b) tkvi_max_128(a, b)
-#define tkvi_vf_min(a, b) tkvi_min_128(a, b)
-#define tkvi_vf_hide(x) TKVI_HIDE_128(x)             /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_abs(x) tkvi_abs_128(x)
+#define tkvi_vm tkvi_m4 /* a mask of lanes */
+#define tkvi_vf_first(n, x, y) tkvi_vf_of_bits(tkvi_first_128(n, tkvi_vi_of_bits(x), tkvi_vi_of_bits(y)))
+#define tkvi_vf_of_bits(x) tkvi_as_float_128(x)
+#define tkvi_vf_load_first(p, n) tkvi_load_first_128(p, n) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) tkvi_store_first_128(p, x, n)
+#define tkvi_vf_max_across(x) tkvi_max_across_128(x)
+#define tkvi_vf_load_f16(p) tkvi_load_f16_128(p)
+#define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
+#define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
 #define tkvi_vf_swap(x) tkvi_swap_128(x)             /* neighbours */
 #define tkvi_vf_load_twice(p) tkvi_load_twice_128(p) /* 2 floats, each in two neighbours */
 #define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_128(p)
 /* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
 #define tkvi_vf_load_table(level, p, h, bits)                                                                \
     tkvi_load_table_floats_128(level, (p) + (h) * (bits) / 8, (h) * (bits) % 8, bits)
-#define tkvi_vf_xor(a, b) tkvi_xor_floats_128(a, b)
-#define tkvi_vf_abs(x) tkvi_abs_128(x)
-#define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
-#define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_128(p)
 #define tkvi_vi_store(p, x) tkvi_store_ints_128(p, x)
-#define tkvi_vi_load_bytes(p) tkvi_load_bytes4_128(p, 0) /* 4 bytes */
-#define tkvi_vi_load_signed_bytes(p) tkvi_load_bytes4_128(p, 1)
 #define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
 #define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
 #define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
-#define tkvi_vi_and(a, b) tkvi_and_ints_128(a, b)
 #define tkvi_vi_xor(a, b) tkvi_xor_ints_128(a, b)
-#define tkvi_vi_right(x, n) tkvi_right_ints_128(x, n)          /* without sign */
 #define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_128(a, b, n) /* a b >> n, without signs */
-#define tkvi_vi_as_float(x) tkvi_as_float_128(x)
 #define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
 #define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
 #define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
 #define tkvi_vi_to_float(x) tkvi_to_float_128(x)
 #define tkvi_vi_sum4(to, v) tkvi_store_isum4_128(to, v)
-#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y) /* x in lanes i with i < n, else y */
+#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y)   /* x in lanes i with i < n, else y */
+#define tkvi_vi_load_i8(p, n) tkvi_load_signed_128(p, n) /* signed bytes; the first n, the others are 0 */
+#define tkvi_vi_mul(a, b) tkvi_mul_ints_128(a, b)
+#define tkvi_vi_store_u8(p, v) tkvi_vi_scatter4(p, 16, tkvi_vi_pack4(v)) /* 16 lanes as bytes */
 
 /* >>bytes */
 #define tkvi_vb_load(p) tkvi_load_bytes_128(p)
 #define tkvi_vb_store(p, x) tkvi_store_bytes_128(p, x)
+#define tkvi_vb_gather4(p, step) tkvi_load_bytes_128(p)
+#define tkvi_vb_transpose4(v) tkvi_transpose_bytes_128(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
+#define tkvi_vb_scatter4(p, step, x) ((void)(step), tkvi_store_bytes_128(p, x))
 #define tkvi_vb_splat(x) tkvi_splat_bytes_128(x)
 #define tkvi_vb_and(a, b) tkvi_and_128(a, b)
 #define tkvi_vb_or(a, b) tkvi_or_128(a, b)
@@ -14159,22 +14597,41 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
 #define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
 #define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
-
-/* Interleave the first or second halves, by bytes, by 4 or by 8 bytes. */
+#define tkvi_vb_add(a, b) tkvi_add_bytes_128(a, b)
+#define tkvi_vb_where(a, b) tkvi_and_128(tkvi_test_128(a, a), b) /* b where a > 0 */
 #define tkvi_vb_zip1(a, b) tkvi_zip1_128(a, b)
 #define tkvi_vb_zip2(a, b) tkvi_zip2_128(a, b)
-#define tkvi_vb_zip1_quads(a, b) tkvi_zip1_quads_128(a, b)
-#define tkvi_vb_zip2_quads(a, b) tkvi_zip2_quads_128(a, b)
-#define tkvi_vb_zip1_eights(a, b) tkvi_zip1_eights_128(a, b)
-#define tkvi_vb_zip2_eights(a, b) tkvi_zip2_eights_128(a, b)
-#define tkvi_vb_load_parts(p, distance) tkvi_load_bytes_128(p) /* a vector is one part */
-#define tkvi_vb_store_parts(p, distance, x) tkvi_store_bytes_128(p, x)
+#define tkvi_vb_zip1_pairs(a, b) tkvi_zip1_pairs_128(a, b)
+#define tkvi_vb_zip2_pairs(a, b) tkvi_zip2_pairs_128(a, b)
+#define tkvi_vb_spread(x) (x)
 
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #define tkvi_keep_wide(sum)
 #define tkvi_ahead(p, n, distance) ((void)(distance)) /* no machine to measure prefetching was available */
 #define tkvi_distance(src, next) ((void)(src), (void)(next), (uintptr_t)0)
+
+TKVI_OP tkvi_f4 tkvi_load_first_128(const float *p, int n) {
+    float x[4];
+    int i;
+    if (n >= 4) return tkvi_load_128(p);
+    for (i = 0; i < 4; i++) x[i] = i < n ? p[i] : 0.0f;
+    return tkvi_load_128(x);
+}
+
+TKVI_OP void tkvi_store_first_128(float *p, tkvi_f4 y, int n) {
+    float x[4];
+    int i;
+    tkvi_store_128(n >= 4 ? p : x, y);
+    for (i = 0; i < n && n < 4; i++) p[i] = x[i];
+}
+
+TKVI_OP tkvi_i4 tkvi_load_signed_128(const uint8_t *p, int n) {
+    uint8_t first[4] = {0};
+    if (n >= 4) return tkvi_load_bytes4_128(p);
+    memcpy(first, p, (size_t)n);
+    return tkvi_load_bytes4_128(first);
+}
 
 TKVI_OP void tkvi_store_max4_128(float *to, const tkvi_f4 *v) {
     int r;
@@ -14259,21 +14716,218 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     else TKVI_N(unpack_codes)(width, tile, code);
 }
 /* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/convert.inc ======== */
+/*
+ * kernels/convert.inc - a template: conversions of metadata to floats, as the scalar functions of core/format.h. Values
+ * behind the last full vector go through a vector in memory: scalar code is slow while the upper halves of registers
+ * are in use.
+ */
+TKVI_KERNEL void TKVI_N(f16_to_f32)(const uint8_t *src, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF) tkvi_vf_store(dst + i, tkvi_vf_load_f16(src + 2 * i));
+    if (i < n) {
+        uint8_t bytes[2 * TKVI_VF + 8] = {0};
+        float x[TKVI_VF];
+        memcpy(bytes, src + 2 * i, 2u * (size_t)(n - i));
+        tkvi_vf_store(x, tkvi_vf_load_f16(bytes));
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
+}
 
-/* Scalar, until the rotation is a template. */
-static void tkvi_window_128(const float *x, const float *flip, float *y, int log2n) {
-    (void)x;
-    (void)flip;
-    tkvi_window(y, 1 << log2n, log2n);
+/* tkvi_log_value of TKVI_VB codes, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e
+ * is the biased exponent, and m the upper ten bits of the mantissa. tables: m << 5 and m >> 3 of the 16 mantissas. */
+TKVI_OP void TKVI_N(log_values)(const uint8_t *src, const tkvi_vb *tables, int top, float *dst) {
+    const tkvi_vb code = tkvi_vb_spread(tkvi_vb_load(src)), x = tkvi_vb_add(code, tkvi_vb_splat(255));
+    const tkvi_vb step = tkvi_vb_and(x, tkvi_vb_splat(15));
+    const tkvi_vb e =
+        tkvi_vb_add(tkvi_vb_and(tkvi_vb_right(x, 4), tkvi_vb_splat(15)), tkvi_vb_splat(127 + top - 16));
+    const tkvi_vb e_low = tkvi_vb_left(tkvi_vb_and(e, tkvi_vb_splat(1)), 7);
+    const tkvi_vb e_high = tkvi_vb_and(tkvi_vb_right(e, 1), tkvi_vb_splat(127));
+    const tkvi_vb b1 = tkvi_vb_where(code, tkvi_vb_look_up(tables[0], step)), zero = tkvi_vb_splat(0);
+    const tkvi_vb b2 = tkvi_vb_where(code, tkvi_vb_or(tkvi_vb_look_up(tables[1], step), e_low));
+    const tkvi_vb b3 = tkvi_vb_where(code, e_high);
+    const tkvi_vb low1 = tkvi_vb_zip1(zero, b1), low2 = tkvi_vb_zip2(zero, b1);
+    const tkvi_vb high1 = tkvi_vb_zip1(b2, b3), high2 = tkvi_vb_zip2(b2, b3);
+    uint8_t *to = (uint8_t *)dst;
+    tkvi_vb_store(to, tkvi_vb_zip1_pairs(low1, high1));
+    tkvi_vb_store(to + TKVI_VB, tkvi_vb_zip2_pairs(low1, high1));
+    tkvi_vb_store(to + 2 * TKVI_VB, tkvi_vb_zip1_pairs(low2, high2));
+    tkvi_vb_store(to + 3 * TKVI_VB, tkvi_vb_zip2_pairs(low2, high2));
 }
-static void tkvi_flips_128(float *flip, int n) {
-    int c;
-    for (c = 0; c < n; c++) flip[c] = tkvi_from_bits((tkvi_signs[c / 32] >> c % 32 & 1u) << 31);
+
+TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, float *dst) {
+    const tkvi_vb tables[2] = {tkvi_vb_table(tkvi_log_bytes[0]), tkvi_vb_table(tkvi_log_bytes[1])};
+    int i;
+    for (i = 0; i + TKVI_VB <= n; i += TKVI_VB) TKVI_N(log_values)(src + i, tables, top, dst + i);
+    if (i < n) {
+        uint8_t codes[TKVI_VB] = {0};
+        float x[TKVI_VB];
+        memcpy(codes, src + i, (size_t)(n - i));
+        TKVI_N(log_values)(codes, tables, top, x);
+        memcpy(dst + i, x, (size_t)(n - i) * sizeof *x);
+    }
 }
+
+/* Zero points of the first `left` lanes. */
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
+                                    int middle, int left) {
+    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+    return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
+}
+
+TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *scale, const float *mean,
+                                            float unit, int middle, int n, float *dst) {
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
+                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+    if (i < n)
+        tkvi_vf_store_first(dst + i,
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            n - i);
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/rotate.inc ======== */
+/*
+ * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
+ * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
+ */
+TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
+    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
+    tkvi_vf_hide(sum);
+    tkvi_vf_hide(difference);
+    *a = sum;
+    *b = difference;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
+}
+
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
+TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
+    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
+    return tkvi_vf_xor(x, tkvi_vf_load(flip));
+}
+
+/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
+ * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
+ * sizes returned. */
+TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
+                                 const int within, const int last) {
+    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = tkvi_vf_load(x + i * step);
+        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
+        if (within) v[i] = tkvi_vf_butterflies(v[i]);
+    }
+    if (n > 1) TKVI_N(stage)(v, 1, n);
+    if (n > 2) TKVI_N(stage)(v, 2, n);
+    if (n > 4) TKVI_N(stage)(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
+            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
+        }
+        tkvi_vf_store(y + i * step, v[i]);
+    }
+    return most;
+}
+
+/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
+ * unrolls these. */
+#define TKVI_WITHIN_(name, n, last)                                                                          \
+    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
+                                             int end) {                                                      \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
+            most = tkvi_vf_max(                                                                              \
+                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
+        return most;                                                                                         \
+    }
+#define TKVI_ACROSS_(n)                                                                                      \
+    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF)                                                                   \
+            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
+        return most;                                                                                         \
+    }
+TKVI_WITHIN_(1, 1, 1)
+TKVI_WITHIN_(2, 2, 1)
+TKVI_WITHIN_(4, 4, 1)
+TKVI_WITHIN_(8, 8, 1)
+TKVI_WITHIN_(_first, 8, 0)
+TKVI_ACROSS_(2)
+#if TKVI_VF < 16
+TKVI_ACROSS_(4)
+#endif
+#if TKVI_VF < 8
+TKVI_ACROSS_(8)
+#endif
+
+/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
+TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n, vectors = n / TKVI_VF;
+    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
+    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
+    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
+    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
+    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
+#if TKVI_VF < 8
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+#endif
+#if TKVI_VF < 16
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+#endif
+    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
+}
+
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
+TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
+    uint32_t sign[32];
+    int c, k;
+    for (c = 0; c < n; c += 32) {
+        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
+        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const tkvi_vf scale = tkvi_vf_splat(t->scale);
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (i = 0; i < t->n; i += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
+            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
+            tkvi_vf_hide(x);
+            tkvi_vf_hide(y);
+            x = tkvi_vf_add(x, y);
+            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
+            else tkvi_vf_store(t->last + i, x);
+        }
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/values.inc ======== */
 /*
  * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
- * formats/tiles.h. It needs kernels/codes.inc.
+ * formats/tiles.h. It needs kernels/codes.inc and kernels/rotate.inc.
  *
  * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
  * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
@@ -14291,18 +14945,10 @@ static void tkvi_flips_128(float *flip, int n) {
  * x[0 .. 3]. */
 TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
     static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    tkvi_vb a, b, c, d;
     int k;
     TKVI_UNROLL
     for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
-    a = tkvi_vb_zip1_quads(x[0], x[1]);
-    b = tkvi_vb_zip1_quads(x[2], x[3]);
-    c = tkvi_vb_zip2_quads(x[0], x[1]);
-    d = tkvi_vb_zip2_quads(x[2], x[3]);
-    x[0] = tkvi_vb_zip1_eights(a, b);
-    x[1] = tkvi_vb_zip2_eights(a, b);
-    x[2] = tkvi_vb_zip1_eights(c, d);
-    x[3] = tkvi_vb_zip2_eights(c, d);
+    tkvi_vb_transpose4(x);
 }
 
 /* Sorts the codes of a tile of K into four columns. */
@@ -14326,17 +14972,16 @@ TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, con
     for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
         tkvi_vb x[4];
         TKVI_UNROLL
-        for (k = 0; k < 4; k++) x[k] = tkvi_vb_load_parts(code + 64 * p + 16 * k, 64);
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_gather4(code + 64 * p + 16 * k, 64);
         TKVI_N(sort_codes)(x);
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            tkvi_vb_store_parts(row + k * stride, 4 * stride,
-                                lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+            tkvi_vb_scatter4(row + k * stride, 4 * stride,
+                             lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
         if (!upper) continue;
         TKVI_UNROLL
         for (k = 0; k < 4; k++)
-            tkvi_vb_store_parts(row + k * stride + 16, 4 * stride,
-                                tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+            tkvi_vb_scatter4(row + k * stride + 16, 4 * stride, tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
     }
 }
 
@@ -14365,7 +15010,7 @@ TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8
             TKVI_N(interleave_bytes)(x, 2);
             TKVI_N(interleave_bytes)(x, 1);
             TKVI_UNROLL
-            for (i = 0; i < 16; i++) tkvi_vb_store_parts(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+            for (i = 0; i < 16; i++) tkvi_vb_scatter4(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
         }
 }
 
@@ -14405,17 +15050,6 @@ static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int fi
     }
 }
 
-/* Stores the first n floats of a vector, or all if n is larger. */
-TKVI_OP void TKVI_N(store_first)(float *to, tkvi_vf x, int n) {
-    if (n >= TKVI_VF) {
-        tkvi_vf_store(to, x);
-    } else {
-        float all[TKVI_VF];
-        tkvi_vf_store(all, x);
-        memcpy(to, all, (size_t)n * sizeof *to);
-    }
-}
-
 /* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
  * token. */
 TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
@@ -14424,12 +15058,12 @@ TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, 
     for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
         const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
         for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_signed_bytes(level + c)
-                                                         : tkvi_vi_load_bytes(level + c));
-            TKVI_N(store_first)
-            (to + c,
-             k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c)) : tkvi_vf_madd(x, by, plus),
-             n - c);
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
+                                                         : tkvi_vi_load_u8(level + c));
+            tkvi_vf_store_first(to + c,
+                                k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
+                                  : tkvi_vf_madd(x, by, plus),
+                                n - c);
         }
     }
 }
@@ -14441,7 +15075,7 @@ TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, 
     if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
     (void)TKVI_N(window)(y, NULL, y, log2n);
     for (c = 0; c < dim; c += TKVI_VF)
-        TKVI_N(store_first)(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+        tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
 }
 
 /* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
@@ -14480,58 +15114,626 @@ static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, c
     }
 }
 /* ======== kernels/vectors_128.h ======== */
-
-/* >>simd_ops: conversions of metadata. Encoding uses the scalar functions. */
-static void tkvi_f16_to_f32_128(const uint8_t *src, int n, float *dst) {
+/* ======== kernels/pack.inc ======== */
+/*
+ * kernels/pack.inc - a template: the other steps of encoders, from floats and codes to bytes. AVX-512 uses the
+ * functions of AVX2: they take few instructions.
+ */
+TKVI_KERNEL void TKVI_N(f32_to_f16)(const float *x, int n, uint8_t *dst) {
+    const tkvi_vf most = tkvi_vf_splat(TKVI_F16_MAX), least = tkvi_vf_splat(-TKVI_F16_MAX);
     int i;
-    for (i = 0; i + 4 <= n; i += 4) tkvi_store_128(dst + i, tkvi_load_f16_128(src + 2 * i));
-    tkvi_f16_to_f32_scalar(src + 2 * i, n - i, dst + i);
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store_f16(dst + 2 * i, tkvi_vf_max(tkvi_vf_min(tkvi_vf_load(x + i), most), least));
+    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
 }
 
-/* tkvi_log_value, byte by byte. The bytes of the float are 0, m << 5, e << 7 | m >> 3, e >> 1. Here e is the biased
- * exponent, and m the upper ten bits of the mantissa. */
-static void tkvi_decode_log_scales_128(const uint8_t *src, int n, int top, float *dst) {
-    uint8_t tables[2][16], *bytes = (uint8_t *)dst;
-    tkvi_b16 table1, table2;
-    int i;
-    for (i = 0; i < 16; i++) {
-        int m = tkvi_log_mantissa[i] - 1024;
-        tables[0][i] = (uint8_t)(m << 5 & 255);
-        tables[1][i] = (uint8_t)(m >> 3);
+TKVI_KERNEL void TKVI_N(encode_log_scales)(const float *x, int n, int top, uint8_t *dst) {
+    const tkvi_vi one = tkvi_vi_splat(1);
+    int i, j, k;
+    for (i = 0; i + 16 <= n; i += 16) {
+        tkvi_vi code[16 / TKVI_VF];
+        TKVI_UNROLL
+        for (j = 0; j < 16 / TKVI_VF; j++) {
+            const tkvi_vf v = tkvi_vf_load(x + i + j * TKVI_VF);
+            const tkvi_vi bits = tkvi_vi_of_bits(v), mantissa = tkvi_vi_and(bits, tkvi_vi_splat(0x7fffff));
+            tkvi_vi y = tkvi_vi_sub(tkvi_vi_right(bits, 23), tkvi_vi_splat(127 + top - 16));
+            y = tkvi_vi_add(tkvi_vi_left(y, 4), one);
+            for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
+                y = tkvi_vi_count(y, mantissa, tkvi_vi_splat((int32_t)tkvi_log_border[k] - 1));
+            y = tkvi_vi_min(tkvi_vi_max(y, one), tkvi_vi_splat(255));
+            code[j] = tkvi_vi_select(tkvi_vf_gt(v, tkvi_vf_splat(0.0f)), y, tkvi_vi_splat(0));
+        }
+        tkvi_vi_store_u8(dst + i, code);
     }
-    table1 = tkvi_load_bytes_128(tables[0]);
-    table2 = tkvi_load_bytes_128(tables[1]);
-    for (i = 0; i + 16 <= n; i += 16, bytes += 64) {
-        tkvi_b16 code = tkvi_load_bytes_128(src + i), some = tkvi_test_128(code, code);
-        tkvi_b16 x = tkvi_add_bytes_128(code, tkvi_splat_bytes_128(-1));
-        tkvi_b16 k = tkvi_and_128(x, tkvi_splat_bytes_128(15));
-        tkvi_b16 e = tkvi_add_bytes_128(TKVI_RIGHT_128(x, 4), tkvi_splat_bytes_128(127 + top - 16));
-        tkvi_b16 b1 = tkvi_and_128(tkvi_look_up_128(table1, k), some);
-        tkvi_b16 b2 = tkvi_or_128(tkvi_look_up_128(table2, k), TKVI_LEFT_128(e, 7));
-        tkvi_b16 b3 = tkvi_and_128(TKVI_RIGHT_128(e, 1), some), zero = tkvi_splat_bytes_128(0);
-        b2 = tkvi_and_128(b2, some);
-        x = tkvi_zip1_128(zero, b1);
-        k = tkvi_zip1_128(b2, b3);
-        tkvi_store_bytes_128(bytes, tkvi_zip1_pairs_128(x, k));
-        tkvi_store_bytes_128(bytes + 16, tkvi_zip2_pairs_128(x, k));
-        x = tkvi_zip2_128(zero, b1);
-        k = tkvi_zip2_128(b2, b3);
-        tkvi_store_bytes_128(bytes + 32, tkvi_zip1_pairs_128(x, k));
-        tkvi_store_bytes_128(bytes + 48, tkvi_zip2_pairs_128(x, k));
-    }
-    tkvi_decode_log_scales_scalar(src + i, n - i, top, dst + i);
+    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
 }
 
-static void tkvi_decode_zero_points_128(const uint8_t *offset, const float *scale, const float *mean,
-                                        float unit, int middle, int n, float *dst) {
-    int i;
-    for (i = 0; i + 4 <= n; i += 4) {
-        tkvi_i4 by = tkvi_sub_ints_128(tkvi_load_bytes4_128(offset + i, 1), tkvi_splat_ints_128(middle));
-        tkvi_f4 x = tkvi_mul_128(tkvi_load_128(scale + i), tkvi_splat_128(unit));
-        tkvi_store_128(dst + i, tkvi_madd_128(tkvi_load_128(mean + i), x, tkvi_to_float_128(by)));
-    }
-    tkvi_decode_zero_points_scalar(offset + i, scale + i, mean + i, unit, middle, n - i, dst + i);
+/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
+TKVI_OP tkvi_vb TKVI_N(join_planes)(const tkvi_vb *code, const int shift, const int bits, const int n) {
+    const tkvi_vb mask = tkvi_vb_splat((1 << bits) - 1);
+    tkvi_vb x = tkvi_vb_and(tkvi_vb_right(code[0], shift), mask);
+    int p;
+    TKVI_UNROLL
+    for (p = 1; p < n; p++)
+        x = tkvi_vb_or(x, tkvi_vb_left(tkvi_vb_and(tkvi_vb_right(code[p], shift), mask), bits * p));
+    return x;
 }
+
+TKVI_KERNEL void TKVI_N(pack_tile)(uint8_t *tile, int width, const uint8_t *code) {
+    tkvi_vb c[4], d[4], x;
+    int b, p;
+    for (b = 0; b < 64; b += TKVI_VB) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) c[p] = tkvi_vb_load(code + 64 * p + b);
+        if (width == 8) {
+            TKVI_UNROLL
+            for (p = 0; p < 4; p++) tkvi_vb_store(tile + 64 * p + b, c[p]);
+        } else if (width >= 4) {
+            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 4, 2));
+            tkvi_vb_store(tile + 64 + b, TKVI_N(join_planes)(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_vb_store(tile + 128 + b, TKVI_N(join_planes)(c, 4, 2, 4));
+        } else if (width == 3) {
+            x = tkvi_vb_left(tkvi_vb_and(c[3], tkvi_vb_splat(3)), 6);
+            tkvi_vb_store(tile + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
+        } else if (width == 2) {
+            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 2, 4));
+        }
+    }
+    for (b = 0; b < 32 && width % 2; b += TKVI_VB) { /* 32 bytes from both halves of the planes */
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            c[p] = tkvi_vb_load(code + 64 * p + b);
+            d[p] = tkvi_vb_load(code + 64 * p + 32 + b);
+        }
+        if (width == 3) {
+            c[0] = c[2];
+            c[1] = d[2];
+            d[2] = c[3];
+            x = tkvi_vb_left(TKVI_N(join_planes)(d + 2, 2, 1, 2), 6);
+            tkvi_vb_store(tile + 64 + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
+        } else {
+            const int bit = width - 1;
+            x = tkvi_vb_left(TKVI_N(join_planes)(d, bit, 1, 4), 4);
+            tkvi_vb_store(tile + 32 * bit + b, tkvi_vb_or(TKVI_N(join_planes)(c, bit, 1, 4), x));
+        }
+    }
+}
+
+TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+    int j, k;
+    for (j = 0; j < TKVI_BLOCK; j += TKVI_VB) {
+        const tkvi_vb a = tkvi_vb_load(column[channel[0]] + j), b = tkvi_vb_load(column[channel[1]] + j);
+        const tkvi_vb c = tkvi_vb_load(column[channel[2]] + j), d = tkvi_vb_load(column[channel[3]] + j);
+        const tkvi_vb ab = tkvi_vb_zip1(a, b), cd = tkvi_vb_zip1(c, d);
+        const tkvi_vb ab2 = tkvi_vb_zip2(a, b), cd2 = tkvi_vb_zip2(c, d);
+        tkvi_vb x[4];
+        x[0] = tkvi_vb_zip1_pairs(ab, cd);
+        x[1] = tkvi_vb_zip2_pairs(ab, cd);
+        x[2] = tkvi_vb_zip1_pairs(ab2, cd2);
+        x[3] = tkvi_vb_zip2_pairs(ab2, cd2);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) tkvi_vb_scatter4(tile + 4 * (j + 4 * k), 64, x[k]);
+    }
+}
+
+/* Plain loops over 16 columns, for vectors of doubles that compilers make. See tkvi_a_finalize_scales. */
+TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
+    TKVI_ALIGNED float var[TKVI_LANES], var_c[TKVI_LANES], cov[TKVI_LANES], unit[TKVI_LANES],
+        mean_u[TKVI_LANES];
+    TKVI_ALIGNED float scale[TKVI_LANES], width[TKVI_LANES];
+    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES];
+    TKVI_ALIGNED double mean[TKVI_LANES];
+    const double n = (double)c->n, n2 = 2.0 * n;
+    const tkvi_vf none = tkvi_vf_splat(0.0f);
+    int l;
+    for (l = 0; l < TKVI_LANES; l++) {
+        unit[l] = (float)tkvi_a_unit[c->width[l]];
+        width[l] = (float)c->width[l];
+        sum[l] = 2 * c->sum_c[l] - c->n * ((1 << c->width[l]) - 1);
+    }
+    for (l = 0; l < TKVI_LANES; l++) { /* integers below 2^53: exact */
+        var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
+        var_c[l] = (float)(c->n * c->sum_cc[l] - c->sum_c[l] * c->sum_c[l]);
+        cov[l] = (float)(c->n * c->sum_cu[l] - c->sum_c[l] * c->sum_u[l]);
+        mean_u[l] = (float)(2 * c->sum_u[l] + c->n);
+    }
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        const tkvi_vf a = tkvi_vf_load(var + l), b = tkvi_vf_load(cov + l);
+        tkvi_vf x = tkvi_vf_select(tkvi_vf_gt(tkvi_vf_splat(1.5f), tkvi_vf_load(width + l)),
+                                   tkvi_vf_sqrt(tkvi_vf_div(a, tkvi_vf_load(var_c + l))), tkvi_vf_div(a, b));
+        x = tkvi_vf_where(tkvi_vf_gt(a, none), tkvi_vf_mul(x, tkvi_vf_load(c->step + l)));
+        tkvi_vf_store(scale + l, tkvi_vf_where(tkvi_vf_gt(b, none), x));
+        tkvi_vf_store(mean_u + l, tkvi_vf_div(tkvi_vf_load(mean_u + l), tkvi_vf_splat((float)(2 * c->n))));
+    }
+    TKVI_N(encode_log_scales)(scale, TKVI_LANES, top, c->log);
+    TKVI_N(decode_log_scales)(c->log, TKVI_LANES, top, scale);
+    for (l = 0; l < TKVI_LANES; l++) { /* without a scale the offset is 0 */
+        unit[l] = scale[l] > 0.0f ? unit[l] : 0.0f;
+        scale[l] = scale[l] > 0.0f ? scale[l] : 1.0f;
+    }
+    for (l = 0; l < TKVI_LANES; l++) {
+        double v;
+        mean[l] = tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u[l]);
+        v = tkvi_f64(tkvi_f64(mean[l] / (double)scale[l]) - tkvi_f64((double)sum[l] / n2)) * (double)unit[l];
+        v = v > -128.0 ? v : -128.0;
+        v = v < 128.0 ? v : 128.0;
+        offset[l] = (int32_t)tkvi_f64(v + 1000.5) - 1000;
+    }
+    c->beyond_mask = 0;
+    for (l = 0; l < TKVI_LANES; l++) {
+        const int beyond = offset[l] < -127 || offset[l] > 127 || (c->log[l] == 0 && mean[l] != 0.0);
+        c->middle[l] = (float)mean[l];
+        c->offset[l] = (uint8_t)offset[l];
+        c->beyond_mask |= (uint32_t)(beyond && c->width[l]) << l;
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/encode.inc ======== */
+/*
+ * kernels/encode.inc - a template: encodes K columns (formats/a.h) and V tokens (formats/r.h). It gives the bytes of
+ * the scalar code, because integers are the same and floats have the same order of operations.
+ *
+ * K columns: a 32-bit lane is a column and has two tokens. V tokens: a lane is a channel.
+ */
+/* n tokens of TKVI_VF channels of K, of which the first `lanes` exist. Returns x, or a copy with zeros. */
+TKVI_OP const float *TKVI_N(pad_columns)(const float *x, int lanes, int n, size_t *stride,
+                                         float (*copy)[TKVI_VF]) {
+    int t;
+    if (lanes >= TKVI_VF) return x;
+    memset(copy, 0, (size_t)n * sizeof *copy);
+    for (t = 0; t < n && lanes > 0; t++) memcpy(copy[t], x + (size_t)t * *stride, (size_t)lanes * sizeof *x);
+    *stride = TKVI_VF;
+    return copy[0];
+}
+
+/* The best cut so far, of TKVI_VF columns: its score, range and sums. */
+typedef struct TKVI_N(best_cut) {
+    tkvi_vf score;
+    tkvi_vi cut, by, sum, squares, products;
+} TKVI_N(best_cut);
+
+/* Computes range and integers of columns l .. l + TKVI_VF - 1. */
+TKVI_OP void TKVI_N(columns_to_ints)(tkvi_columns *c, int l) {
+    const tkvi_vf lowest = tkvi_vf_splat(-1e30f), highest = tkvi_vf_splat(1e30f);
+    const tkvi_vf mean = tkvi_vf_load(c->mean + l);
+    const tkvi_vi most = tkvi_vh_splat(TKVI_STEPS - 1);
+    TKVI_ALIGNED float residual[TKVI_BLOCK][TKVI_VF];
+    size_t stride = c->stride;
+    const float *x = TKVI_N(pad_columns)(c->x + l, c->lanes - l, c->n, &stride, residual), *at = residual[0];
+    tkvi_vf low = highest, high = lowest, step, inverse;
+    tkvi_vi sum = tkvi_vi_splat(0);
+    tkvi_vp squares = tkvi_vp_zero();
+    tkvi_vm some;
+    int t;
+    for (t = 0; t < c->n; t++, x += stride) {
+        const tkvi_vf y = tkvi_vf_sub(tkvi_vf_load(x), mean);
+        tkvi_vf_store(residual[t], y);
+        low = tkvi_vf_min(y, low);
+        high = tkvi_vf_max(y, high);
+    }
+    if (tkvi_vf_max_across(tkvi_vf_max(tkvi_vf_sub(tkvi_vf_splat(0.0f), low), high)) > 1e30f) {
+        low = tkvi_vf_min(tkvi_vf_max(low, lowest), highest);
+        high = tkvi_vf_min(tkvi_vf_max(high, lowest), highest);
+        for (t = 0; t < c->n; t++)
+            tkvi_vf_store(residual[t], tkvi_vf_min(tkvi_vf_max(tkvi_vf_load(residual[t]), low), high));
+    }
+    for (; t < TKVI_BLOCK; t++) tkvi_vf_store(residual[t], low); /* u = 0 */
+    step = tkvi_vf_mul(tkvi_vf_sub(high, low), tkvi_vf_splat(1.0f / TKVI_STEPS));
+    some = tkvi_vf_gt(step, tkvi_vf_splat(1e-36f));
+    inverse = tkvi_vf_where(some, tkvi_vf_div(tkvi_vf_splat(1.0f), step));
+    tkvi_vf_store(c->low + l, low);
+    tkvi_vf_store(c->step + l, tkvi_vf_where(some, step));
+    for (t = 0; t < TKVI_BLOCK / 2; t += 2, at += 4 * TKVI_VF) {
+        int j;
+        TKVI_UNROLL
+        for (j = 0; j < 2; j++) { /* in the order of tkvi_column_u */
+            const tkvi_vf a = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + j * TKVI_VF), low), inverse);
+            const tkvi_vf b = tkvi_vf_mul(tkvi_vf_sub(tkvi_vf_load(at + (j + 2) * TKVI_VF), low), inverse);
+            const tkvi_vi u = tkvi_vh_min(tkvi_vh_pairs(tkvi_vi_trunc(a), tkvi_vi_trunc(b)), most);
+            sum = tkvi_vi_add_pairs(sum, u);
+            squares = tkvi_vp_dot(squares, u, u);
+            tkvi_vi_store((int32_t *)(void *)c->u[t + j][l], u);
+        }
+    }
+    tkvi_vi_store(c->sum_u + l, sum);
+    tkvi_vi_store(c->sum_uu + l, tkvi_vp_total(squares));
+}
+
+TKVI_OP tkvi_vi TKVI_N(load_u)(const tkvi_columns *c, int t, int l) {
+    return tkvi_vi_load((const int32_t *)(const void *)c->u[t][l]);
+}
+
+/* n^2 times the covariance. It is below 2^31, because codes have at most 6 bits. */
+TKVI_OP tkvi_vf TKVI_N(covariance)(int n, tkvi_vi a, tkvi_vi b, tkvi_vi products) {
+    return tkvi_vi_to_float(tkvi_vi_sub(tkvi_vi_mul(tkvi_vi_splat(n), products), tkvi_vi_mul(a, b)));
+}
+
+/* Tries n cuts from cut k on. */
+TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_vi top, int k, const int n,
+                              TKVI_N(best_cut) * best) {
+    const tkvi_vi sum_u = tkvi_vi_load(c->sum_u + l);
+    tkvi_vi cut[TKVI_CUTS], by[TKVI_CUTS], sum[TKVI_CUTS];
+    tkvi_vp squares[TKVI_CUTS], products[TKVI_CUTS];
+    int t, j;
+    TKVI_UNROLL
+    for (j = 0; j < n; j++) {
+        const tkvi_vi a = tkvi_vi_look_up8(tkvi_a_ranges[k + j].cut, width);
+        const tkvi_vi b = tkvi_vi_look_up8(tkvi_a_ranges[k + j].by, width);
+        cut[j] = tkvi_vh_pairs(a, a);
+        by[j] = tkvi_vh_pairs(b, b);
+        sum[j] = tkvi_vi_splat(0);
+        squares[j] = products[j] = tkvi_vp_zero();
+    }
+    for (t = 0; t < TKVI_BLOCK / 2; t++) {
+        const tkvi_vi u = TKVI_N(load_u)(c, t, l);
+        TKVI_UNROLL
+        for (j = 0; j < n; j++) {
+            const tkvi_vi v = tkvi_vh_cut(u, cut[j], by[j], top);
+            sum[j] = tkvi_vh_sum(sum[j], v);
+            squares[j] = tkvi_vp_dot(squares[j], v, v);
+            products[j] = tkvi_vp_dot(products[j], v, u);
+        }
+    }
+    TKVI_UNROLL
+    for (j = 0; j < n; j++) {
+        const tkvi_vi sum_c = tkvi_vh_total(sum[j]);
+        const tkvi_vi sum_cc = tkvi_vp_total(squares[j]), sum_cu = tkvi_vp_total(products[j]);
+        const tkvi_vf cov = TKVI_N(covariance)(c->n, sum_c, sum_u, sum_cu);
+        const tkvi_vf var = TKVI_N(covariance)(c->n, sum_c, sum_c, sum_cc);
+        const tkvi_vf score =
+            tkvi_vf_where(tkvi_vf_gt(var, tkvi_vf_splat(0.0f)), tkvi_vf_mul(tkvi_vf_div(cov, var), cov));
+        const tkvi_vm better = tkvi_vf_gt(score, best->score);
+        best->score = tkvi_vf_select(better, score, best->score);
+        best->cut = tkvi_vi_select(better, cut[j], best->cut);
+        best->by = tkvi_vi_select(better, by[j], best->by);
+        best->sum = tkvi_vi_select(better, sum_c, best->sum);
+        best->squares = tkvi_vi_select(better, sum_cc, best->squares);
+        best->products = tkvi_vi_select(better, sum_cu, best->products);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
+    static const int32_t tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
+    int l, t, j;
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tops, width);
+        const tkvi_vi top = tkvi_vh_pairs(top8, top8);
+        TKVI_N(best_cut) best;
+        TKVI_N(columns_to_ints)(c, l);
+        best.score = tkvi_vf_splat(-1.0f);
+        best.cut = best.by = best.sum = best.squares = best.products = tkvi_vi_splat(0);
+        for (t = 0; t + TKVI_CUTS <= TKVI_A_CUTS; t += TKVI_CUTS)
+            TKVI_N(try_cuts)(c, l, width, top, t, TKVI_CUTS, &best);
+        TKVI_N(try_cuts)(c, l, width, top, t, TKVI_A_CUTS % TKVI_CUTS, &best);
+        tkvi_vi_store(c->sum_c + l, best.sum);
+        tkvi_vi_store(c->sum_cc + l, best.squares);
+        tkvi_vi_store(c->sum_cu + l, best.products);
+        for (t = 0; t < TKVI_BLOCK; t += 16) {
+            tkvi_vi four[4]; /* tokens t + 4 j .. t + 4 j + 3 of each column */
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) {
+                const tkvi_vi a = TKVI_N(load_u)(c, t / 2 + 2 * j, l),
+                              b = TKVI_N(load_u)(c, t / 2 + 2 * j + 1, l);
+                four[j] = tkvi_vi_or(tkvi_vh_cut(a, best.cut, best.by, top),
+                                     tkvi_vi_left(tkvi_vh_cut(b, best.cut, best.by, top), 8));
+            }
+            tkvi_vi_transpose4(four);
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++) tkvi_vi_scatter4(c->code[l + j] + t, 4 * TKVI_BLOCK, four[j]);
+        }
+    }
+}
+
+/* >>V tokens */
+/* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
+TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x, const float *flip,
+                                   float *y) {
+    const int n = 1 << log2n, end = tkvi_round_up(s->dim, 32);
+    tkvi_vf most;
+    int c;
+    for (c = n; c < end; c += TKVI_VF) /* channels beyond the first window */
+        tkvi_vf_store(y + c, TKVI_N(flip)(tkvi_vf_load_first(x + c, s->dim - c), flip + c));
+    most = TKVI_N(window)(x, flip, y, log2n);
+    if (n == s->dim) return tkvi_vf_max_across(most);
+    most = TKVI_N(window)(y + s->dim - n, NULL, y + s->dim - n, log2n);
+    for (c = 0; c < s->dim - n; c += TKVI_VF) /* may read channels of the last window again */
+        most = tkvi_vf_max(most, tkvi_vf_abs(tkvi_vf_load(y + c)));
+    return tkvi_vf_max_across(most);
+}
+
+/* Converts a token to integers. A vector of u has TKVI_VF channels from c on, and those from c + 16 on, as tkvi_vh_pack
+ * leaves them. Returns the squares, to be summed. */
+TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int end, int16_t *u) {
+    const tkvi_vf inverse = tkvi_vf_splat(by);
+    const tkvi_vi most = tkvi_vh_splat(TKVI_R_MOST), least = tkvi_vh_splat(-TKVI_R_MOST);
+    tkvi_vp squares = tkvi_vp_zero();
+    int c, j;
+    for (c = 0; c < end; c += 32) {
+        TKVI_UNROLL
+        for (j = c; j < c + 16; j += TKVI_VF, u += 2 * TKVI_VF) {
+            const tkvi_vi a = tkvi_vi_trunc(tkvi_vf_mul(tkvi_vf_load(y + j), inverse));
+            const tkvi_vi b = tkvi_vi_trunc(tkvi_vf_mul(tkvi_vf_load(y + j + 16), inverse));
+            const tkvi_vi x = tkvi_vh_max(tkvi_vh_min(tkvi_vh_pack(a, b), most), least);
+            squares = tkvi_vp_dot(squares, x, x);
+            tkvi_vi_store((int32_t *)(void *)u, x);
+        }
+    }
+    return tkvi_vp_total(squares);
+}
+
+TKVI_OP tkvi_vi TKVI_N(floor_of)(tkvi_vi u, tkvi_vf by) {
+    return tkvi_vi_floor(tkvi_vf_mul(tkvi_vi_to_float(u), by));
+}
+
+/* Codes of a uniform grid, in the order of u. Adds u * level to *sum. */
+TKVI_OP tkvi_vi TKVI_N(encode_grid)(const int16_t *u, float fine, int top, tkvi_vp *sum) {
+    const tkvi_vi tops = tkvi_vh_splat(top), x = tkvi_vi_load((const int32_t *)(const void *)u);
+    const tkvi_vf by = tkvi_vf_splat(fine);
+    tkvi_vi v = tkvi_vh_pack(TKVI_N(floor_of)(tkvi_vh_first(x), by), TKVI_N(floor_of)(tkvi_vh_second(x), by));
+    v = tkvi_vh_add(v, tkvi_vh_splat((top + 1) / 2));
+    v = tkvi_vh_max(tkvi_vh_min(v, tops), tkvi_vh_splat(0));
+    *sum = tkvi_vp_dot(*sum, x, tkvi_vh_sub(tkvi_vh_add(v, v), tops));
+    return v;
+}
+
+/* Codes 0 .. 7 of TKVI_VF pairs. Adds half of u * level to *sum (formats/r.h, step 5). One maximum of
+ * 8 * score + 7 - code finds the best score and the first code that reaches it. levels: of both channels, by code. */
+TKVI_OP tkvi_vi TKVI_N(encode_pairs)(const int16_t *u, float fine, const int32_t *levels, tkvi_vp *sum) {
+    const tkvi_vf by = tkvi_vf_splat(fine);
+    const tkvi_vi both = tkvi_vi_load((const int32_t *)(const void *)u);
+    const tkvi_vi a = tkvi_vh_first(both), b = tkvi_vh_second(both);
+    const tkvi_vi x = tkvi_vh_pairs(TKVI_N(floor_of)(a, by), TKVI_N(floor_of)(b, by));
+    tkvi_vi best = tkvi_vi_splat(INT32_MIN), code;
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 8; k++) {
+        const int px = tkvi_r_pairs[k], py = tkvi_r_pairs[16 + k];
+        const tkvi_vi point = tkvi_vi_splat((8 * px & 0xffff) | (int32_t)((uint32_t)(8 * py) << 16));
+        const tkvi_vi from = tkvi_vi_splat(-64 * (px * px + py * py) + 7 - k);
+        best = tkvi_vi_max(best, tkvi_vi_dot(from, x, point));
+    }
+    code = tkvi_vi_sub(tkvi_vi_splat(7), tkvi_vi_and(best, tkvi_vi_splat(7)));
+    *sum = tkvi_vp_dot(*sum, tkvi_vh_pairs(a, b), tkvi_vi_look_up8(levels, code));
+    return code;
+}
+
+/* Codes of four tokens. sum: out, the sum of u * level of each (formats/r.h, step 6). u: [token][TKV_MAX_HEAD_DIM].
+ * fine: [2][16], factors of u for the grid and for pairs. */
+TKVI_OP void TKVI_N(encode_four_tokens)(const tkvi_side *s, const int16_t *u, const float *fine,
+                                        const int32_t *levels, uint8_t *code, int32_t *sum) {
+    const int pairs = s->pairs ? s->pad / 32 * 32 : 0, bits = s->pairs ? 2 : s->half_bits / 2;
+    const int top = (1 << bits) - 1, slab = 4 * TKVI_TILE_CODES;
+    int32_t of_pairs[4];
+    tkvi_vp sums[4];
+    tkvi_vi v[4];
+    int c, j, r;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) sums[r] = tkvi_vp_zero();
+    for (c = 0; c < pairs; c += 32, code += slab)
+        for (j = 0; j < 16; j += TKVI_VF) {
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++)
+                v[r] = TKVI_N(encode_pairs)(u + r * TKV_MAX_HEAD_DIM + c + 2 * j, fine[TKVI_LANES + r],
+                                            levels, &sums[r]);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
+            v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
+            tkvi_vi_store((int32_t *)(void *)(code + 4 * j), tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16)));
+        }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) {
+        v[r] = tkvi_vp_total(sums[r]);
+        sums[r] = tkvi_vp_zero();
+    }
+    tkvi_vi_sum4(of_pairs, v);
+    for (; c < s->dim; c += 32, code += 2 * slab)
+        for (j = 0; j < 16; j += TKVI_VF) { /* TKVI_VF channels of each of two slabs */
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++)
+                v[r] = TKVI_N(encode_grid)(u + r * TKV_MAX_HEAD_DIM + c + 2 * j, fine[r], top, &sums[r]);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
+            v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
+            tkvi_vi_store((int32_t *)(void *)(code + 4 * j), tkvi_vh_zip1(v[0], v[2]));
+            if (c + 16 < s->pad)
+                tkvi_vi_store((int32_t *)(void *)(code + slab + 4 * j), tkvi_vh_zip2(v[0], v[2]));
+        }
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) v[r] = tkvi_vp_total(sums[r]);
+    tkvi_vi_sum4(sum, v);
+    for (r = 0; r < 4; r++) /* beside pairs, level = 2 * 40 * (2 code - 3) */
+        sum[r] = 2 * of_pairs[r] + (s->pairs ? 80 : 1) * sum[r];
+}
+
+/* Each step runs over 16 tokens before the next step starts. So divisions and horizontal sums of several tokens
+ * overlap. */
+TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, size_t stride, int n,
+                                         tkvi_codes code, float *scale) {
+    TKVI_ALIGNED float y[TKVI_LANES][TKV_MAX_HEAD_DIM], most[TKVI_LANES], by[TKVI_LANES], fine[2][TKVI_LANES];
+    TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES], levels[TKVI_LANES];
+    TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
+    const tkvi_vf whole = tkvi_vf_splat((float)TKVI_R_MOST), dim = tkvi_vf_splat((float)s->dim);
+    const tkvi_vf grid = tkvi_vf_splat(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]),
+                  none = tkvi_vf_splat(0.0f);
+    const int log2n = tkvi_log2_floor(s->dim), end = tkvi_round_up(s->dim, 32);
+    int first, t, r;
+    if (s->dim < TKVI_VF) {
+        tkvi_encode_v_tokens_scalar(s, x, stride, n, code, scale);
+        return;
+    }
+    TKVI_N(flips)(flip, end);
+    for (t = 0; t < 16; t++)
+        levels[t] = (int32_t)((uint32_t)tkvi_r_pairs[16 + t] << 16) | (tkvi_r_pairs[t] & 0xffff);
+    for (first = 0; first < n; first += TKVI_LANES) {
+        const int count = tkvi_min(TKVI_LANES, n - first), fours = tkvi_round_up(count, 4);
+        memset(most, 0, sizeof most);
+        memset(squares, 0, sizeof squares);
+        memset(sum, 0, sizeof sum);
+        for (t = 0; t < fours; t++) /* missing tokens repeat the last one; the caller clears their codes */
+            most[t] = TKVI_N(rotate_token)(s, log2n, x + (size_t)(first + tkvi_min(t, count - 1)) * stride,
+                                           flip, y[t]);
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vf m = tkvi_vf_min(tkvi_vf_load(most + t), tkvi_vf_splat(1e30f));
+            const tkvi_vm some = tkvi_vf_gt(m, tkvi_vf_splat(1e-30f));
+            tkvi_vf_store(by + t, tkvi_vf_where(some, tkvi_vf_div(whole, m)));
+            tkvi_vf_store(most + t, tkvi_vf_where(some, m));
+        }
+        for (t = 0; t < fours; t += 4) {
+            tkvi_vi four[4];
+            TKVI_UNROLL
+            for (r = 0; r < 4; r++) four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], end, u[t + r]);
+            tkvi_vi_sum4(squares + t, four);
+        }
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vi v = tkvi_vi_max(tkvi_vi_load(squares + t), tkvi_vi_splat(1));
+            tkvi_vf unit = tkvi_vf_sqrt(tkvi_vf_div(tkvi_vi_to_float(v), dim));
+            unit = tkvi_vf_div(tkvi_vf_splat(1.0f), unit);
+            tkvi_vf_store(fine[0] + t, tkvi_vf_div(unit, grid));
+            tkvi_vf_store(fine[1] + t, tkvi_vf_mul(unit, tkvi_vf_splat(16.0f * TKVI_R_UNIT)));
+        }
+        for (t = 0; t < fours; t += 4)
+            TKVI_N(encode_four_tokens)(s, u[t], fine[0] + t, levels, code[first / 16] + 16 * t, sum + t);
+        for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
+            const tkvi_vi v = tkvi_vi_load(squares + t);
+            const tkvi_vf m = tkvi_vf_load(most + t);
+            const tkvi_vf w =
+                tkvi_vf_div(tkvi_vi_to_float(tkvi_vi_add(v, v)), tkvi_vi_to_float(tkvi_vi_load(sum + t)));
+            tkvi_vf_store_first(scale + first + t,
+                                tkvi_vf_where(tkvi_vf_gt(m, none), tkvi_vf_mul(tkvi_vf_div(m, whole), w)),
+                                count - t);
+        }
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/groups.inc ======== */
+/*
+ * kernels/groups.inc - a template: encodes the groups of KIVI (formats/kivi.h), with the bytes of the scalar code. K: a
+ * lane is a channel. V: four tokens go together, because their codes share 32 bits of a tile.
+ */
+TKVI_OP tkvi_vf TKVI_N(clamp_f16)(tkvi_vf x) {
+    return tkvi_vf_max(tkvi_vf_min(x, tkvi_vf_splat(TKVI_F16_MAX)), tkvi_vf_splat(-TKVI_F16_MAX));
+}
+
+/* Stores scales and zeros of a range. Gives both as rounded. */
+TKVI_OP void TKVI_N(store_grid)(tkvi_vf low, tkvi_vf range, float top, uint8_t *scale_at, uint8_t *zero_at,
+                                tkvi_vf *scale, tkvi_vf *zero) {
+    tkvi_vf_store_f16(scale_at, tkvi_vf_div(range, tkvi_vf_splat(top)));
+    tkvi_vf_store_f16(zero_at, tkvi_vf_add(low, tkvi_vf_splat(0.0f)));
+    *scale = tkvi_vf_load_f16(scale_at);
+    *zero = tkvi_vf_load_f16(zero_at);
+}
+
+/* Codes as 32-bit integers. A scale of 0 gives code 0. */
+TKVI_OP tkvi_vi TKVI_N(group_codes)(tkvi_vf x, tkvi_vf scale, tkvi_vf zero, float top) {
+    const tkvi_vf none = tkvi_vf_splat(0.0f), y = tkvi_vf_div(tkvi_vf_sub(TKVI_N(clamp_f16)(x), zero), scale);
+    return tkvi_vi_nearest(
+        tkvi_vf_min(tkvi_vf_max(tkvi_vf_where(tkvi_vf_gt(scale, none), y), none), tkvi_vf_splat(top)));
+}
+
+/* Encodes group g of TKVI_VF channels of K from c on. n: tokens of the block. */
+TKVI_OP void TKVI_N(encode_group_k)(const tkvi_side *s, const float *x, size_t stride, int n, int g, int c,
+                                    tkvi_codes code, uint8_t *meta) {
+    const float top = (float)((1 << s->format->bits) - 1);
+    const int from = g * s->group, end = tkvi_min(n, from + s->group);
+    uint8_t *at = meta + 2 * (g * s->pad + c);
+    float copy[TKVI_BLOCK][TKVI_VF];
+    tkvi_vf low, high, scale, zero;
+    int t, k;
+    x = TKVI_N(pad_columns)(x + (size_t)from * stride + c, s->dim - c, end - from, &stride, copy);
+    low = high = tkvi_vf_load(x);
+    for (t = 1; t < end - from; t++) {
+        const tkvi_vf v = tkvi_vf_load(x + (size_t)t * stride);
+        low = tkvi_vf_min(v, low);
+        high = tkvi_vf_max(v, high);
+    }
+    low = TKVI_N(clamp_f16)(low);
+    high = TKVI_N(clamp_f16)(high);
+    TKVI_N(store_grid)(low, tkvi_vf_sub(high, low), top, at, at + 2 * s->groups * s->pad, &scale, &zero);
+    for (t = from; t < end; t += 4, x += 4 * stride) {
+        tkvi_vi v[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) {
+            v[k] = tkvi_vi_splat(0);
+            if (t + k < end)
+                v[k] = TKVI_N(group_codes)(tkvi_vf_load(x + (size_t)k * stride), scale, zero, top);
+        }
+        tkvi_vi_scatter4(code[c / 4] + 4 * t, TKVI_TILE_CODES, tkvi_vi_pack4(v));
+    }
+}
+
+/* Encodes group g of tokens t .. t + 15 of V. Rows of missing tokens repeat the last one; their scales, zeros and codes
+ * are 0. */
+TKVI_OP void TKVI_N(encode_group_v)(const tkvi_side *s, const float *x, size_t stride, int n, int g, int t,
+                                    tkvi_codes code, uint8_t *meta) {
+    const float top = (float)((1 << s->format->bits) - 1);
+    const int from = g * s->group, count = tkvi_min(s->dim - from, s->group);
+    const tkvi_vf none = tkvi_vf_splat(0.0f), minus = tkvi_vf_of_bits(tkvi_vi_splat(INT32_MIN));
+    uint8_t *at = meta + 2 * (g * TKVI_BLOCK + t);
+    TKVI_ALIGNED float copy[16][TKVI_BLOCK], least[16], most[16];
+    tkvi_vf low[4], high[4], scale, zero;
+    const float *row[16];
+    int c, k, q;
+    for (k = 0; k < 16; k++) {
+        row[k] = x + (size_t)tkvi_min(t + k, n - 1) * stride + from;
+        if (count % TKVI_VF == 0) continue;
+        for (c = 0; c < tkvi_round_up(count, TKVI_VF); c++) copy[k][c] = row[k][c < count ? c : 0];
+        row[k] = copy[k];
+    }
+    for (q = 0; q < 16; q += 4) {
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) low[k] = high[k] = tkvi_vf_load(row[q + k]);
+        for (c = TKVI_VF; c < count; c += TKVI_VF) {
+            TKVI_UNROLL
+            for (k = 0; k < 4; k++) {
+                const tkvi_vf v = tkvi_vf_load(row[q + k] + c);
+                low[k] = tkvi_vf_min(v, low[k]);
+                high[k] = tkvi_vf_max(v, high[k]);
+            }
+        }
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) low[k] = tkvi_vf_xor(low[k], minus);
+        tkvi_vf_max4(least + q, low);
+        tkvi_vf_max4(most + q, high);
+    }
+    for (q = 0; q < 16; q += TKVI_VF) {
+        const tkvi_vf a = TKVI_N(clamp_f16)(tkvi_vf_xor(tkvi_vf_load(least + q), minus));
+        const tkvi_vf b = TKVI_N(clamp_f16)(tkvi_vf_load(most + q));
+        TKVI_N(store_grid)
+        (tkvi_vf_first(n - t - q, a, none), tkvi_vf_first(n - t - q, tkvi_vf_sub(b, a), none), top,
+         at + 2 * q, at + 2 * (s->groups * TKVI_BLOCK + q), &scale, &zero);
+        tkvi_vf_store(most + q, scale);
+        tkvi_vf_store(least + q, zero);
+    }
+    for (q = 0; q < 16 && t + q < n; q += 4)
+        for (c = 0; c < count; c += TKVI_VF) {
+            const int channel = from + c;
+            tkvi_vi v[4];
+            TKVI_UNROLL
+            for (k = 0; k < 4; k++)
+                v[k] = TKVI_N(group_codes)(tkvi_vf_load(row[q + k] + c), tkvi_vf_splat(most[q + k]),
+                                           tkvi_vf_splat(least[q + k]), top);
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[1], 8));
+            v[2] = tkvi_vi_or(v[2], tkvi_vi_left(v[3], 8));
+            v[0] = tkvi_vi_or(v[0], tkvi_vi_left(v[2], 16));
+            if (c + TKVI_VF > count) v[0] = tkvi_vi_first(count - c, v[0], tkvi_vi_splat(0));
+            tkvi_vi_store((int32_t *)(void *)(code[channel / 16 * 4 + t / 16] + 16 * q + channel % 16 * 4),
+                          v[0]);
+        }
+}
+
+TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_t stride, int n,
+                                       tkvi_codes code, uint8_t *meta) {
+    int g, c, t;
+    if (s->fit || s->order) {
+        tkvi_encode_groups_scalar(s, x, stride, n, code, meta);
+        return;
+    }
+    for (c = 0; c < s->dim && s->which == TKV_K; c += TKVI_VF)
+        for (g = 0; g * s->group < n && g < s->groups; g++)
+            TKVI_N(encode_group_k)(s, x, stride, n, g, c, code, meta);
+    for (t = 0; t < n && s->which == TKV_V; t += 16)
+        for (g = 0; g < s->groups; g++) TKVI_N(encode_group_v)(s, x, stride, n, g, t, code, meta);
+}
+/* ======== kernels/vectors_128.h ======== */
 
 static float tkvi_max64_128(const float *s) {
     tkvi_f4 m = tkvi_load_128(s);
@@ -14710,18 +15912,18 @@ static void tkvi_exact_rows_k_128(const tkvi_side *s, const uint8_t *src, uintpt
 TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
     const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
     const tkvi_vf normal =
-        tkvi_vi_as_float(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
-    const tkvi_vf least = tkvi_vi_as_float(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+        tkvi_vf_of_bits(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vf_of_bits(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
     const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
-    return tkvi_vf_xor(x, tkvi_vi_as_float(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
+    return tkvi_vf_xor(x, tkvi_vf_of_bits(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
 }
 
 /* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
 TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
                                     const int h) {
     if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_signed_bytes(p + h));
-    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_bytes(p + h));
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
 }
 
 /* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
@@ -14978,19 +16180,19 @@ TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const
 /* ======== kernels/vectors_128.h ======== */
 
 static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
-                                                tkvi_f32_to_f16_scalar,
+                                                tkvi_f32_to_f16_128,
                                                 tkvi_decode_log_scales_128,
                                                 tkvi_decode_zero_points_128,
-                                                tkvi_encode_log_scales_scalar,
-                                                tkvi_pack_tile,
-                                                tkvi_interleave_scalar,
-                                                tkvi_encode_k_columns_scalar,
-                                                tkvi_finalize_scales_scalar,
-                                                tkvi_encode_v_tokens_scalar,
-                                                tkvi_encode_groups_scalar,
+                                                tkvi_encode_log_scales_128,
+                                                tkvi_pack_tile_128,
+                                                tkvi_interleave_128,
+                                                tkvi_encode_k_columns_128,
+                                                tkvi_finalize_scales_128,
+                                                tkvi_encode_v_tokens_128,
+                                                tkvi_encode_groups_128,
                                                 tkvi_decode_tiles_128,
                                                 TKVI_IF(TKVI_HAS_DECODED, tkvi_decode_rows_128),
-                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
+                                                TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_128)};
 
 /* ======== kernels/tiles.inc ======== */
 /*
@@ -15639,28 +16841,14 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
 #undef tkvi_vf_max
-#undef tkvi_vf_min
-#undef tkvi_vf_hide
-#undef tkvi_vf_swap
-#undef tkvi_vf_load_twice
-#undef tkvi_vf_load_e4m3
-#undef tkvi_vf_load_table
-#undef tkvi_vf_xor
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
 #undef tkvi_vi_load
 #undef tkvi_vi_store
-#undef tkvi_vi_load_bytes
-#undef tkvi_vi_load_signed_bytes
 #undef tkvi_vi_splat
 #undef tkvi_vi_add
 #undef tkvi_vi_sub
-#undef tkvi_vi_and
-#undef tkvi_vi_xor
-#undef tkvi_vi_right
-#undef tkvi_vi_mul_right
-#undef tkvi_vi_as_float
 #undef tkvi_vi_left
 #undef tkvi_vi_mul16
 #undef tkvi_vi_nearest
@@ -15679,14 +16867,6 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vb_biased
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
-#undef tkvi_vb_zip1
-#undef tkvi_vb_zip2
-#undef tkvi_vb_zip1_quads
-#undef tkvi_vb_zip2_quads
-#undef tkvi_vb_zip1_eights
-#undef tkvi_vb_zip2_eights
-#undef tkvi_vb_load_parts
-#undef tkvi_vb_store_parts
 #undef tkvi_ahead
 #undef tkvi_distance
 #undef TKVI_HAS_NARROW
@@ -15766,6 +16946,80 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef tkvi_vf_min
+#undef tkvi_vf_xor
+#undef tkvi_vf_load_first
+#undef tkvi_vf_store_first
+#undef tkvi_vf_max_across
+#undef tkvi_vf_hide
+#undef tkvi_vf_butterflies
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_store_f16
+#undef tkvi_vi_load_i8
+#undef tkvi_vb_add
+#undef tkvi_vb_where
+#undef tkvi_vb_zip1
+#undef tkvi_vb_zip2
+#undef tkvi_vb_zip1_pairs
+#undef tkvi_vb_zip2_pairs
+#undef tkvi_vb_spread
+#undef TKVI_WITHIN_
+#undef TKVI_ACROSS_
+#undef tkvi_vm
+#undef tkvi_vf_div
+#undef tkvi_vf_sqrt
+#undef tkvi_vf_gt
+#undef tkvi_vf_where
+#undef tkvi_vf_select
+#undef tkvi_vf_first
+#undef tkvi_vf_of_bits
+#undef tkvi_vi_or
+#undef tkvi_vi_and
+#undef tkvi_vi_right
+#undef tkvi_vi_mul
+#undef tkvi_vi_min
+#undef tkvi_vi_max
+#undef tkvi_vi_count
+#undef tkvi_vi_select
+#undef tkvi_vi_of_bits
+#undef tkvi_vi_trunc
+#undef tkvi_vi_floor
+#undef tkvi_vi_load_u8
+#undef tkvi_vi_store_u8
+#undef tkvi_vi_look_up8
+#undef tkvi_vi_transpose4
+#undef tkvi_vi_pack4
+#undef tkvi_vh_splat
+#undef tkvi_vh_add
+#undef tkvi_vh_sub
+#undef tkvi_vh_min
+#undef tkvi_vh_max
+#undef tkvi_vh_pairs
+#undef tkvi_vh_pack
+#undef tkvi_vh_first
+#undef tkvi_vh_second
+#undef tkvi_vh_zip1
+#undef tkvi_vh_zip2
+#undef tkvi_vh_cut
+#undef tkvi_vi_dot
+#undef tkvi_vi_add_pairs
+#undef tkvi_vp
+#undef tkvi_vp_zero
+#undef tkvi_vp_dot
+#undef tkvi_vp_total
+#undef tkvi_vi_scatter4
+#undef tkvi_vb_scatter4
+#undef TKVI_CUTS
+#undef tkvi_vh_sum
+#undef tkvi_vh_total
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
+#undef tkvi_vi_xor
+#undef tkvi_vi_mul_right
+#undef tkvi_vb_gather4
+#undef tkvi_vb_transpose4
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */

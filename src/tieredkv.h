@@ -64,8 +64,6 @@ extern "C" {
 #include "kernels/x86.h"
 #include "kernels/simd_x86.h"
 #include "kernels/code_rows.h"
-#include "kernels/rotate_x86.h"
-#include "kernels/groups_x86.h"
 #include "kernels/tiles.h"
 #include "kernels/avx2.h"
 #include "kernels/avx512.h"

@@ -42,22 +42,17 @@ TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b
 TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_min_128(tkvi_f4 a, tkvi_f4 b) { return vminq_f32(a, b); }
-#define TKVI_HIDE_128(x) __asm__("" : "+w"(x))
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
-    const float32x2_t x = vld1_f32(p);
-    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
-}
-TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) {
-    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)));
-}
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
+}
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const float32x2_t x = vld1_f32(p);
+    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
 }
 
 /* Four horizontal sums. */
@@ -75,6 +70,19 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
 
+#define tkvi_vf_min(a, b) vminq_f32(a, b)
+#define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
+#define tkvi_vf_hide(x) __asm__("" : "+w"(x)) /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)))
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    static const float odd[4] = {1.0f, -1.0f, 1.0f, -1.0f}, high[4] = {1.0f, 1.0f, -1.0f, -1.0f};
+    x = vfmaq_f32(vrev64q_f32(x), x, vld1q_f32(odd));
+    return vfmaq_f32(vextq_f32(x, x, 2), x, vld1q_f32(high));
+}
+
 /* >>integers */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
 TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
@@ -87,13 +95,124 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_and_ints_128(tkvi_i4 a, tkvi_i4 b) { return vandq_s32(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
 
-/* Without signs. n: 1 .. 31. */
-TKVI_FLAT_128 tkvi_i4 tkvi_right_ints_128(tkvi_i4 x, int n) {
-    return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(x), vdupq_n_s32(-n)));
+/* Four signed bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
 }
+
+#define tkvi_m4 uint32x4_t
+#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) vsqrtq_f32(x)
+#define tkvi_vf_gt(a, b) vcgtq_f32(a, b)
+#define tkvi_vf_where(mask, x)                                                                               \
+    vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), mask)) /* 0 elsewhere */
+#define tkvi_vf_select(mask, x, y) vbslq_f32(mask, x, y)
+#define tkvi_vi_or(a, b) vorrq_s32(a, b)
+#define tkvi_vi_and(a, b) vandq_s32(a, b)
+#define tkvi_vi_right(x, n) vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), n))
+#define tkvi_vi_min(a, b) vminq_s32(a, b)
+#define tkvi_vi_max(a, b) vmaxq_s32(a, b)
+#define tkvi_vi_count(x, a, b) vsubq_s32(x, vreinterpretq_s32_u32(vcgtq_s32(a, b))) /* x + (a > b) */
+#define tkvi_vi_select(mask, x, y) vbslq_s32(mask, x, y)
+#define tkvi_vi_of_bits(x) vreinterpretq_s32_f32(x)
+#define tkvi_vi_trunc(x) vcvtq_s32_f32(x)
+#define tkvi_vi_floor(x) vcvtmq_s32_f32(x)
+#define tkvi_vi_load_u8(p) vandq_s32(tkvi_load_bytes4_128(p), vdupq_n_s32(255))
+#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
+#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
+#define tkvi_vi_pack4(v) tkvi_pack4_128(v) /* four vectors to bytes */
+#define tkvi_vi_scatter4(p, step, x) ((void)(step), vst1q_u8(p, vreinterpretq_u8_s32(x)))
+
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+#define TKVI_HALVES_(x) vreinterpretq_s16_s32(x)
+#define TKVI_OF_HALVES_(x) vreinterpretq_s32_s16(x)
+#define tkvi_vh_splat(x) TKVI_OF_HALVES_(vdupq_n_s16((int16_t)(x)))
+#define tkvi_vh_add(a, b) TKVI_OF_HALVES_(vaddq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_sub(a, b) TKVI_OF_HALVES_(vsubq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_min(a, b) TKVI_OF_HALVES_(vminq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_max(a, b) TKVI_OF_HALVES_(vmaxq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_pairs(a, b) vsliq_n_s32(a, b, 16)
+#define tkvi_vh_pack(a, b) TKVI_OF_HALVES_(vcombine_s16(vmovn_s32(a), vmovn_s32(b)))
+#define tkvi_vh_first(x) vmovl_s16(vget_low_s16(TKVI_HALVES_(x)))
+#define tkvi_vh_second(x) vmovl_high_s16(TKVI_HALVES_(x))
+#define tkvi_vh_zip1(x, y) TKVI_OF_HALVES_(vzip1q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
+#define tkvi_vh_zip2(x, y) TKVI_OF_HALVES_(vzip2q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
+#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
+#define tkvi_vi_dot(x, a, b) vaddq_s32(x, tkvi_vp_total(tkvi_vp_dot(tkvi_vp_zero(), a, b)))
+#define tkvi_vi_add_pairs(x, a) vpadalq_s16(x, TKVI_HALVES_(a))
+#define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
+#define tkvi_vh_total(sum) (sum)
+#define tkvi_vp tkvi_pair_sums
+#define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_vp_dot(x, a, b)                                                                                 \
+    tkvi_pairs_128(vmlal_s16((x).first, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),       \
+                   vmlal_high_s16((x).second, TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vp_total(x) tkvi_pair_total_128(x)
+
+typedef struct tkvi_pair_sums { /* of neighbouring halves, apart */
+    int32x4_t first, second;
+} tkvi_pair_sums;
+
+TKVI_FLAT_128 tkvi_pair_sums tkvi_pairs_128(int32x4_t first, int32x4_t second) {
+    tkvi_pair_sums x;
+    x.first = first;
+    x.second = second;
+    return x;
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_pair_total_128(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
+
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
+    return vdivq_f32(a, b);
+}
+
+/* As tkvi_cut_code. The doubled high half of the product, rounded and shifted by 2. */
+TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+    const uint16x8_t x = vqsubq_u16(vreinterpretq_u16_s32(u), vreinterpretq_u16_s32(cut));
+    const int16x8_t y = vqdmulhq_s16(vreinterpretq_s16_u16(x), TKVI_HALVES_(by));
+    return TKVI_OF_HALVES_(vminq_s16(vrshrq_n_s16(y, 2), TKVI_HALVES_(top)));
+}
+
+/* Looks up four lanes in a table of eight. */
+TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+    const tkvi_i4 at = vmlaq_s32(vdupq_n_s32(0x03020100), x, vdupq_n_s32(0x04040404));
+    uint8x16x2_t bytes;
+    bytes.val[0] = vreinterpretq_u8_s32(vld1q_s32(table));
+    bytes.val[1] = vreinterpretq_u8_s32(vld1q_s32(table + 4));
+    return vreinterpretq_s32_u8(vqtbl2q_u8(bytes, vreinterpretq_u8_s32(at)));
+}
+
+TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+    const int64x2_t a = vreinterpretq_s64_s32(vzip1q_s32(v[0], v[1])),
+                    b = vreinterpretq_s64_s32(vzip1q_s32(v[2], v[3]));
+    const int64x2_t c = vreinterpretq_s64_s32(vzip2q_s32(v[0], v[1])),
+                    d = vreinterpretq_s64_s32(vzip2q_s32(v[2], v[3]));
+    v[0] = vreinterpretq_s32_s64(vzip1q_s64(a, b));
+    v[1] = vreinterpretq_s32_s64(vzip2q_s64(a, b));
+    v[2] = vreinterpretq_s32_s64(vzip1q_s64(c, d));
+    v[3] = vreinterpretq_s32_s64(vzip2q_s64(c, d));
+}
+
+TKVI_FLAT_128 void tkvi_transpose_bytes_128(tkvi_b16 *v) {
+    tkvi_i4 x[4];
+    int i;
+    for (i = 0; i < 4; i++) x[i] = vreinterpretq_s32_u8(v[i]);
+    tkvi_transpose4_128(x);
+    for (i = 0; i < 4; i++) v[i] = vreinterpretq_u8_s32(x[i]);
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_pack4_128(const tkvi_i4 *v) {
+    const int16x8_t a = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
+    const int16x8_t b = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
+    return vreinterpretq_s32_s8(vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
 
 /* a b >> n, without signs. n: 1 .. 63. */
 TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
@@ -103,17 +222,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
     return vreinterpretq_s32_u32(vuzp1q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high)));
 }
 
-/* Four bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    if (is_signed) return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
-    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(x))))));
-}
-
 /* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
-    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p, 1)), 7);
+    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p)), 7);
     return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
                      vdupq_n_f32(4.0f));
 }
@@ -146,8 +257,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a,
 TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return vaddq_u8(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { return vtstq_u8(a, b); } /* 255 where a & b */
 TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqtbl1q_u8(table, x); }
-#define TKVI_RIGHT_128(x, n) vshrq_n_u8(x, n)
-#define TKVI_LEFT_128(x, n) vshlq_n_u8(x, n)
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
@@ -157,20 +266,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 }
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
-}
-
-/* The same by 4 and by 8 bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_quads_128(tkvi_b16 a, tkvi_b16 b) {
-    return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_quads_128(tkvi_b16 a, tkvi_b16 b) {
-    return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_eights_128(tkvi_b16 a, tkvi_b16 b) {
-    return vcombine_u8(vget_low_u8(a), vget_low_u8(b));
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_eights_128(tkvi_b16 a, tkvi_b16 b) {
-    return vcombine_u8(vget_high_u8(a), vget_high_u8(b));
 }
 
 /* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */

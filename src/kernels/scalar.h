@@ -40,6 +40,11 @@
 #define TKVI_UNROLL
 #endif
 
+/* m << 5 and m >> 3 of the upper ten bits m of mantissas of log scales: two bytes of a float (kernels/convert.inc). */
+static const int8_t tkvi_log_bytes[2][16] = {
+    {0, -96, -96, -64, 64, 0, 0, 96, 0, 0, 96, 32, 64, -64, -64, 32},
+    {0, 5, 11, 17, 24, 31, 38, 45, 53, 61, 69, 78, 87, 96, 106, 117}};
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */
@@ -297,7 +302,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/code_rows.h). */
+/* >>decoded: any format, through its decode function only. Kernels fall back to it (kernels/code_rows.inc). */
 #define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
 
 /* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */

@@ -8,20 +8,6 @@
 
 #ifdef TKVI_X86
 
-/* Hides how x was computed. gcc treats intrinsics as plain operations: it reorders sums with -ffast-math, and fuses
- * products into sums. */
-#if defined(__GNUC__) || defined(__clang__)
-#define TKVI_HIDE_X86(x) __asm__("" : "+v"(x))
-#else
-#define TKVI_HIDE_X86(x) ((void)0)
-#endif
-
-TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    return x;
-}
-
 TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
@@ -34,18 +20,69 @@ TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
+/* Mask of the first n of 8 lanes. n can be any number. */
+TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
+    if (n >= 8) _mm256_storeu_ps(to, x);
+    else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_signed_avx2(const uint8_t *p, int n) {
+    uint8_t first[8] = {0};
+    int32_t four;
+    if (n >= 8) return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+    if (n == 4) {
+        memcpy(&four, p, 4);
+        return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(four));
+    }
+    memcpy(first, p, (size_t)n);
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)first));
+}
+
+/* -ffast-math makes a vector division an estimate, but not one of floats. */
+TKVI_FLAT_AVX2 __m256 tkvi_div_avx2(__m256 a, __m256 b) {
+#if defined(__FAST_MATH__) && (defined(__GNUC__) || defined(__clang__))
+    __m256 x;
+    __asm__("vdivps {%2, %1, %0|%0, %1, %2}" : "=x"(x) : "x"(a), "x"(b));
+    return x;
+#else
+    return _mm256_div_ps(a, b);
+#endif
+}
+
+TKVI_FLAT_AVX2 void tkvi_scatter4_avx2(uint8_t *p, int step, __m256i x) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(x));
+    _mm_storeu_si128((__m128i *)(void *)(p + step), _mm256_extracti128_si256(x, 1));
+}
+
+/* Transposes the 4 x 4 lanes in each 16 bytes of four vectors. */
+TKVI_FLAT_AVX2 void tkvi_transpose4_avx2(__m256i *v) {
+    const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+    const __m256i c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm256_unpacklo_epi64(a, b);
+    v[1] = _mm256_unpackhi_epi64(a, b);
+    v[2] = _mm256_unpacklo_epi64(c, d);
+    v[3] = _mm256_unpackhi_epi64(c, d);
+}
+
+/* Each lane becomes its partner plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX2 __m256 tkvi_butterflies_avx2(__m256 x) {
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
+    x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
+    return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
+}
+
+TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
 TKVI_FLAT_AVX2 __m128i tkvi_load_bytes8_avx2(const uint8_t *p) {
     return _mm_loadl_epi64((const __m128i *)(const void *)p);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(tkvi_load_bytes16_avx2(p)),
-                                   tkvi_load_bytes16_avx2(p + distance), 1);
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_parts_avx2(uint8_t *p, int distance, __m256i x) {
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(x));
-    _mm_storeu_si128((__m128i *)(void *)(p + distance), _mm256_extracti128_si256(x, 1));
 }
 
 /* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
@@ -76,6 +113,11 @@ TKVI_FLAT_AVX2 __m256i tkvi_mul_right_avx2(__m256i a, __m256i b, const int n) {
     const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
     return _mm256_blend_epi32(even, n > 32 ? _mm256_srli_epi64(odd, n - 32) : _mm256_slli_epi64(odd, 32 - n),
                               0xaa);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(tkvi_load_bytes16_avx2(p)),
+                                   tkvi_load_bytes16_avx2(p + distance), 1);
 }
 
 TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
@@ -176,11 +218,6 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) 
                               tkvi_load_parts_avx2(p + 2 * distance, distance), 1);
 }
 
-TKVI_FLAT_AVX512 void tkvi_store_parts_avx512(uint8_t *p, int distance, __m512i x) {
-    tkvi_store_parts_avx2(p, distance, _mm512_castsi512_si256(x));
-    tkvi_store_parts_avx2(p + 2 * distance, distance, _mm512_extracti64x4_epi64(x, 1));
-}
-
 /* Horizontal sums and maxima of four vectors. */
 TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
     __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
@@ -208,6 +245,51 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     __m512i z = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
     __m256i w = _mm256_add_epi32(_mm512_castsi512_si256(z), _mm512_extracti32x8_epi32(z, 1));
     return _mm_add_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
+
+/* Mask of the first n of 16 lanes. n can be any number. */
+TKVI_FLAT_AVX512 __mmask16 tkvi_lane_mask_avx512(int n) {
+    return (__mmask16)(n >= 16 ? 0xffff : n < 0 ? 0 : (1 << n) - 1);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_load_signed_avx512(const uint8_t *p, int n) {
+    return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(tkvi_lane_mask_avx512(n), p));
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_div_avx512(__m512 a, __m512 b) {
+#ifdef __FAST_MATH__
+    __m512 x;
+    __asm__("vdivps {%2, %1, %0|%0, %1, %2}" : "=v"(x) : "v"(a), "v"(b));
+    return x;
+#else
+    return _mm512_div_ps(a, b);
+#endif
+}
+
+TKVI_FLAT_AVX512 void tkvi_scatter4_avx512(uint8_t *p, int step, __m512i x) {
+    tkvi_scatter4_avx2(p, step, _mm512_castsi512_si256(x));
+    tkvi_scatter4_avx2(p + 2 * step, step, _mm512_extracti64x4_epi64(x, 1));
+}
+
+TKVI_FLAT_AVX512 void tkvi_transpose4_avx512(__m512i *v) {
+    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
+    const __m512i c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(a, b);
+    v[1] = _mm512_unpackhi_epi64(a, b);
+    v[2] = _mm512_unpacklo_epi64(c, d);
+    v[3] = _mm512_unpackhi_epi64(c, d);
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_plus_minus_avx512(__mmask16 minus) {
+    return _mm512_mask_blend_ps(minus, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+}
+
+/* Each lane becomes its partner plus or minus itself. The products are exact. */
+TKVI_FLAT_AVX512 __m512 tkvi_butterflies_avx512(__m512 x) {
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xaaaa), _mm512_permute_ps(x, 0xb1));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xcccc), _mm512_permute_ps(x, 0x4e));
+    x = _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xf0f0), _mm512_shuffle_f32x4(x, x, 0xb1));
+    return _mm512_fmadd_ps(x, tkvi_plus_minus_avx512(0xff00), _mm512_shuffle_f32x4(x, x, 0x4e));
 }
 
 /* Loads the 16 levels into each 128-bit quarter. */

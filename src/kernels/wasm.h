@@ -43,14 +43,11 @@ TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_min_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmin(a, b); }
-#define TKVI_HIDE_128(x) ((void)0)
 TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
 TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
     const v128_t x = wasm_v128_load64_zero(p);
     return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
 }
-TKVI_FLAT_128 tkvi_f4 tkvi_xor_floats_128(tkvi_f4 a, tkvi_f4 b) { return wasm_v128_xor(a, b); }
 
 /* Four horizontal sums. */
 TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
@@ -91,6 +88,32 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
     return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
 }
 
+#define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
+#define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
+#define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
+    const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
+    x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
+    return wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 2, 3, 0, 1), wasm_v128_xor(x, high));
+}
+
+/* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
+TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
+    const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
+    const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
+    const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
+    v128_t y = wasm_i32x4_add(wasm_i32x4_add(size, odd), wasm_i32x4_const_splat(0xfff - 0x38000000));
+    y = wasm_v128_bitselect(few, wasm_u32x4_shr(y, 13),
+                            wasm_i32x4_lt(size, wasm_i32x4_const_splat(0x38800000)));
+    y = wasm_v128_or(y, wasm_v128_and(wasm_u32x4_shr(x, 16), wasm_i32x4_const_splat(0x8000)));
+    wasm_v128_store64_lane(p, wasm_u16x8_narrow_i32x4(y, y), 0);
+}
+
 /* >>integers */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
 TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
@@ -101,18 +124,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
-TKVI_FLAT_128 tkvi_i4 tkvi_and_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_and(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_right_ints_128(tkvi_i4 x, int n) {
-    return wasm_u32x4_shr(x, (uint32_t)n);
-} /* no signs */
-
-/* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
-    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
-    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
-    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
-}
 
 TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
@@ -125,16 +136,104 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
-/* Four bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p, const int is_signed) {
-    const v128_t x = wasm_v128_load32_zero(p);
-    if (is_signed) return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(x));
-    return wasm_u32x4_extend_low_u16x8(wasm_u16x8_extend_low_u8x16(x));
+/* Four signed bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+    return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
+}
+
+#define tkvi_m4 v128_t
+#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) wasm_f32x4_sqrt(x)
+#define tkvi_vf_gt(a, b) wasm_f32x4_gt(a, b)
+#define tkvi_vf_where(mask, x) wasm_v128_and(x, mask) /* 0 elsewhere */
+#define tkvi_vf_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
+#define tkvi_vi_or(a, b) wasm_v128_or(a, b)
+#define tkvi_vi_and(a, b) wasm_v128_and(a, b)
+#define tkvi_vi_right(x, n) wasm_u32x4_shr(x, n)
+#define tkvi_vi_min(a, b) wasm_i32x4_min(a, b)
+#define tkvi_vi_max(a, b) wasm_i32x4_max(a, b)
+#define tkvi_vi_count(x, a, b) wasm_i32x4_sub(x, wasm_i32x4_gt(a, b)) /* x + (a > b) */
+#define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
+#define tkvi_vi_of_bits(x) (x)
+#define tkvi_vi_trunc(x) wasm_i32x4_trunc_sat_f32x4(x)
+#define tkvi_vi_floor(x) wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_floor(x))
+#define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
+#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
+#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
+#define tkvi_transpose_bytes_128(v) tkvi_transpose4_128(v)
+#define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
+    wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
+#define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
+
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+#define tkvi_vh_splat(x) wasm_i16x8_splat((int16_t)(x))
+#define tkvi_vh_add(a, b) wasm_i16x8_add(a, b)
+#define tkvi_vh_sub(a, b) wasm_i16x8_sub(a, b)
+#define tkvi_vh_min(a, b) wasm_i16x8_min(a, b)
+#define tkvi_vh_max(a, b) wasm_i16x8_max(a, b)
+#define tkvi_vh_pairs(a, b)                                                                                  \
+    wasm_v128_or(wasm_v128_and(a, wasm_i32x4_const_splat(0xffff)), wasm_i32x4_shl(b, 16))
+#define tkvi_vh_pack(a, b) wasm_i16x8_narrow_i32x4(a, b)
+#define tkvi_vh_first(x) wasm_i32x4_extend_low_i16x8(x)
+#define tkvi_vh_second(x) wasm_i32x4_extend_high_i16x8(x)
+#define tkvi_vh_zip1(x, y) wasm_i16x8_shuffle(x, y, 0, 8, 1, 9, 2, 10, 3, 11)
+#define tkvi_vh_zip2(x, y) wasm_i16x8_shuffle(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
+#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
+#define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
+#define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
+#define tkvi_vp v128_t
+#define tkvi_vp_zero() wasm_i32x4_const_splat(0)
+#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
+#define tkvi_vp_total(x) (x)
+
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
+    return wasm_f32x4_div(a, b);
+}
+
+/* As tkvi_cut_code: the high halves of products, halved. */
+TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+    const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
+    const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
+    const v128_t twice = wasm_i16x8_shuffle(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
+    return wasm_i16x8_min(wasm_u16x8_avgr(twice, zero), top);
+}
+
+/* Looks up four lanes in a table of eight. An index from 16 on gives 0. */
+TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+    const v128_t at = wasm_i32x4_add(wasm_i32x4_mul(x, wasm_i32x4_const_splat(0x04040404)),
+                                     wasm_i32x4_const_splat(0x03020100));
+    const v128_t second = wasm_i8x16_sub(at, wasm_i8x16_const_splat(16));
+    return wasm_v128_or(wasm_i8x16_swizzle(wasm_v128_load(table), at),
+                        wasm_i8x16_swizzle(wasm_v128_load(table + 4), second));
+}
+
+TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+    const v128_t a = wasm_i32x4_shuffle(v[0], v[1], 0, 4, 1, 5),
+                 b = wasm_i32x4_shuffle(v[2], v[3], 0, 4, 1, 5);
+    const v128_t c = wasm_i32x4_shuffle(v[0], v[1], 2, 6, 3, 7),
+                 d = wasm_i32x4_shuffle(v[2], v[3], 2, 6, 3, 7);
+    v[0] = wasm_i64x2_shuffle(a, b, 0, 2);
+    v[1] = wasm_i64x2_shuffle(a, b, 1, 3);
+    v[2] = wasm_i64x2_shuffle(c, d, 0, 2);
+    v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
+    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
+    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
 }
 
 /* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
 TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
-    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p, 1), 20);
+    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p), 20);
     return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
                           wasm_i32x4_const_splat(0x78800000));
 }
@@ -159,8 +258,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & 
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
 }
 TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
-#define TKVI_RIGHT_128(x, n) wasm_u8x16_shr(x, n)
-#define TKVI_LEFT_128(x, n) wasm_i8x16_shl(x, n)
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
@@ -175,16 +272,6 @@ TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
 TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
-
-/* The same by 4 and by 8 bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_quads_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i32x4_shuffle(a, b, 0, 4, 1, 5);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_quads_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i32x4_shuffle(a, b, 2, 6, 3, 7);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_eights_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 0, 2); }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_eights_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i64x2_shuffle(a, b, 1, 3); }
 
 TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
 TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }

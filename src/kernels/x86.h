@@ -84,6 +84,14 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
               r, splat(6.931469776e-01f)),                                                                   \
          r, splat(1.0f))
 
+/* Hides from the compiler how x was computed. gcc treats intrinsics as plain arithmetic: it fuses products into sums,
+ * and -ffast-math reorders sums. */
+#if defined(__GNUC__) || defined(__clang__)
+#define TKVI_HIDE_X86(x) __asm__("" : "+v"(x))
+#else
+#define TKVI_HIDE_X86(x) ((void)0)
+#endif
+
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
 TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
