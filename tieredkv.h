@@ -7812,6 +7812,9 @@ static const int8_t tkvi_log_bytes[2][16] = {
     {0, -96, -96, -64, 64, 0, 0, 96, 0, 0, 96, 32, 64, -64, -64, 32},
     {0, 5, 11, 17, 24, 31, 38, 45, 53, 61, 69, 78, 87, 96, 106, 117}};
 
+/* The largest code by width. */
+static const int32_t tkvi_tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */
@@ -9533,160 +9536,6 @@ TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *
                             n - i);
 }
 /* ======== kernels/avx2.h ======== */
-/* ======== kernels/pack.inc ======== */
-/*
- * kernels/pack.inc - a template: the other steps of encoders, from floats and codes to bytes. AVX-512 uses the
- * functions of AVX2: they take few instructions.
- */
-TKVI_KERNEL void TKVI_N(f32_to_f16)(const float *x, int n, uint8_t *dst) {
-    const tkvi_vf most = tkvi_vf_splat(TKVI_F16_MAX), least = tkvi_vf_splat(-TKVI_F16_MAX);
-    int i;
-    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
-        tkvi_vf_store_f16(dst + 2 * i, tkvi_vf_max(tkvi_vf_min(tkvi_vf_load(x + i), most), least));
-    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
-}
-
-TKVI_KERNEL void TKVI_N(encode_log_scales)(const float *x, int n, int top, uint8_t *dst) {
-    const tkvi_vi one = tkvi_vi_splat(1);
-    int i, j, k;
-    for (i = 0; i + 16 <= n; i += 16) {
-        tkvi_vi code[16 / TKVI_VF];
-        TKVI_UNROLL
-        for (j = 0; j < 16 / TKVI_VF; j++) {
-            const tkvi_vf v = tkvi_vf_load(x + i + j * TKVI_VF);
-            const tkvi_vi bits = tkvi_vi_of_bits(v), mantissa = tkvi_vi_and(bits, tkvi_vi_splat(0x7fffff));
-            tkvi_vi y = tkvi_vi_sub(tkvi_vi_right(bits, 23), tkvi_vi_splat(127 + top - 16));
-            y = tkvi_vi_add(tkvi_vi_left(y, 4), one);
-            for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
-                y = tkvi_vi_count(y, mantissa, tkvi_vi_splat((int32_t)tkvi_log_border[k] - 1));
-            y = tkvi_vi_min(tkvi_vi_max(y, one), tkvi_vi_splat(255));
-            code[j] = tkvi_vi_select(tkvi_vf_gt(v, tkvi_vf_splat(0.0f)), y, tkvi_vi_splat(0));
-        }
-        tkvi_vi_store_u8(dst + i, code);
-    }
-    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
-}
-
-/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
-TKVI_OP tkvi_vb TKVI_N(join_planes)(const tkvi_vb *code, const int shift, const int bits, const int n) {
-    const tkvi_vb mask = tkvi_vb_splat((1 << bits) - 1);
-    tkvi_vb x = tkvi_vb_and(tkvi_vb_right(code[0], shift), mask);
-    int p;
-    TKVI_UNROLL
-    for (p = 1; p < n; p++)
-        x = tkvi_vb_or(x, tkvi_vb_left(tkvi_vb_and(tkvi_vb_right(code[p], shift), mask), bits * p));
-    return x;
-}
-
-TKVI_KERNEL void TKVI_N(pack_tile)(uint8_t *tile, int width, const uint8_t *code) {
-    tkvi_vb c[4], d[4], x;
-    int b, p;
-    for (b = 0; b < 64; b += TKVI_VB) {
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) c[p] = tkvi_vb_load(code + 64 * p + b);
-        if (width == 8) {
-            TKVI_UNROLL
-            for (p = 0; p < 4; p++) tkvi_vb_store(tile + 64 * p + b, c[p]);
-        } else if (width >= 4) {
-            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 4, 2));
-            tkvi_vb_store(tile + 64 + b, TKVI_N(join_planes)(c + 2, 0, 4, 2));
-            if (width == 6) tkvi_vb_store(tile + 128 + b, TKVI_N(join_planes)(c, 4, 2, 4));
-        } else if (width == 3) {
-            x = tkvi_vb_left(tkvi_vb_and(c[3], tkvi_vb_splat(3)), 6);
-            tkvi_vb_store(tile + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
-        } else if (width == 2) {
-            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 2, 4));
-        }
-    }
-    for (b = 0; b < 32 && width % 2; b += TKVI_VB) { /* 32 bytes from both halves of the planes */
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) {
-            c[p] = tkvi_vb_load(code + 64 * p + b);
-            d[p] = tkvi_vb_load(code + 64 * p + 32 + b);
-        }
-        if (width == 3) {
-            c[0] = c[2];
-            c[1] = d[2];
-            d[2] = c[3];
-            x = tkvi_vb_left(TKVI_N(join_planes)(d + 2, 2, 1, 2), 6);
-            tkvi_vb_store(tile + 64 + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
-        } else {
-            const int bit = width - 1;
-            x = tkvi_vb_left(TKVI_N(join_planes)(d, bit, 1, 4), 4);
-            tkvi_vb_store(tile + 32 * bit + b, tkvi_vb_or(TKVI_N(join_planes)(c, bit, 1, 4), x));
-        }
-    }
-}
-
-TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
-    int j, k;
-    for (j = 0; j < TKVI_BLOCK; j += TKVI_VB) {
-        const tkvi_vb a = tkvi_vb_load(column[channel[0]] + j), b = tkvi_vb_load(column[channel[1]] + j);
-        const tkvi_vb c = tkvi_vb_load(column[channel[2]] + j), d = tkvi_vb_load(column[channel[3]] + j);
-        const tkvi_vb ab = tkvi_vb_zip1(a, b), cd = tkvi_vb_zip1(c, d);
-        const tkvi_vb ab2 = tkvi_vb_zip2(a, b), cd2 = tkvi_vb_zip2(c, d);
-        tkvi_vb x[4];
-        x[0] = tkvi_vb_zip1_pairs(ab, cd);
-        x[1] = tkvi_vb_zip2_pairs(ab, cd);
-        x[2] = tkvi_vb_zip1_pairs(ab2, cd2);
-        x[3] = tkvi_vb_zip2_pairs(ab2, cd2);
-        TKVI_UNROLL
-        for (k = 0; k < 4; k++) tkvi_vb_scatter4(tile + 4 * (j + 4 * k), 64, x[k]);
-    }
-}
-
-/* Plain loops over 16 columns, for vectors of doubles that compilers make. See tkvi_a_finalize_scales. */
-TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
-    TKVI_ALIGNED float var[TKVI_LANES], var_c[TKVI_LANES], cov[TKVI_LANES], unit[TKVI_LANES],
-        mean_u[TKVI_LANES];
-    TKVI_ALIGNED float scale[TKVI_LANES], width[TKVI_LANES];
-    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES];
-    TKVI_ALIGNED double mean[TKVI_LANES];
-    const double n = (double)c->n, n2 = 2.0 * n;
-    const tkvi_vf none = tkvi_vf_splat(0.0f);
-    int l;
-    for (l = 0; l < TKVI_LANES; l++) {
-        unit[l] = (float)tkvi_a_unit[c->width[l]];
-        width[l] = (float)c->width[l];
-        sum[l] = 2 * c->sum_c[l] - c->n * ((1 << c->width[l]) - 1);
-    }
-    for (l = 0; l < TKVI_LANES; l++) { /* integers below 2^53: exact */
-        var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
-        var_c[l] = (float)(c->n * c->sum_cc[l] - c->sum_c[l] * c->sum_c[l]);
-        cov[l] = (float)(c->n * c->sum_cu[l] - c->sum_c[l] * c->sum_u[l]);
-        mean_u[l] = (float)(2 * c->sum_u[l] + c->n);
-    }
-    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
-        const tkvi_vf a = tkvi_vf_load(var + l), b = tkvi_vf_load(cov + l);
-        tkvi_vf x = tkvi_vf_select(tkvi_vf_gt(tkvi_vf_splat(1.5f), tkvi_vf_load(width + l)),
-                                   tkvi_vf_sqrt(tkvi_vf_div(a, tkvi_vf_load(var_c + l))), tkvi_vf_div(a, b));
-        x = tkvi_vf_where(tkvi_vf_gt(a, none), tkvi_vf_mul(x, tkvi_vf_load(c->step + l)));
-        tkvi_vf_store(scale + l, tkvi_vf_where(tkvi_vf_gt(b, none), x));
-        tkvi_vf_store(mean_u + l, tkvi_vf_div(tkvi_vf_load(mean_u + l), tkvi_vf_splat((float)(2 * c->n))));
-    }
-    TKVI_N(encode_log_scales)(scale, TKVI_LANES, top, c->log);
-    TKVI_N(decode_log_scales)(c->log, TKVI_LANES, top, scale);
-    for (l = 0; l < TKVI_LANES; l++) { /* without a scale the offset is 0 */
-        unit[l] = scale[l] > 0.0f ? unit[l] : 0.0f;
-        scale[l] = scale[l] > 0.0f ? scale[l] : 1.0f;
-    }
-    for (l = 0; l < TKVI_LANES; l++) {
-        double v;
-        mean[l] = tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u[l]);
-        v = tkvi_f64(tkvi_f64(mean[l] / (double)scale[l]) - tkvi_f64((double)sum[l] / n2)) * (double)unit[l];
-        v = v > -128.0 ? v : -128.0;
-        v = v < 128.0 ? v : 128.0;
-        offset[l] = (int32_t)tkvi_f64(v + 1000.5) - 1000;
-    }
-    c->beyond_mask = 0;
-    for (l = 0; l < TKVI_LANES; l++) {
-        const int beyond = offset[l] < -127 || offset[l] > 127 || (c->log[l] == 0 && mean[l] != 0.0);
-        c->middle[l] = (float)mean[l];
-        c->offset[l] = (uint8_t)offset[l];
-        c->beyond_mask |= (uint32_t)(beyond && c->width[l]) << l;
-    }
-}
-/* ======== kernels/avx2.h ======== */
 /* ======== kernels/encode.inc ======== */
 /*
  * kernels/encode.inc - a template: encodes K columns (formats/a.h) and V tokens (formats/r.h). It gives the bytes of
@@ -9812,10 +9661,9 @@ TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_
 }
 
 TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
-    static const int32_t tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
     int l, t, j;
     for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
-        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tops, width);
+        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tkvi_tops, width);
         const tkvi_vi top = tkvi_vh_pairs(top8, top8);
         TKVI_N(best_cut) best;
         TKVI_N(columns_to_ints)(c, l);
@@ -10021,6 +9869,166 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
                                 count - t);
         }
     }
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/pack.inc ======== */
+/*
+ * kernels/pack.inc - a template: the other steps of encoders, from floats and codes to bytes. AVX-512 uses the
+ * functions of AVX2: they take few instructions.
+ */
+TKVI_KERNEL void TKVI_N(f32_to_f16)(const float *x, int n, uint8_t *dst) {
+    const tkvi_vf most = tkvi_vf_splat(TKVI_F16_MAX), least = tkvi_vf_splat(-TKVI_F16_MAX);
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store_f16(dst + 2 * i, tkvi_vf_max(tkvi_vf_min(tkvi_vf_load(x + i), most), least));
+    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
+}
+
+TKVI_KERNEL void TKVI_N(encode_log_scales)(const float *x, int n, int top, uint8_t *dst) {
+    const tkvi_vi one = tkvi_vi_splat(1);
+    int i, j, k;
+    for (i = 0; i + 16 <= n; i += 16) {
+        tkvi_vi code[16 / TKVI_VF];
+        TKVI_UNROLL
+        for (j = 0; j < 16 / TKVI_VF; j++) {
+            const tkvi_vf v = tkvi_vf_load(x + i + j * TKVI_VF);
+            const tkvi_vi bits = tkvi_vi_of_bits(v), mantissa = tkvi_vi_and(bits, tkvi_vi_splat(0x7fffff));
+            tkvi_vi y = tkvi_vi_sub(tkvi_vi_right(bits, 23), tkvi_vi_splat(127 + top - 16));
+            y = tkvi_vi_add(tkvi_vi_left(y, 4), one);
+            for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
+                y = tkvi_vi_count(y, mantissa, tkvi_vi_splat((int32_t)tkvi_log_border[k] - 1));
+            y = tkvi_vi_min(tkvi_vi_max(y, one), tkvi_vi_splat(255));
+            code[j] = tkvi_vi_select(tkvi_vf_gt(v, tkvi_vf_splat(0.0f)), y, tkvi_vi_splat(0));
+        }
+        tkvi_vi_store_u8(dst + i, code);
+    }
+    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
+}
+
+/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
+TKVI_OP tkvi_vb TKVI_N(join_planes)(const tkvi_vb *code, const int shift, const int bits, const int n) {
+    const tkvi_vb mask = tkvi_vb_splat((1 << bits) - 1);
+    tkvi_vb x = tkvi_vb_and(tkvi_vb_right(code[0], shift), mask);
+    int p;
+    TKVI_UNROLL
+    for (p = 1; p < n; p++)
+        x = tkvi_vb_or(x, tkvi_vb_left(tkvi_vb_and(tkvi_vb_right(code[p], shift), mask), bits * p));
+    return x;
+}
+
+TKVI_KERNEL void TKVI_N(pack_tile)(uint8_t *tile, int width, const uint8_t *code) {
+    tkvi_vb c[4], d[4], x;
+    int b, p;
+    for (b = 0; b < 64; b += TKVI_VB) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) c[p] = tkvi_vb_load(code + 64 * p + b);
+        if (width == 8) {
+            TKVI_UNROLL
+            for (p = 0; p < 4; p++) tkvi_vb_store(tile + 64 * p + b, c[p]);
+        } else if (width >= 4) {
+            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 4, 2));
+            tkvi_vb_store(tile + 64 + b, TKVI_N(join_planes)(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_vb_store(tile + 128 + b, TKVI_N(join_planes)(c, 4, 2, 4));
+        } else if (width == 3) {
+            x = tkvi_vb_left(tkvi_vb_and(c[3], tkvi_vb_splat(3)), 6);
+            tkvi_vb_store(tile + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
+        } else if (width == 2) {
+            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 2, 4));
+        }
+    }
+    for (b = 0; b < 32 && width % 2; b += TKVI_VB) { /* 32 bytes from both halves of the planes */
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            c[p] = tkvi_vb_load(code + 64 * p + b);
+            d[p] = tkvi_vb_load(code + 64 * p + 32 + b);
+        }
+        if (width == 3) {
+            c[0] = c[2];
+            c[1] = d[2];
+            d[2] = c[3];
+            x = tkvi_vb_left(TKVI_N(join_planes)(d + 2, 2, 1, 2), 6);
+            tkvi_vb_store(tile + 64 + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
+        } else {
+            const int bit = width - 1;
+            x = tkvi_vb_left(TKVI_N(join_planes)(d, bit, 1, 4), 4);
+            tkvi_vb_store(tile + 32 * bit + b, tkvi_vb_or(TKVI_N(join_planes)(c, bit, 1, 4), x));
+        }
+    }
+}
+
+TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+    int j, k;
+    for (j = 0; j < TKVI_BLOCK; j += TKVI_VB) {
+        const tkvi_vb a = tkvi_vb_load(column[channel[0]] + j), b = tkvi_vb_load(column[channel[1]] + j);
+        const tkvi_vb c = tkvi_vb_load(column[channel[2]] + j), d = tkvi_vb_load(column[channel[3]] + j);
+        const tkvi_vb ab = tkvi_vb_zip1(a, b), cd = tkvi_vb_zip1(c, d);
+        const tkvi_vb ab2 = tkvi_vb_zip2(a, b), cd2 = tkvi_vb_zip2(c, d);
+        tkvi_vb x[4];
+        x[0] = tkvi_vb_zip1_pairs(ab, cd);
+        x[1] = tkvi_vb_zip2_pairs(ab, cd);
+        x[2] = tkvi_vb_zip1_pairs(ab2, cd2);
+        x[3] = tkvi_vb_zip2_pairs(ab2, cd2);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) tkvi_vb_scatter4(tile + 4 * (j + 4 * k), 64, x[k]);
+    }
+}
+
+/* As tkvi_a_finalize_scales. Vectors of doubles are plain loops, which compilers vectorise. */
+TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
+    static const int32_t units[8] = {1, 8, 8, 8, 8, 8, 4, 1}; /* tkvi_a_unit */
+    TKVI_ALIGNED float var[TKVI_LANES], scale[TKVI_LANES], unit[TKVI_LANES], mean_u[TKVI_LANES];
+    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES], far[TKVI_LANES];
+    TKVI_ALIGNED double mean[TKVI_LANES];
+    const double n = (double)c->n, n2 = 2.0 * n;
+    const tkvi_vf none = tkvi_vf_splat(0.0f), one = tkvi_vf_splat(1.0f);
+    const tkvi_vi count = tkvi_vi_splat(c->n);
+    const float *low = c->low, *step = c->step;
+    const uint8_t *log = c->log, *width = c->width;
+    uint8_t *to = c->offset;
+    float *middle = c->middle;
+    uint32_t beyond = 0;
+    int l;
+    for (l = 0; l < TKVI_LANES; l++) /* integers below 2^53: exact */
+        var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        const tkvi_vi k = tkvi_vi_load(c->sum_c + l), u = tkvi_vi_load(c->sum_u + l), k2 = tkvi_vi_add(k, k);
+        const tkvi_vi bits = tkvi_vi_load_u8(width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
+        const tkvi_vf a = tkvi_vf_load(var + l);
+        const tkvi_vf cov = TKVI_N(covariance)(c->n, k, u, tkvi_vi_load(c->sum_cu + l));
+        const tkvi_vf var_c = TKVI_N(covariance)(c->n, k, k, tkvi_vi_load(c->sum_cc + l));
+        tkvi_vf x = tkvi_vf_select(tkvi_vf_gt(tkvi_vf_splat(1.5f), tkvi_vi_to_float(bits)),
+                                   tkvi_vf_sqrt(tkvi_vf_div(a, var_c)), tkvi_vf_div(a, cov));
+        x = tkvi_vf_where(tkvi_vf_gt(a, none), tkvi_vf_mul(x, tkvi_vf_load(step + l)));
+        tkvi_vf_store(scale + l, tkvi_vf_where(tkvi_vf_gt(cov, none), x));
+        x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_add(u, u), count));
+        tkvi_vf_store(mean_u + l, tkvi_vf_div(x, tkvi_vf_splat((float)(2 * c->n))));
+        tkvi_vi_store(sum + l, tkvi_vi_sub(k2, tkvi_vi_mul(count, tops)));
+        tkvi_vf_store(unit + l, tkvi_vi_to_float(tkvi_vi_look_up8(units, bits)));
+    }
+    TKVI_N(encode_log_scales)(scale, TKVI_LANES, top, c->log);
+    TKVI_N(decode_log_scales)(c->log, TKVI_LANES, top, scale);
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) { /* offsets of means that are far, or have no scale, are 0 */
+        const tkvi_vf by = tkvi_vf_load(scale + l);
+        const tkvi_vf size = tkvi_vf_abs(
+            tkvi_vf_madd(tkvi_vf_load(step + l), tkvi_vf_load(mean_u + l), tkvi_vf_load(low + l)));
+        const tkvi_vm near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
+        tkvi_vf_store(unit + l, tkvi_vf_where(near, tkvi_vf_load(unit + l)));
+        tkvi_vf_store(scale + l, tkvi_vf_select(tkvi_vf_gt(by, none), by, one));
+        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(1)));
+    }
+    for (l = 0; l < TKVI_LANES; l++) mean[l] = tkvi_f64((double)low[l] + (double)step[l] * (double)mean_u[l]);
+    for (l = 0; l < TKVI_LANES; l++) {
+        double v = tkvi_f64(tkvi_f64(mean[l] / (double)scale[l]) - tkvi_f64((double)sum[l] / n2));
+        v = tkvi_f64(tkvi_f64(v * (double)unit[l]) + 1000.5);
+        offset[l] = (int32_t)v - 1000;
+    }
+    for (l = 0; l < TKVI_LANES; l++) middle[l] = (float)mean[l];
+    for (l = 0; l < TKVI_LANES; l++) {
+        const int is_far = far[l] & ((log[l] != 0) | (mean[l] != 0.0));
+        beyond |= (uint32_t)((((uint32_t)offset[l] + 127u > 254u) | is_far) & (width[l] != 0)) << l;
+        to[l] = (uint8_t)offset[l];
+    }
+    c->beyond_mask = beyond;
 }
 /* ======== kernels/avx2.h ======== */
 /* ======== kernels/groups.inc ======== */
@@ -12246,10 +12254,9 @@ TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_
 }
 
 TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
-    static const int32_t tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
     int l, t, j;
     for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
-        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tops, width);
+        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tkvi_tops, width);
         const tkvi_vi top = tkvi_vh_pairs(top8, top8);
         TKVI_N(best_cut) best;
         TKVI_N(columns_to_ints)(c, l);
@@ -15114,160 +15121,6 @@ static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, c
     }
 }
 /* ======== kernels/vectors_128.h ======== */
-/* ======== kernels/pack.inc ======== */
-/*
- * kernels/pack.inc - a template: the other steps of encoders, from floats and codes to bytes. AVX-512 uses the
- * functions of AVX2: they take few instructions.
- */
-TKVI_KERNEL void TKVI_N(f32_to_f16)(const float *x, int n, uint8_t *dst) {
-    const tkvi_vf most = tkvi_vf_splat(TKVI_F16_MAX), least = tkvi_vf_splat(-TKVI_F16_MAX);
-    int i;
-    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
-        tkvi_vf_store_f16(dst + 2 * i, tkvi_vf_max(tkvi_vf_min(tkvi_vf_load(x + i), most), least));
-    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
-}
-
-TKVI_KERNEL void TKVI_N(encode_log_scales)(const float *x, int n, int top, uint8_t *dst) {
-    const tkvi_vi one = tkvi_vi_splat(1);
-    int i, j, k;
-    for (i = 0; i + 16 <= n; i += 16) {
-        tkvi_vi code[16 / TKVI_VF];
-        TKVI_UNROLL
-        for (j = 0; j < 16 / TKVI_VF; j++) {
-            const tkvi_vf v = tkvi_vf_load(x + i + j * TKVI_VF);
-            const tkvi_vi bits = tkvi_vi_of_bits(v), mantissa = tkvi_vi_and(bits, tkvi_vi_splat(0x7fffff));
-            tkvi_vi y = tkvi_vi_sub(tkvi_vi_right(bits, 23), tkvi_vi_splat(127 + top - 16));
-            y = tkvi_vi_add(tkvi_vi_left(y, 4), one);
-            for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
-                y = tkvi_vi_count(y, mantissa, tkvi_vi_splat((int32_t)tkvi_log_border[k] - 1));
-            y = tkvi_vi_min(tkvi_vi_max(y, one), tkvi_vi_splat(255));
-            code[j] = tkvi_vi_select(tkvi_vf_gt(v, tkvi_vf_splat(0.0f)), y, tkvi_vi_splat(0));
-        }
-        tkvi_vi_store_u8(dst + i, code);
-    }
-    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
-}
-
-/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
-TKVI_OP tkvi_vb TKVI_N(join_planes)(const tkvi_vb *code, const int shift, const int bits, const int n) {
-    const tkvi_vb mask = tkvi_vb_splat((1 << bits) - 1);
-    tkvi_vb x = tkvi_vb_and(tkvi_vb_right(code[0], shift), mask);
-    int p;
-    TKVI_UNROLL
-    for (p = 1; p < n; p++)
-        x = tkvi_vb_or(x, tkvi_vb_left(tkvi_vb_and(tkvi_vb_right(code[p], shift), mask), bits * p));
-    return x;
-}
-
-TKVI_KERNEL void TKVI_N(pack_tile)(uint8_t *tile, int width, const uint8_t *code) {
-    tkvi_vb c[4], d[4], x;
-    int b, p;
-    for (b = 0; b < 64; b += TKVI_VB) {
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) c[p] = tkvi_vb_load(code + 64 * p + b);
-        if (width == 8) {
-            TKVI_UNROLL
-            for (p = 0; p < 4; p++) tkvi_vb_store(tile + 64 * p + b, c[p]);
-        } else if (width >= 4) {
-            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 4, 2));
-            tkvi_vb_store(tile + 64 + b, TKVI_N(join_planes)(c + 2, 0, 4, 2));
-            if (width == 6) tkvi_vb_store(tile + 128 + b, TKVI_N(join_planes)(c, 4, 2, 4));
-        } else if (width == 3) {
-            x = tkvi_vb_left(tkvi_vb_and(c[3], tkvi_vb_splat(3)), 6);
-            tkvi_vb_store(tile + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
-        } else if (width == 2) {
-            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 2, 4));
-        }
-    }
-    for (b = 0; b < 32 && width % 2; b += TKVI_VB) { /* 32 bytes from both halves of the planes */
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) {
-            c[p] = tkvi_vb_load(code + 64 * p + b);
-            d[p] = tkvi_vb_load(code + 64 * p + 32 + b);
-        }
-        if (width == 3) {
-            c[0] = c[2];
-            c[1] = d[2];
-            d[2] = c[3];
-            x = tkvi_vb_left(TKVI_N(join_planes)(d + 2, 2, 1, 2), 6);
-            tkvi_vb_store(tile + 64 + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
-        } else {
-            const int bit = width - 1;
-            x = tkvi_vb_left(TKVI_N(join_planes)(d, bit, 1, 4), 4);
-            tkvi_vb_store(tile + 32 * bit + b, tkvi_vb_or(TKVI_N(join_planes)(c, bit, 1, 4), x));
-        }
-    }
-}
-
-TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
-    int j, k;
-    for (j = 0; j < TKVI_BLOCK; j += TKVI_VB) {
-        const tkvi_vb a = tkvi_vb_load(column[channel[0]] + j), b = tkvi_vb_load(column[channel[1]] + j);
-        const tkvi_vb c = tkvi_vb_load(column[channel[2]] + j), d = tkvi_vb_load(column[channel[3]] + j);
-        const tkvi_vb ab = tkvi_vb_zip1(a, b), cd = tkvi_vb_zip1(c, d);
-        const tkvi_vb ab2 = tkvi_vb_zip2(a, b), cd2 = tkvi_vb_zip2(c, d);
-        tkvi_vb x[4];
-        x[0] = tkvi_vb_zip1_pairs(ab, cd);
-        x[1] = tkvi_vb_zip2_pairs(ab, cd);
-        x[2] = tkvi_vb_zip1_pairs(ab2, cd2);
-        x[3] = tkvi_vb_zip2_pairs(ab2, cd2);
-        TKVI_UNROLL
-        for (k = 0; k < 4; k++) tkvi_vb_scatter4(tile + 4 * (j + 4 * k), 64, x[k]);
-    }
-}
-
-/* Plain loops over 16 columns, for vectors of doubles that compilers make. See tkvi_a_finalize_scales. */
-TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
-    TKVI_ALIGNED float var[TKVI_LANES], var_c[TKVI_LANES], cov[TKVI_LANES], unit[TKVI_LANES],
-        mean_u[TKVI_LANES];
-    TKVI_ALIGNED float scale[TKVI_LANES], width[TKVI_LANES];
-    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES];
-    TKVI_ALIGNED double mean[TKVI_LANES];
-    const double n = (double)c->n, n2 = 2.0 * n;
-    const tkvi_vf none = tkvi_vf_splat(0.0f);
-    int l;
-    for (l = 0; l < TKVI_LANES; l++) {
-        unit[l] = (float)tkvi_a_unit[c->width[l]];
-        width[l] = (float)c->width[l];
-        sum[l] = 2 * c->sum_c[l] - c->n * ((1 << c->width[l]) - 1);
-    }
-    for (l = 0; l < TKVI_LANES; l++) { /* integers below 2^53: exact */
-        var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
-        var_c[l] = (float)(c->n * c->sum_cc[l] - c->sum_c[l] * c->sum_c[l]);
-        cov[l] = (float)(c->n * c->sum_cu[l] - c->sum_c[l] * c->sum_u[l]);
-        mean_u[l] = (float)(2 * c->sum_u[l] + c->n);
-    }
-    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
-        const tkvi_vf a = tkvi_vf_load(var + l), b = tkvi_vf_load(cov + l);
-        tkvi_vf x = tkvi_vf_select(tkvi_vf_gt(tkvi_vf_splat(1.5f), tkvi_vf_load(width + l)),
-                                   tkvi_vf_sqrt(tkvi_vf_div(a, tkvi_vf_load(var_c + l))), tkvi_vf_div(a, b));
-        x = tkvi_vf_where(tkvi_vf_gt(a, none), tkvi_vf_mul(x, tkvi_vf_load(c->step + l)));
-        tkvi_vf_store(scale + l, tkvi_vf_where(tkvi_vf_gt(b, none), x));
-        tkvi_vf_store(mean_u + l, tkvi_vf_div(tkvi_vf_load(mean_u + l), tkvi_vf_splat((float)(2 * c->n))));
-    }
-    TKVI_N(encode_log_scales)(scale, TKVI_LANES, top, c->log);
-    TKVI_N(decode_log_scales)(c->log, TKVI_LANES, top, scale);
-    for (l = 0; l < TKVI_LANES; l++) { /* without a scale the offset is 0 */
-        unit[l] = scale[l] > 0.0f ? unit[l] : 0.0f;
-        scale[l] = scale[l] > 0.0f ? scale[l] : 1.0f;
-    }
-    for (l = 0; l < TKVI_LANES; l++) {
-        double v;
-        mean[l] = tkvi_f64((double)c->low[l] + (double)c->step[l] * (double)mean_u[l]);
-        v = tkvi_f64(tkvi_f64(mean[l] / (double)scale[l]) - tkvi_f64((double)sum[l] / n2)) * (double)unit[l];
-        v = v > -128.0 ? v : -128.0;
-        v = v < 128.0 ? v : 128.0;
-        offset[l] = (int32_t)tkvi_f64(v + 1000.5) - 1000;
-    }
-    c->beyond_mask = 0;
-    for (l = 0; l < TKVI_LANES; l++) {
-        const int beyond = offset[l] < -127 || offset[l] > 127 || (c->log[l] == 0 && mean[l] != 0.0);
-        c->middle[l] = (float)mean[l];
-        c->offset[l] = (uint8_t)offset[l];
-        c->beyond_mask |= (uint32_t)(beyond && c->width[l]) << l;
-    }
-}
-/* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/encode.inc ======== */
 /*
  * kernels/encode.inc - a template: encodes K columns (formats/a.h) and V tokens (formats/r.h). It gives the bytes of
@@ -15393,10 +15246,9 @@ TKVI_OP void TKVI_N(try_cuts)(const tkvi_columns *c, int l, tkvi_vi width, tkvi_
 }
 
 TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
-    static const int32_t tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
     int l, t, j;
     for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
-        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tops, width);
+        const tkvi_vi width = tkvi_vi_load_u8(c->width + l), top8 = tkvi_vi_look_up8(tkvi_tops, width);
         const tkvi_vi top = tkvi_vh_pairs(top8, top8);
         TKVI_N(best_cut) best;
         TKVI_N(columns_to_ints)(c, l);
@@ -15602,6 +15454,166 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
                                 count - t);
         }
     }
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/pack.inc ======== */
+/*
+ * kernels/pack.inc - a template: the other steps of encoders, from floats and codes to bytes. AVX-512 uses the
+ * functions of AVX2: they take few instructions.
+ */
+TKVI_KERNEL void TKVI_N(f32_to_f16)(const float *x, int n, uint8_t *dst) {
+    const tkvi_vf most = tkvi_vf_splat(TKVI_F16_MAX), least = tkvi_vf_splat(-TKVI_F16_MAX);
+    int i;
+    for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
+        tkvi_vf_store_f16(dst + 2 * i, tkvi_vf_max(tkvi_vf_min(tkvi_vf_load(x + i), most), least));
+    tkvi_f32_to_f16_scalar(x + i, n - i, dst + 2 * i);
+}
+
+TKVI_KERNEL void TKVI_N(encode_log_scales)(const float *x, int n, int top, uint8_t *dst) {
+    const tkvi_vi one = tkvi_vi_splat(1);
+    int i, j, k;
+    for (i = 0; i + 16 <= n; i += 16) {
+        tkvi_vi code[16 / TKVI_VF];
+        TKVI_UNROLL
+        for (j = 0; j < 16 / TKVI_VF; j++) {
+            const tkvi_vf v = tkvi_vf_load(x + i + j * TKVI_VF);
+            const tkvi_vi bits = tkvi_vi_of_bits(v), mantissa = tkvi_vi_and(bits, tkvi_vi_splat(0x7fffff));
+            tkvi_vi y = tkvi_vi_sub(tkvi_vi_right(bits, 23), tkvi_vi_splat(127 + top - 16));
+            y = tkvi_vi_add(tkvi_vi_left(y, 4), one);
+            for (k = 0; k < 16; k++) /* adds 1 for each border that the mantissa reaches */
+                y = tkvi_vi_count(y, mantissa, tkvi_vi_splat((int32_t)tkvi_log_border[k] - 1));
+            y = tkvi_vi_min(tkvi_vi_max(y, one), tkvi_vi_splat(255));
+            code[j] = tkvi_vi_select(tkvi_vf_gt(v, tkvi_vf_splat(0.0f)), y, tkvi_vi_splat(0));
+        }
+        tkvi_vi_store_u8(dst + i, code);
+    }
+    tkvi_encode_log_scales_scalar(x + i, n - i, top, dst + i);
+}
+
+/* Joins n planes of codes into bytes: bits shift .. shift + bits - 1 of plane p go to bit p * bits of each byte. */
+TKVI_OP tkvi_vb TKVI_N(join_planes)(const tkvi_vb *code, const int shift, const int bits, const int n) {
+    const tkvi_vb mask = tkvi_vb_splat((1 << bits) - 1);
+    tkvi_vb x = tkvi_vb_and(tkvi_vb_right(code[0], shift), mask);
+    int p;
+    TKVI_UNROLL
+    for (p = 1; p < n; p++)
+        x = tkvi_vb_or(x, tkvi_vb_left(tkvi_vb_and(tkvi_vb_right(code[p], shift), mask), bits * p));
+    return x;
+}
+
+TKVI_KERNEL void TKVI_N(pack_tile)(uint8_t *tile, int width, const uint8_t *code) {
+    tkvi_vb c[4], d[4], x;
+    int b, p;
+    for (b = 0; b < 64; b += TKVI_VB) {
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) c[p] = tkvi_vb_load(code + 64 * p + b);
+        if (width == 8) {
+            TKVI_UNROLL
+            for (p = 0; p < 4; p++) tkvi_vb_store(tile + 64 * p + b, c[p]);
+        } else if (width >= 4) {
+            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 4, 2));
+            tkvi_vb_store(tile + 64 + b, TKVI_N(join_planes)(c + 2, 0, 4, 2));
+            if (width == 6) tkvi_vb_store(tile + 128 + b, TKVI_N(join_planes)(c, 4, 2, 4));
+        } else if (width == 3) {
+            x = tkvi_vb_left(tkvi_vb_and(c[3], tkvi_vb_splat(3)), 6);
+            tkvi_vb_store(tile + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
+        } else if (width == 2) {
+            tkvi_vb_store(tile + b, TKVI_N(join_planes)(c, 0, 2, 4));
+        }
+    }
+    for (b = 0; b < 32 && width % 2; b += TKVI_VB) { /* 32 bytes from both halves of the planes */
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) {
+            c[p] = tkvi_vb_load(code + 64 * p + b);
+            d[p] = tkvi_vb_load(code + 64 * p + 32 + b);
+        }
+        if (width == 3) {
+            c[0] = c[2];
+            c[1] = d[2];
+            d[2] = c[3];
+            x = tkvi_vb_left(TKVI_N(join_planes)(d + 2, 2, 1, 2), 6);
+            tkvi_vb_store(tile + 64 + b, tkvi_vb_or(TKVI_N(join_planes)(c, 0, 3, 2), x));
+        } else {
+            const int bit = width - 1;
+            x = tkvi_vb_left(TKVI_N(join_planes)(d, bit, 1, 4), 4);
+            tkvi_vb_store(tile + 32 * bit + b, tkvi_vb_or(TKVI_N(join_planes)(c, bit, 1, 4), x));
+        }
+    }
+}
+
+TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+    int j, k;
+    for (j = 0; j < TKVI_BLOCK; j += TKVI_VB) {
+        const tkvi_vb a = tkvi_vb_load(column[channel[0]] + j), b = tkvi_vb_load(column[channel[1]] + j);
+        const tkvi_vb c = tkvi_vb_load(column[channel[2]] + j), d = tkvi_vb_load(column[channel[3]] + j);
+        const tkvi_vb ab = tkvi_vb_zip1(a, b), cd = tkvi_vb_zip1(c, d);
+        const tkvi_vb ab2 = tkvi_vb_zip2(a, b), cd2 = tkvi_vb_zip2(c, d);
+        tkvi_vb x[4];
+        x[0] = tkvi_vb_zip1_pairs(ab, cd);
+        x[1] = tkvi_vb_zip2_pairs(ab, cd);
+        x[2] = tkvi_vb_zip1_pairs(ab2, cd2);
+        x[3] = tkvi_vb_zip2_pairs(ab2, cd2);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) tkvi_vb_scatter4(tile + 4 * (j + 4 * k), 64, x[k]);
+    }
+}
+
+/* As tkvi_a_finalize_scales. Vectors of doubles are plain loops, which compilers vectorise. */
+TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
+    static const int32_t units[8] = {1, 8, 8, 8, 8, 8, 4, 1}; /* tkvi_a_unit */
+    TKVI_ALIGNED float var[TKVI_LANES], scale[TKVI_LANES], unit[TKVI_LANES], mean_u[TKVI_LANES];
+    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES], far[TKVI_LANES];
+    TKVI_ALIGNED double mean[TKVI_LANES];
+    const double n = (double)c->n, n2 = 2.0 * n;
+    const tkvi_vf none = tkvi_vf_splat(0.0f), one = tkvi_vf_splat(1.0f);
+    const tkvi_vi count = tkvi_vi_splat(c->n);
+    const float *low = c->low, *step = c->step;
+    const uint8_t *log = c->log, *width = c->width;
+    uint8_t *to = c->offset;
+    float *middle = c->middle;
+    uint32_t beyond = 0;
+    int l;
+    for (l = 0; l < TKVI_LANES; l++) /* integers below 2^53: exact */
+        var[l] = (float)(n * (double)c->sum_uu[l] - (double)c->sum_u[l] * (double)c->sum_u[l]);
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        const tkvi_vi k = tkvi_vi_load(c->sum_c + l), u = tkvi_vi_load(c->sum_u + l), k2 = tkvi_vi_add(k, k);
+        const tkvi_vi bits = tkvi_vi_load_u8(width + l), tops = tkvi_vi_look_up8(tkvi_tops, bits);
+        const tkvi_vf a = tkvi_vf_load(var + l);
+        const tkvi_vf cov = TKVI_N(covariance)(c->n, k, u, tkvi_vi_load(c->sum_cu + l));
+        const tkvi_vf var_c = TKVI_N(covariance)(c->n, k, k, tkvi_vi_load(c->sum_cc + l));
+        tkvi_vf x = tkvi_vf_select(tkvi_vf_gt(tkvi_vf_splat(1.5f), tkvi_vi_to_float(bits)),
+                                   tkvi_vf_sqrt(tkvi_vf_div(a, var_c)), tkvi_vf_div(a, cov));
+        x = tkvi_vf_where(tkvi_vf_gt(a, none), tkvi_vf_mul(x, tkvi_vf_load(step + l)));
+        tkvi_vf_store(scale + l, tkvi_vf_where(tkvi_vf_gt(cov, none), x));
+        x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_add(u, u), count));
+        tkvi_vf_store(mean_u + l, tkvi_vf_div(x, tkvi_vf_splat((float)(2 * c->n))));
+        tkvi_vi_store(sum + l, tkvi_vi_sub(k2, tkvi_vi_mul(count, tops)));
+        tkvi_vf_store(unit + l, tkvi_vi_to_float(tkvi_vi_look_up8(units, bits)));
+    }
+    TKVI_N(encode_log_scales)(scale, TKVI_LANES, top, c->log);
+    TKVI_N(decode_log_scales)(c->log, TKVI_LANES, top, scale);
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) { /* offsets of means that are far, or have no scale, are 0 */
+        const tkvi_vf by = tkvi_vf_load(scale + l);
+        const tkvi_vf size = tkvi_vf_abs(
+            tkvi_vf_madd(tkvi_vf_load(step + l), tkvi_vf_load(mean_u + l), tkvi_vf_load(low + l)));
+        const tkvi_vm near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
+        tkvi_vf_store(unit + l, tkvi_vf_where(near, tkvi_vf_load(unit + l)));
+        tkvi_vf_store(scale + l, tkvi_vf_select(tkvi_vf_gt(by, none), by, one));
+        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(1)));
+    }
+    for (l = 0; l < TKVI_LANES; l++) mean[l] = tkvi_f64((double)low[l] + (double)step[l] * (double)mean_u[l]);
+    for (l = 0; l < TKVI_LANES; l++) {
+        double v = tkvi_f64(tkvi_f64(mean[l] / (double)scale[l]) - tkvi_f64((double)sum[l] / n2));
+        v = tkvi_f64(tkvi_f64(v * (double)unit[l]) + 1000.5);
+        offset[l] = (int32_t)v - 1000;
+    }
+    for (l = 0; l < TKVI_LANES; l++) middle[l] = (float)mean[l];
+    for (l = 0; l < TKVI_LANES; l++) {
+        const int is_far = far[l] & ((log[l] != 0) | (mean[l] != 0.0));
+        beyond |= (uint32_t)((((uint32_t)offset[l] + 127u > 254u) | is_far) & (width[l] != 0)) << l;
+        to[l] = (uint8_t)offset[l];
+    }
+    c->beyond_mask = beyond;
 }
 /* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/groups.inc ======== */

@@ -18,8 +18,8 @@
 #include "kernels/rotate.inc"
 #include "kernels/values.inc"
 #include "kernels/convert.inc"
-#include "kernels/pack.inc"
 #include "kernels/encode.inc"
+#include "kernels/pack.inc"
 #include "kernels/groups.inc"
 
 /* >>pieces */

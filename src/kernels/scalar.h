@@ -45,6 +45,9 @@ static const int8_t tkvi_log_bytes[2][16] = {
     {0, -96, -96, -64, 64, 0, 0, 96, 0, 0, 96, 32, 64, -64, -64, 32},
     {0, 5, 11, 17, 24, 31, 38, 45, 53, 61, 69, 78, 87, 96, 106, 117}};
 
+/* The largest code by width. */
+static const int32_t tkvi_tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
+
 #define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
 #define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
 #define TKVI_LIMB_MAX_V 255            /* and in V */

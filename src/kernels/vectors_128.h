@@ -21,8 +21,8 @@
 #include "kernels/convert.inc"
 #include "kernels/rotate.inc"
 #include "kernels/values.inc"
-#include "kernels/pack.inc"
 #include "kernels/encode.inc"
+#include "kernels/pack.inc"
 #include "kernels/groups.inc"
 
 static float tkvi_max64_128(const float *s) {
