@@ -7830,25 +7830,16 @@ typedef struct tkvi_kernels {
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are operations of a vocabulary. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
+
 #define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
-
-static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
-                             const float *s, int rows, float *m, float *sum, float *p) {
-    int r, seen = 0;
-    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
-        float most = max64(s);
-        sum[r] = 0.0f;
-        if (TKVI_IS_HIDDEN(most)) {
-            memset(p, 0, TKVI_BLOCK * sizeof(float));
-            continue;
-        }
-        m[r] = most > m[r] ? most : m[r];
-        sum[r] = exp64(s, m[r], p);
-        seen++;
-    }
-    return seen;
-}
 
 /* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
  * weights. */
@@ -8130,7 +8121,19 @@ static float tkvi_max64_scalar(const float *s) {
 }
 
 static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+    int r, seen = 0;
+    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
+        float most = tkvi_max64_scalar(s);
+        sum[r] = 0.0f;
+        if (TKVI_IS_HIDDEN(most)) {
+            memset(p, 0, TKVI_BLOCK * sizeof(float));
+            continue;
+        }
+        m[r] = most > m[r] ? most : m[r];
+        sum[r] = tkvi_exp64_scalar(s, m[r], p);
+        seen++;
+    }
+    return seen;
 }
 
 static const tkvi_kernels tkvi_kernels_scalar = {
@@ -8224,14 +8227,6 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
     return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
-
-/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are intrinsics. */
-#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
-    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
-                        splat(5.550733743e-02f)),                                                            \
-                   r, splat(2.402224208e-01f)),                                                              \
-              r, splat(6.931469776e-01f)),                                                                   \
-         r, splat(1.0f))
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
@@ -9119,6 +9114,21 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+#define tkvi_vf_sum_across(x) tkvi_sum_avx2(x)
+#define tkvi_vf_max_across(x) tkvi_max_avx2(x)
+#define tkvi_vf_load_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p)) /* finite values */
+#define tkvi_vf_load_bf16(p)                                                                                 \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(p)), 16))
+#define tkvi_vf_round(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    _mm256_fmadd_ps(x, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(x, _mm256_set1_ps(1.44269502f), n))
+/* y 2^n. The exponent of y plus n must be that of a normal number. */
+#define tkvi_vf_times_power(y, n)                                                                            \
+    _mm256_castsi256_ps(                                                                                     \
+        _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)))
+#define tkvi_vf_zero_below(y, x, least) /* y where x >= least, 0 elsewhere */                                \
+    _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ))
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
@@ -9155,6 +9165,11 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 3  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 3 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 2    /* in the last pass of V */
+
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 0
@@ -9178,7 +9193,10 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #if defined(__GNUC__) || defined(__clang__)
 #define tkvi_keep(sum) __asm__("" : "+x"(sum));
 #define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
+/* Keeps a factor alive: gcc otherwise multiplies in its register, and moves the sum back. */
+#define tkvi_use(x) __asm__("" : : "x"(x));
 #else
+#define tkvi_use(x)
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #endif
@@ -9307,6 +9325,14 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -9332,6 +9358,9 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -9348,6 +9377,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -9409,6 +9439,9 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
 /* ======== kernels/values_x86.h ======== */
 
 /* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -9603,6 +9636,18 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+#define tkvi_vf_sum_across(x) _mm512_reduce_add_ps(x)
+#define tkvi_vf_max_across(x) _mm512_reduce_max_ps(x)
+#define tkvi_vf_load_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p)) /* finite values */
+#define tkvi_vf_load_bf16(p)                                                                                 \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tkvi_load_bytes_avx2(p)), 16))
+#define tkvi_vf_round(x) _mm512_cvtepi32_ps(tkvi_nearest_avx512(x))
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269502f), n))
+#define tkvi_vf_times_power(y, n) _mm512_scalef_ps(y, n) /* y 2^n */
+#define tkvi_vf_zero_below(y, x, least)                  /* y where x >= least, 0 elsewhere */               \
+    _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), y)
 
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
@@ -9644,6 +9689,11 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 1    /* in the last pass of V */
+
 /* >>products of four codes by four weights */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 0
@@ -9657,6 +9707,7 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define TKVI_V_COLUMN(v, part) 0
 #define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
 #define tkvi_keep(sum)
+#define tkvi_use(x)
 #define tkvi_keep_pointer(p)
 
 /* Weights of one limb: bytes, [row][position]. */
@@ -9787,6 +9838,14 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -9812,6 +9871,9 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -9828,6 +9890,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -9889,6 +9952,9 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
 /* ======== kernels/values_x86.h ======== */
 
 /* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
@@ -10299,6 +10365,21 @@ typedef struct tkvi_weights_k {
 #define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
+#define tkvi_vf_sum_across(x) tkvi_sum_avx2(x)
+#define tkvi_vf_max_across(x) tkvi_max_avx2(x)
+#define tkvi_vf_load_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p)) /* finite values */
+#define tkvi_vf_load_bf16(p)                                                                                 \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(p)), 16))
+#define tkvi_vf_round(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    _mm256_fmadd_ps(x, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(x, _mm256_set1_ps(1.44269502f), n))
+/* y 2^n. The exponent of y plus n must be that of a normal number. */
+#define tkvi_vf_times_power(y, n)                                                                            \
+    _mm256_castsi256_ps(                                                                                     \
+        _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)))
+#define tkvi_vf_zero_below(y, x, least) /* y where x >= least, 0 elsewhere */                                \
+    _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ))
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
@@ -10335,6 +10416,11 @@ typedef struct tkvi_weights_k {
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 3  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 3 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 2    /* in the last pass of V */
+
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 0
@@ -10358,7 +10444,10 @@ typedef struct tkvi_weights_k {
 #if defined(__GNUC__) || defined(__clang__)
 #define tkvi_keep(sum) __asm__("" : "+x"(sum));
 #define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
+/* Keeps a factor alive: gcc otherwise multiplies in its register, and moves the sum back. */
+#define tkvi_use(x) __asm__("" : : "x"(x));
 #else
+#define tkvi_use(x)
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #endif
@@ -10395,15 +10484,6 @@ typedef struct tkvi_weights_k {
 /* ======== kernels/avx2.h ======== */
 
 /* >>pieces */
-/* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
-TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
-    if (type == TKVI_AS_BF16)
-        return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
-    return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
-}
-
 static TKVI_TARGET_AVX2 void tkvi_f16_to_f32_avx2(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 8 <= n; i += 8)
@@ -11012,319 +11092,268 @@ static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
                                                  tkvi_decode_tiles_avx2,
                                                  TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx2)};
 
-static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
-    __m256 m = _mm256_loadu_ps(s);
-    int t;
-    for (t = 8; t < TKVI_BLOCK; t += 8) m = _mm256_max_ps(m, _mm256_loadu_ps(s + t));
-    return tkvi_max_avx2(m);
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
-/* exp(x) is 2^n 2^r with n + r = x log2 e, as in kernels/avx512.h. 2^n is added to the exponent: 2^r is 0.7 .. 1.5,
- * and n is above -127. */
-static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
-    const __m256 log2e = _mm256_set1_ps(1.44269502f), least = _mm256_set1_ps(-87.0f);
-    __m256 sum = _mm256_setzero_ps();
-    int t;
-    for (t = 0; t < TKVI_BLOCK; t += 8) {
-        const __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum));
-        const __m256 z = _mm256_max_ps(x, least);
-        const __m256 n = _mm256_round_ps(_mm256_mul_ps(z, log2e), 8);
-        const __m256 r = _mm256_fmadd_ps(z, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(z, log2e, n));
-        __m256 y = TKVI_EXP2_FRACTION(_mm256_set1_ps, _mm256_fmadd_ps, r);
-        y = _mm256_castsi256_ps(
-            _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
-        y = _mm256_and_ps(y, _mm256_cmp_ps(x, least, _CMP_GE_OQ));
-        _mm256_storeu_ps(p + t, y);
-        sum = _mm256_add_ps(sum, y);
-    }
-    return tkvi_sum_avx2(sum);
-}
-
-/* >>exact tiers */
-/* Scores of nr rows, nt tokens at a time. Lanes are 8 channels. Tokens beyond n repeat the last one. */
-TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                       const float *q, const float *ref, int rows, int n, const int nr,
-                                       const int nt, float *scores) {
-    int row_bytes = s->pad * s->format->bits / 8, t, c, r, j;
-    for (t = 0; t < n; t += nt) {
-        __m256 acc[4][4];
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
         const uint8_t *k[4];
-        TKVI_UNROLL
-        for (j = 0; j < nt; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        tkvi_prefetch_bytes(src + t * row_bytes, nt * row_bytes, ahead);
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
+        }
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
-            for (j = 0; j < nt; j++) acc[r][j] = _mm256_setzero_ps();
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
-        for (c = 0; c < s->pad; c += 8) {
-            __m256 x[4], minus = _mm256_loadu_ps(ref + c);
+        for (c = 0; c < pad; c += 16) {
             TKVI_UNROLL
-            for (j = 0; j < nt; j++)
-                x[j] = _mm256_sub_ps(tkvi_load_values_avx2(s->format->stored, k[j], c), minus);
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
             TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m256 y = _mm256_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
                 TKVI_UNROLL
-                for (j = 0; j < nt; j++) acc[r][j] = _mm256_fmadd_ps(x[j], y, acc[r][j]);
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= TKVI_BLOCK) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {
+                tkvi_vf_sum4(last, sum[r]);
+                *to = last[0];
+            }
+        }
+    }
+}
+
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
             }
         }
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
-            for (j = 0; j < nt; j++)
-                if (r < rows) scores[r * TKVI_BLOCK + t + j] = tkvi_sum_avx2(acc[r][j]);
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
         }
     }
 }
 
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
+    }                                                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
+    }
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
+
 /* Scores of the first min(left, 4) rows. */
-static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                                    const float *q, const float *ref, int left, int n,
-                                                    float *scores) {
-    if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 1, 4, scores);
-    else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 2, 4, scores);
-    else tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 4, 2, scores);
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *q, const float *ref, int rows, int n, int n_limbs,
-                                               float *scores) {
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
     int r;
     (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx2(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
-                               scores + r * TKVI_BLOCK);
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
 }
 
-/* Outputs of nr rows in 16 channels, over all tokens. */
-TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                       const float *p, int rows, int n, int first, const int nr, float *out) {
-    int row_bytes = s->pad * s->format->bits / 8, t, r, j;
-    __m256 acc[4][2];
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (t = 0; t < n; t++, src += row_bytes) {
-        __m256 x[2];
-        tkvi_prefetch(src + first * s->format->bits / 8, ahead);
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) x[j] = tkvi_load_values_avx2(s->format->stored, src, first + 8 * j);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m256 y = _mm256_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < 2; j++) acc[r][j] = _mm256_fmadd_ps(x[j], y, acc[r][j]);
-        }
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            if (r < rows) {
-                float *o = out + r * s->pad + first + 8 * j;
-                _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), acc[r][j]));
-            }
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *p, int rows, int n, int n_limbs, float *out) {
-    uintptr_t ahead = tkvi_prefetch_distance(src, next);
-    int r, c;
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
-    for (r = 0; r < rows; r += 4)
-        for (c = 0; c < s->pad; c += 16) {
-            const float *x = p + r * TKVI_BLOCK;
-            float *o = out + r * s->pad;
-            int left = rows - r;
-            if (left == 1) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 1, o);
-            else if (left == 2) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 2, o);
-            else tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 4, o);
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
+    }
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
+}
+
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
         }
-}
-
-/* >>decoded: see kernels/decode_x86.h. Tokens are decoded 16 at a time into a buffer, because 16 registers are too
- * few to decode and multiply together. */
-/* Levels of eight codes; see kernels/avx512.h. */
-TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
-    const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
-    const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
-    const __m256i large =
-        _mm256_add_epi32(_mm256_slli_epi32(size, 21), _mm256_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m256 subnormal = _mm256_mul_ps(
-        _mm256_cvtepi32_ps(size), _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
-    const __m256i x = _mm256_blendv_epi8(large, _mm256_castps_si256(subnormal),
-                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
-    return _mm256_castsi256_ps(_mm256_or_si256(x, sign));
-}
-
-TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
-    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(code), 8), 1);
-    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
-    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
-}
-
-/* Levels of 8 of the 16 channels whose codes begin at p: the first 8, or the last 8 if half is 1. neighbours: 1:
- * RoPE partners are neighbours, so the vector takes every second code. */
-TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
-                                            const int neighbours, const uint8_t *p, const int half,
-                                            __m256i shift) {
-    __m256i x;
-    __m256 low, high;
-    if (kind != TKVI_CODES_TABLE) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(p + 8 * half));
-        if (kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-        return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
     }
-    p += half * r->bits * (neighbours ? 2 : 1);
-    x = _mm256_set1_epi32(tkvi_load_int_x86(p));
-    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
-    x = _mm256_srlv_epi32(x, shift);
-    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* uses 3 bits of x */
-    high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
+    return seen;
 }
-
-static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
-    TKVI_ALIGNED float scale[TKVI_BLOCK];
-    int t, c;
-    memcpy(scale, r->scale, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK * r->scales_per_token; t += 8) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->factors + t));
-        _mm256_store_ps(r->scale + t, tkvi_e4m3_avx2(bytes));
-    }
-    for (t = 0; t < TKVI_BLOCK; t++)
-        for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
-}
-
-/* Decodes tokens from .. from + n - 1 to x, [token][16 * n_vectors]. */
-TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
-                                              const int by_channel, const int neighbours, int from, int n,
-                                              float *x) {
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
-    __m256i shift[2];
-    int t, v, h;
-    shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
-    shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
-    for (t = from; t < from + n; t++) {
-        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
-        const float *by = r->scale + t * r->scales_per_token;
-        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->zero[t]);
-        tkvi_prefetch_code_row(r, t);
-        for (v = 0; v < r->n_vectors; v++) {
-            const int spread =
-                neighbours &&
-                v < r->n_partners; /* the other channels are not rotated, and keep their order */
-            TKVI_UNROLL
-            for (h = 0; h < 2; h++, x += 8) {
-                const int c = 16 * v + 8 * h;
-                __m256 y;
-                if (spread) y = tkvi_load_levels_avx2(r, kind, 1, row + r->vector_at[v], h, shift[v & 1]);
-                else
-                    y = tkvi_load_levels_avx2(r, kind, 0, row + r->vector_at[v], h,
-                                              _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
-                if (by_channel)
-                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->scale + c), _mm256_load_ps(r->zero + c));
-                else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
-                _mm256_store_ps(x, y);
-            }
-        }
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r, int from, int n, float *x) {
-    if (r->kind == TKVI_CODES_INT8) tkvi_codes_to_floats_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E4M3) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E5M2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
-    else if (!r->by_channel) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
-    else if (r->rope && r->rope->step == 2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
-    else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
-}
-
-/* Rotates a row in the order of the vectors as RoPE does. back: 1: by minus the angle. */
-static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
-                                                const float *sine, int back, float *x) {
-    const __m256 sign = _mm256_castsi256_ps(
-        _mm256_set1_epi32(back ? INT32_MIN : 0)); /* from bits: -ffast-math drops the sign of -0.0f */
-    int v, h;
-    for (v = 0; v < r->n_partners; v += 2)
-        for (h = 0; h < 2; h++) {
-            float *at = x + 16 * v + 8 * h;
-            const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
-            const __m256 s = _mm256_xor_ps(_mm256_loadu_ps(sine + 8 * v + 8 * h), sign);
-            const __m256 b = _mm256_load_ps(at + 16);
-            _mm256_store_ps(at, _mm256_fnmadd_ps(b, s, _mm256_mul_ps(a, c)));
-            _mm256_store_ps(at + 16, _mm256_fmadd_ps(a, s, _mm256_mul_ps(b, c)));
-        }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *q, const float *ref, int rows, int n,
-                                                 int n_limbs, float *scores) {
-    TKVI_ALIGNED float rotated[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
-    float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
-    tkvi_code_rows rd;
-    tkvi_side plain;
-    int from, r, t;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
-        return;
-    }
-    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    memset(none, 0, sizeof none);
-    if (rd.factors) tkvi_fold_factors_avx2(&rd);
-    tkvi_place_queries(&rd, q, ref, rows, rotated, less);
-    tkvi_make_scratch_side(&rd, &plain);
-    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_decode_code_rows_avx2(&rd, from, count, x);
-        if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
-        for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine + TKVI_ROPE_NEAR * rd.rope->row : first[0],
-                               from ? rd.rope->sine + TKVI_ROPE_NEAR * rd.rope->row : first[1], 1,
-                               rotated + 16 * r * rd.n_vectors);
-        for (t = 1; t < count && rd.rope; t++)
-            tkvi_rope_row_avx2(&rd, rd.rope->cosine + t * rd.rope->row, rd.rope->sine + t * rd.rope->row, 0,
-                               x + 16 * t * rd.n_vectors);
-        for (r = 0; r < rows; r += 4)
-            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
-                                   rows - r, count, scores + r * TKVI_BLOCK + from);
-    }
-    for (r = 0; r < rows; r++)
-        for (t = 0; t < TKVI_BLOCK; t++) scores[r * TKVI_BLOCK + t] -= less[r];
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *p, int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_code_rows rd;
-    tkvi_side plain;
-    float *o = s->grid && s->rotate ? sum : out;
-    int from, r, c;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
-        return;
-    }
-    if (rd.factors) tkvi_fold_factors_avx2(&rd);
-    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    tkvi_make_scratch_side(&rd, &plain);
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_decode_code_rows_avx2(&rd, from, count, x);
-        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, o);
-    }
-    for (r = 0; r < rows && o == sum; r++) {
-        tkvi_rotate_back(sum + r * s->pad, s->dim);
-        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
-    }
-    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
-}
-
-/* >>tiles */
+/* ======== kernels/avx2.h ======== */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -11937,8 +11966,184 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 }
 /* ======== kernels/avx2.h ======== */
 
-static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
+/* >>decoded: see kernels/decode_x86.h. Tokens are decoded 16 at a time into a buffer, because 16 registers are too
+ * few to decode and multiply together. */
+/* Levels of eight codes; see kernels/avx512.h. */
+TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
+    const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
+    const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
+    const __m256i large =
+        _mm256_add_epi32(_mm256_slli_epi32(size, 21), _mm256_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
+    const __m256 subnormal = _mm256_mul_ps(
+        _mm256_cvtepi32_ps(size), _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
+    const __m256i x = _mm256_blendv_epi8(large, _mm256_castps_si256(subnormal),
+                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
+    return _mm256_castsi256_ps(_mm256_or_si256(x, sign));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
+    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(code), 8), 1);
+    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
+    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
+}
+
+/* Levels of 8 of the 16 channels whose codes begin at p: the first 8, or the last 8 if half is 1. neighbours: 1:
+ * RoPE partners are neighbours, so the vector takes every second code. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                            const int neighbours, const uint8_t *p, const int half,
+                                            __m256i shift) {
+    __m256i x;
+    __m256 low, high;
+    if (kind != TKVI_CODES_TABLE) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(p + 8 * half));
+        if (kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+        return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
+    }
+    p += half * r->bits * (neighbours ? 2 : 1);
+    x = _mm256_set1_epi32(tkvi_load_int_x86(p));
+    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
+    x = _mm256_srlv_epi32(x, shift);
+    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* uses 3 bits of x */
+    high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
+}
+
+static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
+    TKVI_ALIGNED float scale[TKVI_BLOCK];
+    int t, c;
+    memcpy(scale, r->scale, sizeof scale);
+    for (t = 0; t < TKVI_BLOCK * r->scales_per_token; t += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->factors + t));
+        _mm256_store_ps(r->scale + t, tkvi_e4m3_avx2(bytes));
+    }
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
+}
+
+/* Decodes tokens from .. from + n - 1 to x, [token][16 * n_vectors]. */
+TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                              const int by_channel, const int neighbours, int from, int n,
+                                              float *x) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
+    __m256i shift[2];
+    int t, v, h;
+    shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
+    shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
+    for (t = from; t < from + n; t++) {
+        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
+        const float *by = r->scale + t * r->scales_per_token;
+        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->zero[t]);
+        tkvi_prefetch_code_row(r, t);
+        for (v = 0; v < r->n_vectors; v++) {
+            const int spread =
+                neighbours &&
+                v < r->n_partners; /* the other channels are not rotated, and keep their order */
+            TKVI_UNROLL
+            for (h = 0; h < 2; h++, x += 8) {
+                const int c = 16 * v + 8 * h;
+                __m256 y;
+                if (spread) y = tkvi_load_levels_avx2(r, kind, 1, row + r->vector_at[v], h, shift[v & 1]);
+                else
+                    y = tkvi_load_levels_avx2(r, kind, 0, row + r->vector_at[v], h,
+                                              _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
+                if (by_channel)
+                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->scale + c), _mm256_load_ps(r->zero + c));
+                else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
+                _mm256_store_ps(x, y);
+            }
+        }
+    }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r, int from, int n, float *x) {
+    if (r->kind == TKVI_CODES_INT8) tkvi_codes_to_floats_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E4M3) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
+    else if (r->kind == TKVI_CODES_E5M2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
+    else if (!r->by_channel) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
+    else if (r->rope && r->rope->step == 2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
+    else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
+}
+
+/* Rotates a row in the order of the vectors as RoPE does. back: 1: by minus the angle. */
+static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
+                                                const float *sine, int back, float *x) {
+    const __m256 sign = _mm256_castsi256_ps(
+        _mm256_set1_epi32(back ? INT32_MIN : 0)); /* from bits: -ffast-math drops the sign of -0.0f */
+    int v, h;
+    for (v = 0; v < r->n_partners; v += 2)
+        for (h = 0; h < 2; h++) {
+            float *at = x + 16 * v + 8 * h;
+            const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
+            const __m256 s = _mm256_xor_ps(_mm256_loadu_ps(sine + 8 * v + 8 * h), sign);
+            const __m256 b = _mm256_load_ps(at + 16);
+            _mm256_store_ps(at, _mm256_fnmadd_ps(b, s, _mm256_mul_ps(a, c)));
+            _mm256_store_ps(at + 16, _mm256_fmadd_ps(a, s, _mm256_mul_ps(b, c)));
+        }
+}
+
+static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                                 const float *q, const float *ref, int rows, int n,
+                                                 int n_limbs, float *scores) {
+    TKVI_ALIGNED float rotated[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
+    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
+    float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
+    tkvi_code_rows rd;
+    tkvi_side plain;
+    int from, r, t;
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    memset(none, 0, sizeof none);
+    if (rd.factors) tkvi_fold_factors_avx2(&rd);
+    tkvi_place_queries(&rd, q, ref, rows, rotated, less);
+    tkvi_make_scratch_side(&rd, &plain);
+    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_decode_code_rows_avx2(&rd, from, count, x);
+        if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
+        for (r = 0; r < rows && rd.rope; r++)
+            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine + TKVI_ROPE_NEAR * rd.rope->row : first[0],
+                               from ? rd.rope->sine + TKVI_ROPE_NEAR * rd.rope->row : first[1], 1,
+                               rotated + 16 * r * rd.n_vectors);
+        for (t = 1; t < count && rd.rope; t++)
+            tkvi_rope_row_avx2(&rd, rd.rope->cosine + t * rd.rope->row, rd.rope->sine + t * rd.rope->row, 0,
+                               x + 16 * t * rd.n_vectors);
+        for (r = 0; r < rows; r += 4)
+            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
+                                   rows - r, count, scores + r * TKVI_BLOCK + from);
+    }
+    for (r = 0; r < rows; r++)
+        for (t = 0; t < TKVI_BLOCK; t++) scores[r * TKVI_BLOCK + t] -= less[r];
+}
+
+static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                                 const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    tkvi_code_rows rd;
+    tkvi_side plain;
+    float *o = s->grid && s->rotate ? sum : out;
+    int from, r, c;
+    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
+        return;
+    }
+    if (rd.factors) tkvi_fold_factors_avx2(&rd);
+    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
+    tkvi_make_scratch_side(&rd, &plain);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_decode_code_rows_avx2(&rd, from, count, x);
+        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, o);
+    }
+    for (r = 0; r < rows && o == sum; r++) {
+        tkvi_rotate_back(sum + r * s->pad, s->dim);
+        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
+    }
+    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
 }
 
 static const tkvi_kernels tkvi_kernels_avx2 = {
@@ -11975,6 +12180,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -12000,6 +12213,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -12016,6 +12232,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -12077,6 +12294,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -12136,6 +12356,18 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_abs(x) _mm512_abs_ps(x)
 #define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
 #define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
+#define tkvi_vf_sum_across(x) _mm512_reduce_add_ps(x)
+#define tkvi_vf_max_across(x) _mm512_reduce_max_ps(x)
+#define tkvi_vf_load_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p)) /* finite values */
+#define tkvi_vf_load_bf16(p)                                                                                 \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tkvi_load_bytes_avx2(p)), 16))
+#define tkvi_vf_round(x) _mm512_cvtepi32_ps(tkvi_nearest_avx512(x))
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269502f), n))
+#define tkvi_vf_times_power(y, n) _mm512_scalef_ps(y, n) /* y 2^n */
+#define tkvi_vf_zero_below(y, x, least)                  /* y where x >= least, 0 elsewhere */               \
+    _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), y)
 
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
@@ -12177,6 +12409,11 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 1    /* in the last pass of V */
+
 /* >>products of four codes by four weights */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 0
@@ -12190,6 +12427,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define TKVI_V_COLUMN(v, part) 0
 #define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
 #define tkvi_keep(sum)
+#define tkvi_use(x)
 #define tkvi_keep_pointer(p)
 
 /* Weights of one limb: bytes, [row][position]. */
@@ -12228,16 +12466,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 /* ======== kernels/avx512.h ======== */
 
 /* >>pieces */
-/* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
-TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16)
-        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
-    if (type == TKVI_AS_BF16)
-        return _mm512_castsi512_ps(_mm512_slli_epi32(
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
-    return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
-}
-
 static TKVI_TARGET_AVX512 void tkvi_f16_to_f32_avx512(const uint8_t *src, int n, float *dst) {
     int i;
     for (i = 0; i + 16 <= n; i += 16)
@@ -12618,144 +12846,879 @@ static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
                                                    tkvi_decode_tiles_avx512,
                                                    TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
 
-static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
-    __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
-    __m512 b = _mm512_max_ps(_mm512_loadu_ps(s + 32), _mm512_loadu_ps(s + 48));
-    return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
-/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
- * n from the exact first product. */
-TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
-    const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-    const __m512 log2e = _mm512_set1_ps(1.44269502f);
-    const __m512 n = _mm512_cvtepi32_ps(
-        _mm512_cvt_roundps_epi32(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    const __m512 r = _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, log2e, n));
-    const __m512 y = TKVI_EXP2_FRACTION(_mm512_set1_ps, _mm512_fmadd_ps, r);
-    return _mm512_maskz_scalef_ps(some, y, n);
-}
-
-static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum, float *p) {
-    __m512 sum = _mm512_setzero_ps();
-    int t;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(maximum)));
-        _mm512_storeu_ps(p + t, y);
-        sum = _mm512_add_ps(sum, y);
-    }
-    return _mm512_reduce_add_ps(sum);
-}
-
-/* >>exact tiers */
-/* Scores of nr rows, 4 tokens at a time. Lanes are 16 channels. Tokens beyond n repeat the last one. */
-TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                           const float *q, const float *ref, int rows, int n, const int nr,
-                                           float *scores) {
-    int row_bytes = s->pad * s->format->bits / 8, t, c, r, j;
-    for (t = 0; t < n; t += 4) {
-        __m512 acc[4][4];
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
         const uint8_t *k[4];
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        tkvi_prefetch_bytes(src + t * row_bytes, 4 * row_bytes, ahead);
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
+        }
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
-            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
-        for (c = 0; c < s->pad; c += 16) {
-            __m512 x[4], minus = _mm512_loadu_ps(ref + c);
+        for (c = 0; c < pad; c += 16) {
             TKVI_UNROLL
-            for (j = 0; j < 4; j++)
-                x[j] = _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, k[j], c), minus);
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
             TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
                 TKVI_UNROLL
-                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
             }
         }
         TKVI_UNROLL
-        for (r = 0; r < nr; r++)
-            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= TKVI_BLOCK) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {
+                tkvi_vf_sum4(last, sum[r]);
+                *to = last[0];
+            }
+        }
     }
 }
 
-/* Scores of the first min(left, 4) rows. */
-static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *q, const float *ref,
-                                                        int left, int n, float *scores) {
-    if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 1, scores);
-    else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 2, scores);
-    else tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 4, scores);
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
+        }
+    }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *q, const float *ref,
-                                                   int rows, int n, int n_limbs, float *scores) {
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
+    }                                                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
+    }
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
+
+/* Scores of the first min(left, 4) rows. */
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
+}
+
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
     int r;
     (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx512(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
-                                 scores + r * TKVI_BLOCK);
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
 }
 
-/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                           const float *p, int rows, int n, int first, const int nr,
-                                           const int nv, float *out) {
-    int row_bytes = s->pad * s->format->bits / 8, t, r, j;
-    __m512 acc[4][4];
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
+    (void)n_limbs;
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
     }
-    for (t = 0; t < n; t++, src += row_bytes) {
-        __m512 x[4];
+}
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
+}
+
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
         TKVI_UNROLL
-        for (j = 0; j < nv; j++) {
-            x[j] = tkvi_load_values_avx512(s->format->stored, src, first + 16 * j);
-            tkvi_prefetch(src + (first + 16 * j) * s->format->bits / 8, ahead);
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
         }
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
+    }
+    return seen;
+}
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/tiles.inc ======== */
+/*
+ * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
+ *
+ * K. A pass takes some planes of all tiles, so that the sums of its tokens stay in registers:
+ *     sum[token] += codes of four channels . their four weights        for each tile, for up to four rows
+ * V. A pass takes a slab, or a few. It goes through the tokens:
+ *     sum[channel] += codes of four tokens . their four weights
+ *
+ * Weights of one limb have 8 bits, of two limbs 16 (kernels/scalar.h says which need two). Tiles by wide weights come
+ * first. In K their sums are in units of 1/128 of those of narrow weights.
+ */
+
+/* >>folding: weights of up to four rows from the scales of a group. */
+/* Returns the number of leading positions that have two limbs. */
+TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
+    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    tkvi_vf most[4], rest[4], squares[4];
+    tkvi_vi middle[4];
+    float top[4], sum[4], square[4];
+    int32_t middles[4];
+    int i, j, r, wide = a->least, limit[4];
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
+    for (i = 0; i < a->n; i += TKVI_VF) {
+        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
+        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
+        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
+                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
+            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
+            squares[r] = tkvi_vf_madd(y, y, squares[r]);
+            tkvi_vf_store(folded[r] + i, y);
         }
     }
-    TKVI_UNROLL
+    tkvi_vf_max4(top, most);
+    tkvi_vf_sum4(sum, rest);
+    tkvi_vf_sum4(square, squares);
     for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++)
-            if (r < rows) {
-                float *o = out + r * s->pad + first + 16 * j;
-                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
+        const int two = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], TKVI_LIMB_MAX_K);
+        limit[r] = two ? a->n : a->wide;
+        wide = tkvi_max(wide, limit[r]);
+        f->step[r] = top[r];
+        f->rest[r] = sum[r];
+        top[r] = top[r] > 1e-34f ? (float)TKVI_LIMB_MAX_K / top[r] : 0.0f;
+    }
+    if (!TKVI_HAS_NARROW) wide = a->n;
+    for (r = 0; r < nr; r++) {
+        const tkvi_vf by = tkvi_vf_splat(top[r]);
+        tkvi_vi narrow = tkvi_vi_splat(0), fine = narrow; /* sum w centre2 */
+        int8_t *w = a->w;
+        int16_t *wide_w = a->wide_w;
+        for (i = 0; i < wide; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
+            tkvi_vi k[16 / TKVI_VF], x[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                const int at = i + j * TKVI_VF;
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by);
+                const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
+                k[j] = tkvi_vi_nearest(y);
+                x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
             }
+            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+            tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
+        }
+        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+            tkvi_vi k[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                const int at = i + j * TKVI_VF;
+                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+            }
+            tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+        }
+        middle[r] = wide ? tkvi_vi_add(tkvi_vi_left(narrow, 7), fine) : narrow;
+    }
+    for (; r < 4; r++) middle[r] = tkvi_vi_splat(0);
+    tkvi_vi_sum4(middles, middle);
+    for (r = 0; r < nr; r++) {
+        f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
+        f->base[r] = middles[r] >> 1;
+        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+    }
+    return wide;
+}
+
+/* Returns 1 if the weights have two limbs. */
+TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
+    TKVI_ALIGNED float folded[4][TKVI_BLOCK];
+    tkvi_vf most[4], rest[4], squares[4];
+    tkvi_vi total[4];
+    float top[4], sum[4], square[4], by[4];
+    int32_t totals[4];
+    int i, j, r, two = 0;
+    TKVI_UNROLL
+    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VF) {
+        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
+        const tkvi_vf zero = tkvi_vf_madd(scale, tkvi_vf_splat(a->centre), tkvi_vf_load(a->zero + i));
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            const tkvi_vf x = tkvi_vf_load(a->x + r * TKVI_BLOCK + i), y = tkvi_vf_mul(x, scale);
+            most[r] = tkvi_vf_max(most[r], y);
+            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
+            squares[r] = tkvi_vf_madd(y, y, squares[r]);
+            tkvi_vf_store(folded[r] + i, y);
+        }
+    }
+    tkvi_vf_max4(top, most);
+    tkvi_vf_sum4(sum, rest);
+    tkvi_vf_sum4(square, squares);
+    for (r = 0; r < nr; r++) {
+        const int fine = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], a->top);
+        const float steps = (float)(fine ? TKVI_TWO_LIMBS_MAX : a->top);
+        two |= fine;
+        f->step[r] = top[r] / steps;
+        f->rest[r] = sum[r];
+        by[r] = top[r] > 1e-34f ? steps / top[r] : 0.0f;
+    }
+    for (r = 0; r < nr; r++) {
+        const tkvi_vf factor = tkvi_vf_splat(by[r]);
+        tkvi_vi all = tkvi_vi_splat(0);
+        int8_t *w = a->w;
+        int16_t *wide_w = a->wide_w;
+        for (i = 0; i < TKVI_BLOCK; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
+            tkvi_vi k[16 / TKVI_VF];
+            TKVI_UNROLL
+            for (j = 0; j < 16 / TKVI_VF; j++) {
+                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + i + j * TKVI_VF), factor));
+                all = tkvi_vi_add(all, k[j]);
+            }
+            if (two || !TKVI_HAS_NARROW) tkvi_store_wide(wide_w, TKVI_BLOCK, r, k);
+            else tkvi_store_weights_v(w, TKVI_BLOCK, r, k);
+        }
+        total[r] = all;
+    }
+    for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
+    tkvi_vi_sum4(totals, total);
+    for (r = 0; r < nr; r++) {
+        const int32_t all = totals[r] * a->middle;
+        f->base[r] = all >> 1;
+        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+    }
+    return two || !TKVI_HAS_NARROW;
+}
+
+/* >>products. Sums of row r are a##r, b##r, ...: named variables stay in registers with every compiler. */
+#define TKVI_EACH_SUM_(X, EACH)                                                                              \
+    TKVI_SUMS_OF_(X, EACH, 0) TKVI_SUMS_OF_(X, EACH, 1) TKVI_SUMS_OF_(X, EACH, 2) TKVI_SUMS_OF_(X, EACH, 3)
+#define TKVI_SUMS_OF_(X, EACH, r)                                                                            \
+    if (r < nr) { EACH(X, r) }
+#define TKVI_DECLARE_TWO_(type, zero, r) type a##r = zero, b##r = zero;
+#define TKVI_DECLARE_FOUR_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
+#define TKVI_DECLARE_(HOW, type, zero)                                                                       \
+    HOW(type, zero, 0) HOW(type, zero, 1) HOW(type, zero, 2) HOW(type, zero, 3)
+#define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
+#define TKVI_FOUR_(X, r) X(a##r, 0, r) X(b##r, 1, r) X(c##r, 2, r) X(d##r, 3, r)
+#if TKVI_K_PLANES == 2
+#define TKVI_K_SUMS_ TKVI_DECLARE_TWO_
+#define TKVI_K_EACH_ TKVI_TWO_
+#else
+#define TKVI_K_SUMS_ TKVI_DECLARE_FOUR_
+#define TKVI_K_EACH_ TKVI_FOUR_
+#endif
+
+TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
+    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
+    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
+    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
+    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+}
+
+/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
+#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+#define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
+#define TKVI_K_DOT_(sum, p, r)                                                                               \
+    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
+    sum = tkvi_dot_k(sum, x[p], u, r);
+#define TKVI_K_DOT_WIDE_(sum, p, r)                                                                          \
+    if (p == 0 || p == 2) {                                                                                  \
+        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                     \
+        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
+    }                                                                                                        \
+    sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
+#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
+#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+    more = tkvi_widen_k(sum);                                                                                \
+    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
+    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
+#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
+    more = tkvi_widen_k(sum);                                                                                \
+    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
+    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
+    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
+#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
+    TKVI_N(store_answer)                                                                                     \
+    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+#define TKVI_K_LOAD_(width, first)                                                                           \
+    TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
+    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
+    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    at += TKVI_TILE_BYTES(width);                                                                            \
+    tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
+        TKVI_N(plane)(width, first, p, packed);
+#define TKVI_K_RUN_(width, first)                                                                            \
+    for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
+        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
+    }
+#define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
+        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_UNROLL                                                                                          \
+        for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
+            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            even[p] = tkvi_even(x[p]);                                                                       \
+            odd[p] = tkvi_odd(x[p]);                                                                         \
+        }                                                                                                    \
+        TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
+    }
+
+/* Multiplies the tiles of a side of K by the weights of nr rows. */
+TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
+    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    tkvi_vb packed[4], x[TKVI_K_PLANES];
+    int pass, width, p, m;
+    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    for (pass = 0; pass < TKVI_K_PASSES; pass++) {
+        const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
+        const tkvi_fold *f = d->fold + (first >= 2);
+        const int group = first >= 2 ? d->second_group : 0;
+        float *scores = d->scores + 16 * first + column / 4;
+        const uintptr_t ahead =
+            d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
+        const uint8_t *at = d->codes + column;
+        const int8_t *w = d->w + group;
+        int used = d->is_wide; /* 1: total has sums */
+        width = d->most_width;
+        if (d->is_wide) {
+            const int16_t *ww = d->wide_w + group / 2;
+            tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
+            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+            for (; width >= d->least_wide; width--) {
+                m = d->s->tiles.n[width];
+                w += m * TKVI_W_TILE;
+                if (width == 4) {
+                    TKVI_K_WIDE_RUN_(4, first)
+                } else if (width == 8) {
+                    TKVI_K_WIDE_RUN_(8, first)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_WIDE_RUN_(3, 0)
+                } else if (width == 3) {
+                    TKVI_K_WIDE_RUN_(3, 2)
+                } else {
+                    TKVI_K_WIDE_RUN_(width, first)
+                }
+            }
+            if (!TKVI_HAS_NARROW || width == 0) {
+                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
+                continue;
+            }
+            TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+        }
+        if (TKVI_HAS_NARROW) {
+            tkvi_vb u = tkvi_vb_splat(0);
+            tkvi_vi more;
+            int room = TKVI_SUM_MAX, left;
+            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
+            for (; width > 0; width--)
+                for (left = d->s->tiles.n[width]; left > 0;) {
+                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
+                    m = left * each <= room ? left : room / each;
+                    if (m == 0) {
+                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                        room = TKVI_SUM_MAX;
+                        used = 1;
+                        continue;
+                    }
+                    left -= m;
+                    room -= m * each;
+                    if (width == 4) {
+                        TKVI_K_RUN_(4, first)
+                    } else if (width == 3 && first == 0) {
+                        TKVI_K_RUN_(3, 0)
+                    } else if (width == 3) {
+                        TKVI_K_RUN_(3, 2)
+                    } else if (width == 2) {
+                        TKVI_K_RUN_(2, first)
+                    } else {
+                        TKVI_K_RUN_(1, first)
+                    }
+                }
+            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
+        }
     }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *p, int rows, int n,
-                                                   int n_limbs, float *out) {
-    uintptr_t ahead = tkvi_prefetch_distance(src, next);
-    int r;
-    (void)n_limbs;
-    for (r = 0; r < rows; r += 4) {
-        const float *x = p + r * TKVI_BLOCK;
-        float *o = out + r * s->pad;
-        int left = rows - r, c = 0;
-        for (; c + 64 <= s->pad; c += 64) {
-            if (left == 1) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 1, 4, o);
-            else if (left == 2) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 2, 4, o);
-            else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
+/* >>V. With TKVI_V_SPLIT, odd planes have sums c##r and d##r. */
+#if TKVI_V_VECTORS == 2
+#define TKVI_V_EACH_ TKVI_TWO_
+#else
+#define TKVI_V_EACH_ TKVI_FOUR_
+#endif
+#if TKVI_V_SPLIT
+#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
+#define TKVI_V_ODD_(X, r) X(c##r, 0, r) X(d##r, 1, r)
+#define TKVI_V_STEP_(X, r)                                                                                   \
+    if (p % 2) {                                                                                             \
+        TKVI_V_ODD_(X, r)                                                                                    \
+    } else {                                                                                                 \
+        TKVI_V_EACH_(X, r)                                                                                   \
+    }
+#define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
+#define TKVI_V_JOIN_ALL_ TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
+#else
+#define TKVI_V_STEP_ TKVI_V_EACH_
+#define TKVI_V_JOIN_ALL_
+#if TKVI_V_VECTORS == 2
+#define TKVI_V_SUMS_ TKVI_DECLARE_TWO_
+#else
+#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
+#endif
+#endif
+#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
+#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_DOT_(sum, v, r)                                                                               \
+    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
+    sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
+    tkvi_keep(sum)
+#define TKVI_V_DOT_LEVELS_(sum, v, r)                                                                        \
+    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
+    sum = tkvi_dot_levels(sum, x[v], u, r);                                                                  \
+    tkvi_keep(sum)
+#define TKVI_V_DOT_WIDE_(sum, v, r)                                                                          \
+    if (v == 0) {                                                                                            \
+        even_w = tkvi_wide_even(w, TKVI_BLOCK, r);                                                           \
+        odd_w = tkvi_wide_odd(w, TKVI_BLOCK, r);                                                             \
+    }                                                                                                        \
+    sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
+    tkvi_keep_wide(sum)
+#define TKVI_V_SPILL_(sum, v, r)                                                                             \
+    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    sum = tkvi_sums_zero();
+#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
+    if (v < n_vectors) {                                                                                     \
+        tkvi_vi more = tkvi_widen_v(sum);                                                                    \
+        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
+        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+    }
+#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
+    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
+    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+#define TKVI_V_LOAD_(width)                                                                                  \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
+    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
+     packed[v]);                                                                                             \
+    if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
+    if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
+
+/* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
+TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                                 int n_vectors, const int width, const int nr, float *out) {
+    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+    const int8_t *w = d->w;
+    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
+    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
+        if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
+        TKVI_V_LOAD_(width)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
         }
-        for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
+}
+
+/* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
+TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                                 int n_vectors, const int nr, float *out) {
+    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
+    const int8_t *w = d->w;
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
+        TKVI_V_LOAD_(8)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+}
+
+/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
+                               int n_vectors, const int width, const int is_signed, const int nr,
+                               float *out) {
+    const int16_t *w = d->wide_w;
+    tkvi_vb packed[TKVI_V_VECTORS][4];
+    tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
+    int t, p, v;
+    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
+        TKVI_V_LOAD_(width)
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_UNROLL
+            for (v = 0; v < TKVI_V_VECTORS; v++) {
+                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                if (is_signed) {
+                    even[v] = tkvi_even_levels(c);
+                    odd[v] = tkvi_odd_levels(c);
+                } else {
+                    if (width == 8) c = tkvi_vb_biased(c);
+                    even[v] = tkvi_even(c);
+                    odd[v] = tkvi_odd(c);
+                }
+            }
+            TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
+        }
+    }
+    TKVI_V_JOIN_ALL_
+    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+}
+
+/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
+                                     uint8_t *code) {
+    int i, j;
+    for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
+        TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
+        if (d->s->levels) {
+            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
+        }
     }
 }
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
+    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
+    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
+    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    int i, k, part;
+    for (i = 0; i < n; i += TKVI_V_SLABS) {
+        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
+        const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
+        for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
+            TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
+        for (part = 0; part < TKVI_V_PARTS; part++) {
+            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (is_wide) {
+                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
+                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
+                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
+            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
+            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
+            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+        }
+    }
+}
+
+#define TKVI_EACH_ROWS_(nr)                                                                                  \
+    TKVI_KERNEL void TKVI_N(dot_k##nr)(const tkvi_products_k *d) { TKVI_N(dot_k)(d, nr); }                   \
+    TKVI_KERNEL void TKVI_N(dot_v##nr)(const tkvi_products_v *d) { TKVI_N(dot_v)(d, nr); }                   \
+    TKVI_KERNEL int TKVI_N(fold_k##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
+        return TKVI_N(fold_rows_k)(a, nr, f);                                                                \
+    }                                                                                                        \
+    TKVI_KERNEL int TKVI_N(fold_v##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
+        return TKVI_N(fold_rows_v)(a, nr, f);                                                                \
+    }
+TKVI_EACH_ROWS_(1)
+TKVI_EACH_ROWS_(2)
+TKVI_EACH_ROWS_(3)
+TKVI_EACH_ROWS_(4)
+
+/* >>sides */
+TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_k1), TKVI_N(fold_k2),
+                                                                        TKVI_N(fold_k3), TKVI_N(fold_k4)};
+    static void (*const dot[4])(const tkvi_products_k *) = {TKVI_N(dot_k1), TKVI_N(dot_k2), TKVI_N(dot_k3),
+                                                            TKVI_N(dot_k4)};
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
+    tkvi_weights_k weights[2];
+    tkvi_fold_args a;
+    tkvi_products_k d;
+    int width, g, c = 0, i, most_width = 0;
+    (void)n;
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
+        const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        if (end > c && !most_width) most_width = width;
+        const tkvi_vi x = tkvi_vi_splat((1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0));
+        for (; c < end; c += 4) tkvi_vi_store(centre2 + c, x); /* the next tiles overwrite what is too much */
+    }
+    for (g = 0; TKVI_BIAS && g < s->groups; g++) /* what products do without */
+        for (c = 0; c < 4 * s->tiles.n[8]; c++) zero[g * s->pad + c] += TKVI_BIAS * scale[g * s->pad + c];
+    a.ref = ref;
+    a.centre2 = centre2;
+    a.n = s->pad;
+    a.n_limbs = n_limbs;
+    a.wide = tkvi_n_wide_positions(s);
+    a.coarse = tkvi_coarse_k(s);
+    d.s = s;
+    d.codes = src;
+    d.ahead = tkvi_distance(src, next);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
+    d.most_width = most_width;
+    d.w = weights[0].w;
+    d.wide_w = weights[0].wide_w;
+    d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
+    for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
+        const int nr = tkvi_min(rows - i, 4);
+        a.x = q;
+        a.least = a.wide;
+        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
+            a.scale = scale + g * s->pad;
+            a.zero = zero + g * s->pad;
+            a.w = weights[g].w;
+            a.wide_w = weights[g].wide_w;
+            const int had = a.least;
+            a.least = fold[nr - 1](&a, &d.fold[g]);
+            if (g && a.least > had) g = -1;
+        }
+        if (s->groups == 1) d.fold[1] = d.fold[0];
+        d.is_wide = a.least > 0;
+        d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
+        d.scores = scores;
+        dot[nr - 1](&d);
+        d.ahead = 0; /* the first rows have prefetched everything */
+    }
+}
+
+TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_v1), TKVI_N(fold_v2),
+                                                                        TKVI_N(fold_v3), TKVI_N(fold_v4)};
+    static void (*const dot[4])(const tkvi_products_v *) = {TKVI_N(dot_v1), TKVI_N(dot_v2), TKVI_N(dot_v3),
+                                                            TKVI_N(dot_v4)};
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    tkvi_fold_args a;
+    tkvi_products_v d;
+    int width, i, r, g, slab = 0;
+    s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    a.w = w;
+    a.wide_w = wide_w;
+    a.n = TKVI_BLOCK;
+    a.n_limbs = n_limbs;
+    a.top = tkvi_top_v(s);
+    d.s = s;
+    d.codes = src;
+    d.n = n;
+    d.w = w;
+    d.wide_w = wide_w;
+    d.out_stride = s->pad;
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        a.centre = tkvi_centre(s, width);
+        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.coarse = tkvi_coarse_v(s, width);
+        d.width = width;
+        d.pairs = s->pairs && width == 3;
+        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
+            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
+            g = slab / in_group;
+            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
+            d.ahead = tkvi_distance(src, next);
+            a.scale = scale + g * TKVI_BLOCK;
+            a.zero = zero + g * TKVI_BLOCK;
+            for (r = 0; r < rows; r += 4) {
+                const int nr = tkvi_min(rows - r, 4);
+                a.x = p + r * TKVI_BLOCK;
+                d.is_wide = fold[nr - 1](&a, &d.fold);
+                d.out = out + r * s->pad + 16 * slab;
+                dot[nr - 1](&d);
+                d.ahead = 0;
+            }
+            d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
+            slab += d.slabs << d.pairs;
+        }
+    }
+}
+/* ======== kernels/avx512.h ======== */
 
 /* >>decoded: see kernels/decode_x86.h */
 /* Levels of E5M2. Normal codes get the exponent of a float. Subnormal codes are normal numbers as floats, so they are
@@ -12825,7 +13788,7 @@ static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
     }
 }
 
-/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k4_avx512. more: outliers, added
+/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k_pass_avx512. more: outliers, added
  * to the keys. roped: 1: rotates the keys by RoPE. */
 TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
                                              const int by_channel, const int roped, int from, int n,
@@ -13061,658 +14024,6 @@ static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const u
     }
 }
 
-/* >>tiles */
-/* ======== kernels/tiles.inc ======== */
-/*
- * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
- *
- * K. A pass takes some planes of all tiles, so that the sums of its tokens stay in registers:
- *     sum[token] += codes of four channels . their four weights        for each tile, for up to four rows
- * V. A pass takes a slab, or a few. It goes through the tokens:
- *     sum[channel] += codes of four tokens . their four weights
- *
- * Weights of one limb have 8 bits, of two limbs 16 (kernels/scalar.h says which need two). Tiles by wide weights come
- * first. In K their sums are in units of 1/128 of those of narrow weights.
- */
-
-/* >>folding: weights of up to four rows from the scales of a group. */
-/* Returns the number of leading positions that have two limbs. */
-TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
-    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
-    tkvi_vf most[4], rest[4], squares[4];
-    tkvi_vi middle[4];
-    float top[4], sum[4], square[4];
-    int32_t middles[4];
-    int i, j, r, wide = a->least, limit[4];
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
-    for (i = 0; i < a->n; i += TKVI_VF) {
-        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
-        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
-        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
-                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
-            most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
-            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
-            squares[r] = tkvi_vf_madd(y, y, squares[r]);
-            tkvi_vf_store(folded[r] + i, y);
-        }
-    }
-    tkvi_vf_max4(top, most);
-    tkvi_vf_sum4(sum, rest);
-    tkvi_vf_sum4(square, squares);
-    for (r = 0; r < nr; r++) {
-        const int two = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], TKVI_LIMB_MAX_K);
-        limit[r] = two ? a->n : a->wide;
-        wide = tkvi_max(wide, limit[r]);
-        f->step[r] = top[r];
-        f->rest[r] = sum[r];
-        top[r] = top[r] > 1e-34f ? (float)TKVI_LIMB_MAX_K / top[r] : 0.0f;
-    }
-    if (!TKVI_HAS_NARROW) wide = a->n;
-    for (r = 0; r < nr; r++) {
-        const tkvi_vf by = tkvi_vf_splat(top[r]);
-        tkvi_vi narrow = tkvi_vi_splat(0), fine = narrow; /* sum w centre2 */
-        int8_t *w = a->w;
-        int16_t *wide_w = a->wide_w;
-        for (i = 0; i < wide; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
-            tkvi_vi k[16 / TKVI_VF], x[16 / TKVI_VF];
-            TKVI_UNROLL
-            for (j = 0; j < 16 / TKVI_VF; j++) {
-                const int at = i + j * TKVI_VF;
-                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by);
-                const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
-                k[j] = tkvi_vi_nearest(y);
-                x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
-                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
-            }
-            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
-            tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
-        }
-        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
-            tkvi_vi k[16 / TKVI_VF];
-            TKVI_UNROLL
-            for (j = 0; j < 16 / TKVI_VF; j++) {
-                const int at = i + j * TKVI_VF;
-                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
-                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
-            }
-            tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
-        }
-        middle[r] = wide ? tkvi_vi_add(tkvi_vi_left(narrow, 7), fine) : narrow;
-    }
-    for (; r < 4; r++) middle[r] = tkvi_vi_splat(0);
-    tkvi_vi_sum4(middles, middle);
-    for (r = 0; r < nr; r++) {
-        f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
-        f->base[r] = middles[r] >> 1;
-        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
-    }
-    return wide;
-}
-
-/* Returns 1 if the weights have two limbs. */
-TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
-    TKVI_ALIGNED float folded[4][TKVI_BLOCK];
-    tkvi_vf most[4], rest[4], squares[4];
-    tkvi_vi total[4];
-    float top[4], sum[4], square[4], by[4];
-    int32_t totals[4];
-    int i, j, r, two = 0;
-    TKVI_UNROLL
-    for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
-    for (i = 0; i < TKVI_BLOCK; i += TKVI_VF) {
-        const tkvi_vf scale = tkvi_vf_load(a->scale + i);
-        const tkvi_vf zero = tkvi_vf_madd(scale, tkvi_vf_splat(a->centre), tkvi_vf_load(a->zero + i));
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * TKVI_BLOCK + i), y = tkvi_vf_mul(x, scale);
-            most[r] = tkvi_vf_max(most[r], y);
-            rest[r] = tkvi_vf_madd(x, zero, rest[r]);
-            squares[r] = tkvi_vf_madd(y, y, squares[r]);
-            tkvi_vf_store(folded[r] + i, y);
-        }
-    }
-    tkvi_vf_max4(top, most);
-    tkvi_vf_sum4(sum, rest);
-    tkvi_vf_sum4(square, squares);
-    for (r = 0; r < nr; r++) {
-        const int fine = a->n_limbs == 2 || TKVI_NEEDS_TWO(a->coarse, top[r], square[r], a->top);
-        const float steps = (float)(fine ? TKVI_TWO_LIMBS_MAX : a->top);
-        two |= fine;
-        f->step[r] = top[r] / steps;
-        f->rest[r] = sum[r];
-        by[r] = top[r] > 1e-34f ? steps / top[r] : 0.0f;
-    }
-    for (r = 0; r < nr; r++) {
-        const tkvi_vf factor = tkvi_vf_splat(by[r]);
-        tkvi_vi all = tkvi_vi_splat(0);
-        int8_t *w = a->w;
-        int16_t *wide_w = a->wide_w;
-        for (i = 0; i < TKVI_BLOCK; i += 16, w += 4 * TKVI_W_TILE, wide_w += 4 * TKVI_WIDE_TILE) {
-            tkvi_vi k[16 / TKVI_VF];
-            TKVI_UNROLL
-            for (j = 0; j < 16 / TKVI_VF; j++) {
-                k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + i + j * TKVI_VF), factor));
-                all = tkvi_vi_add(all, k[j]);
-            }
-            if (two || !TKVI_HAS_NARROW) tkvi_store_wide(wide_w, TKVI_BLOCK, r, k);
-            else tkvi_store_weights_v(w, TKVI_BLOCK, r, k);
-        }
-        total[r] = all;
-    }
-    for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
-    tkvi_vi_sum4(totals, total);
-    for (r = 0; r < nr; r++) {
-        const int32_t all = totals[r] * a->middle;
-        f->base[r] = all >> 1;
-        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
-    }
-    return two || !TKVI_HAS_NARROW;
-}
-
-/* >>products. Sums of row r are a##r, b##r, ...: named variables stay in registers with every compiler. */
-#define TKVI_EACH_SUM_(X, EACH)                                                                              \
-    TKVI_SUMS_OF_(X, EACH, 0) TKVI_SUMS_OF_(X, EACH, 1) TKVI_SUMS_OF_(X, EACH, 2) TKVI_SUMS_OF_(X, EACH, 3)
-#define TKVI_SUMS_OF_(X, EACH, r)                                                                            \
-    if (r < nr) { EACH(X, r) }
-#define TKVI_DECLARE_TWO_(type, zero, r) type a##r = zero, b##r = zero;
-#define TKVI_DECLARE_FOUR_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
-#define TKVI_DECLARE_(HOW, type, zero)                                                                       \
-    HOW(type, zero, 0) HOW(type, zero, 1) HOW(type, zero, 2) HOW(type, zero, 3)
-#define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
-#define TKVI_FOUR_(X, r) X(a##r, 0, r) X(b##r, 1, r) X(c##r, 2, r) X(d##r, 3, r)
-#if TKVI_K_PLANES == 2
-#define TKVI_K_SUMS_ TKVI_DECLARE_TWO_
-#define TKVI_K_EACH_ TKVI_TWO_
-#else
-#define TKVI_K_SUMS_ TKVI_DECLARE_FOUR_
-#define TKVI_K_EACH_ TKVI_FOUR_
-#endif
-
-TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
-    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
-    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
-    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
-    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
-}
-
-/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
-#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
-#define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
-#define TKVI_K_DOT_(sum, p, r)                                                                               \
-    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
-    sum = tkvi_dot_k(sum, x[p], u, r);
-#define TKVI_K_DOT_WIDE_(sum, p, r)                                                                          \
-    if (p == 0 || p == 2) {                                                                                  \
-        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                     \
-        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
-    }                                                                                                        \
-    sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
-#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
-#define TKVI_K_SPILL_(sum, p, r)                                                                             \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
-#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
-    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
-#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
-    TKVI_N(store_answer)                                                                                     \
-    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
-#define TKVI_K_LOAD_(width, first)                                                                           \
-    TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
-    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
-    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
-    at += TKVI_TILE_BYTES(width);                                                                            \
-    tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
-        TKVI_N(plane)(width, first, p, packed);
-#define TKVI_K_RUN_(width, first)                                                                            \
-    for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
-        TKVI_K_LOAD_(width, first)                                                                           \
-        TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
-    }
-#define TKVI_K_WIDE_RUN_(width, first)                                                                       \
-    for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
-        TKVI_K_LOAD_(width, first)                                                                           \
-        TKVI_UNROLL                                                                                          \
-        for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
-            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
-            even[p] = tkvi_even(x[p]);                                                                       \
-            odd[p] = tkvi_odd(x[p]);                                                                         \
-        }                                                                                                    \
-        TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
-    }
-
-/* Multiplies the tiles of a side of K by the weights of nr rows. */
-TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
-    tkvi_vb packed[4], x[TKVI_K_PLANES];
-    int pass, width, p, m;
-    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
-    for (pass = 0; pass < TKVI_K_PASSES; pass++) {
-        const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
-        const tkvi_fold *f = d->fold + (first >= 2);
-        const int group = first >= 2 ? d->second_group : 0;
-        float *scores = d->scores + 16 * first + column / 4;
-        const uintptr_t ahead =
-            d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
-        const uint8_t *at = d->codes + column;
-        const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: total has sums */
-        width = d->most_width;
-        if (d->is_wide) {
-            const int16_t *ww = d->wide_w + group / 2;
-            tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
-            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
-            for (; width >= d->least_wide; width--) {
-                m = d->s->tiles.n[width];
-                w += m * TKVI_W_TILE;
-                if (width == 4) {
-                    TKVI_K_WIDE_RUN_(4, first)
-                } else if (width == 8) {
-                    TKVI_K_WIDE_RUN_(8, first)
-                } else if (width == 3 && first == 0) {
-                    TKVI_K_WIDE_RUN_(3, 0)
-                } else if (width == 3) {
-                    TKVI_K_WIDE_RUN_(3, 2)
-                } else {
-                    TKVI_K_WIDE_RUN_(width, first)
-                }
-            }
-            if (!TKVI_HAS_NARROW || width == 0) {
-                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
-                continue;
-            }
-            TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
-        }
-        if (TKVI_HAS_NARROW) {
-            tkvi_vb u = tkvi_vb_splat(0);
-            tkvi_vi more;
-            int room = TKVI_SUM_MAX, left;
-            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
-            for (; width > 0; width--)
-                for (left = d->s->tiles.n[width]; left > 0;) {
-                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
-                    m = left * each <= room ? left : room / each;
-                    if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
-                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
-                        room = TKVI_SUM_MAX;
-                        used = 1;
-                        continue;
-                    }
-                    left -= m;
-                    room -= m * each;
-                    if (width == 4) {
-                        TKVI_K_RUN_(4, first)
-                    } else if (width == 3 && first == 0) {
-                        TKVI_K_RUN_(3, 0)
-                    } else if (width == 3) {
-                        TKVI_K_RUN_(3, 2)
-                    } else if (width == 2) {
-                        TKVI_K_RUN_(2, first)
-                    } else {
-                        TKVI_K_RUN_(1, first)
-                    }
-                }
-            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
-        }
-    }
-}
-
-/* >>V. With TKVI_V_SPLIT, odd planes have sums c##r and d##r. */
-#if TKVI_V_VECTORS == 2
-#define TKVI_V_EACH_ TKVI_TWO_
-#else
-#define TKVI_V_EACH_ TKVI_FOUR_
-#endif
-#if TKVI_V_SPLIT
-#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
-#define TKVI_V_ODD_(X, r) X(c##r, 0, r) X(d##r, 1, r)
-#define TKVI_V_STEP_(X, r)                                                                                   \
-    if (p % 2) {                                                                                             \
-        TKVI_V_ODD_(X, r)                                                                                    \
-    } else {                                                                                                 \
-        TKVI_V_EACH_(X, r)                                                                                   \
-    }
-#define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
-#define TKVI_V_JOIN_ALL_ TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
-#else
-#define TKVI_V_STEP_ TKVI_V_EACH_
-#define TKVI_V_JOIN_ALL_
-#if TKVI_V_VECTORS == 2
-#define TKVI_V_SUMS_ TKVI_DECLARE_TWO_
-#else
-#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
-#endif
-#endif
-#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
-#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
-#define TKVI_V_DOT_(sum, v, r)                                                                               \
-    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
-    sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
-    tkvi_keep(sum)
-#define TKVI_V_DOT_LEVELS_(sum, v, r)                                                                        \
-    if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
-    sum = tkvi_dot_levels(sum, x[v], u, r);                                                                  \
-    tkvi_keep(sum)
-#define TKVI_V_DOT_WIDE_(sum, v, r)                                                                          \
-    if (v == 0) {                                                                                            \
-        even_w = tkvi_wide_even(w, TKVI_BLOCK, r);                                                           \
-        odd_w = tkvi_wide_odd(w, TKVI_BLOCK, r);                                                             \
-    }                                                                                                        \
-    sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
-    tkvi_keep_wide(sum)
-#define TKVI_V_SPILL_(sum, v, r)                                                                             \
-    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
-    sum = tkvi_sums_zero();
-#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
-    if (v < n_vectors) {                                                                                     \
-        tkvi_vi more = tkvi_widen_v(sum);                                                                    \
-        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
-        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
-    }
-#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
-#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
-/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
-#define TKVI_V_LOAD_(width)                                                                                  \
-    TKVI_UNROLL                                                                                              \
-    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
-    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
-     packed[v]);                                                                                             \
-    if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
-    if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
-
-/* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
-TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int width, const int nr, float *out) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
-    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
-    const int8_t *w = d->w;
-    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
-    int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
-    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
-    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
-        if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
-        TKVI_V_LOAD_(width)
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
-            TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
-            TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
-        }
-    }
-    TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
-}
-
-/* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
-TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int nr, float *out) {
-    tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
-    const int8_t *w = d->w;
-    int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
-    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
-        TKVI_V_LOAD_(8)
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
-            TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
-            TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
-        }
-    }
-    TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
-}
-
-/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
-TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                               int n_vectors, const int width, const int is_signed, const int nr,
-                               float *out) {
-    const int16_t *w = d->wide_w;
-    tkvi_vb packed[TKVI_V_VECTORS][4];
-    tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
-    int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
-    for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
-        TKVI_V_LOAD_(width)
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
-            TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) {
-                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
-                if (is_signed) {
-                    even[v] = tkvi_even_levels(c);
-                    odd[v] = tkvi_odd_levels(c);
-                } else {
-                    if (width == 8) c = tkvi_vb_biased(c);
-                    even[v] = tkvi_even(c);
-                    odd[v] = tkvi_odd(c);
-                }
-            }
-            TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
-        }
-    }
-    TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
-}
-
-/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
-TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
-                                     uint8_t *code) {
-    int i, j;
-    for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
-        TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
-        if (d->s->levels) {
-            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
-            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
-                tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
-        }
-    }
-}
-
-/* The usual cases have the width as a constant. The others are unpacked first. */
-TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
-    TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
-    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
-    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
-    int i, k, part;
-    for (i = 0; i < n; i += TKVI_V_SLABS) {
-        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
-        const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
-        const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
-        for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
-            TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
-        for (part = 0; part < TKVI_V_PARTS; part++) {
-            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (is_wide) {
-                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
-                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
-                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
-            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
-            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
-            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
-        }
-    }
-}
-
-#define TKVI_EACH_ROWS_(nr)                                                                                  \
-    TKVI_KERNEL void TKVI_N(dot_k##nr)(const tkvi_products_k *d) { TKVI_N(dot_k)(d, nr); }                   \
-    TKVI_KERNEL void TKVI_N(dot_v##nr)(const tkvi_products_v *d) { TKVI_N(dot_v)(d, nr); }                   \
-    TKVI_KERNEL int TKVI_N(fold_k##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
-        return TKVI_N(fold_rows_k)(a, nr, f);                                                                \
-    }                                                                                                        \
-    TKVI_KERNEL int TKVI_N(fold_v##nr)(const tkvi_fold_args *a, tkvi_fold *f) {                              \
-        return TKVI_N(fold_rows_v)(a, nr, f);                                                                \
-    }
-TKVI_EACH_ROWS_(1)
-TKVI_EACH_ROWS_(2)
-TKVI_EACH_ROWS_(3)
-TKVI_EACH_ROWS_(4)
-
-/* >>sides */
-TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
-    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_k1), TKVI_N(fold_k2),
-                                                                        TKVI_N(fold_k3), TKVI_N(fold_k4)};
-    static void (*const dot[4])(const tkvi_products_k *) = {TKVI_N(dot_k1), TKVI_N(dot_k2), TKVI_N(dot_k3),
-                                                            TKVI_N(dot_k4)};
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
-    tkvi_weights_k weights[2];
-    tkvi_fold_args a;
-    tkvi_products_k d;
-    int width, g, c = 0, i, most_width = 0;
-    (void)n;
-    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
-    for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
-        if (end > c && !most_width) most_width = width;
-        const tkvi_vi x = tkvi_vi_splat((1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0));
-        for (; c < end; c += 4) tkvi_vi_store(centre2 + c, x); /* the next tiles overwrite what is too much */
-    }
-    for (g = 0; TKVI_BIAS && g < s->groups; g++) /* what products do without */
-        for (c = 0; c < 4 * s->tiles.n[8]; c++) zero[g * s->pad + c] += TKVI_BIAS * scale[g * s->pad + c];
-    a.ref = ref;
-    a.centre2 = centre2;
-    a.n = s->pad;
-    a.n_limbs = n_limbs;
-    a.wide = tkvi_n_wide_positions(s);
-    a.coarse = tkvi_coarse_k(s);
-    d.s = s;
-    d.codes = src;
-    d.ahead = tkvi_distance(src, next);
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
-    d.most_width = most_width;
-    d.w = weights[0].w;
-    d.wide_w = weights[0].wide_w;
-    d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
-    for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
-        const int nr = tkvi_min(rows - i, 4);
-        a.x = q;
-        a.least = a.wide;
-        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
-            a.scale = scale + g * s->pad;
-            a.zero = zero + g * s->pad;
-            a.w = weights[g].w;
-            a.wide_w = weights[g].wide_w;
-            const int had = a.least;
-            a.least = fold[nr - 1](&a, &d.fold[g]);
-            if (g && a.least > had) g = -1;
-        }
-        if (s->groups == 1) d.fold[1] = d.fold[0];
-        d.is_wide = a.least > 0;
-        d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        d.scores = scores;
-        dot[nr - 1](&d);
-        d.ahead = 0; /* the first rows have prefetched everything */
-    }
-}
-
-TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
-                                 int rows, int n, int n_limbs, float *out) {
-    static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_v1), TKVI_N(fold_v2),
-                                                                        TKVI_N(fold_v3), TKVI_N(fold_v4)};
-    static void (*const dot[4])(const tkvi_products_v *) = {TKVI_N(dot_v1), TKVI_N(dot_v2), TKVI_N(dot_v3),
-                                                            TKVI_N(dot_v4)};
-    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
-    TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
-    TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
-    tkvi_fold_args a;
-    tkvi_products_v d;
-    int width, i, r, g, slab = 0;
-    s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
-    a.w = w;
-    a.wide_w = wide_w;
-    a.n = TKVI_BLOCK;
-    a.n_limbs = n_limbs;
-    a.top = tkvi_top_v(s);
-    d.s = s;
-    d.codes = src;
-    d.n = n;
-    d.w = w;
-    d.wide_w = wide_w;
-    d.out_stride = s->pad;
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
-    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
-        a.coarse = tkvi_coarse_v(s, width);
-        d.width = width;
-        d.pairs = s->pairs && width == 3;
-        for (i = 0; i < s->tiles.n[width]; i += 4 * d.slabs) { /* slabs of 16 lanes in one group */
-            const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
-            g = slab / in_group;
-            d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
-            d.ahead = tkvi_distance(src, next);
-            a.scale = scale + g * TKVI_BLOCK;
-            a.zero = zero + g * TKVI_BLOCK;
-            for (r = 0; r < rows; r += 4) {
-                const int nr = tkvi_min(rows - r, 4);
-                a.x = p + r * TKVI_BLOCK;
-                d.is_wide = fold[nr - 1](&a, &d.fold);
-                d.out = out + r * s->pad + 16 * slab;
-                dot[nr - 1](&d);
-                d.ahead = 0;
-            }
-            d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
-            slab += d.slabs << d.pairs;
-        }
-    }
-}
-/* ======== kernels/avx512.h ======== */
-
-/* Four rows at once. Missing rows repeat the last one. */
-static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
-                                                       float *p) {
-    int first, r, t, seen = 0;
-    for (first = 0; first < rows; first += 4) {
-        const int nr = tkvi_min(4, rows - first);
-        const __mmask8 present = (__mmask8)((1 << nr) - 1);
-        const float *row[4];
-        TKVI_ALIGNED float top[4];
-        __m512 most[4], sums[4];
-        __m128 high;
-        __mmask8 sees;
-        TKVI_UNROLL
-        for (r = 0; r < 4; r++) {
-            row[r] = s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK;
-            most[r] =
-                _mm512_max_ps(_mm512_max_ps(_mm512_loadu_ps(row[r]), _mm512_loadu_ps(row[r] + 16)),
-                              _mm512_max_ps(_mm512_loadu_ps(row[r] + 32), _mm512_loadu_ps(row[r] + 48)));
-            sums[r] = _mm512_setzero_ps();
-        }
-        high = tkvi_max4_avx512(most);
-        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
-        seen += (int)sees;
-        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
-                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
-        _mm_mask_storeu_ps(m + first, sees, high);
-        _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
-        for (r = 0; r < nr; r++)
-            for (t = 0; t < TKVI_BLOCK; t += 16) {
-                const __m512 y =
-                    tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(row[r] + t), _mm512_set1_ps(top[r])));
-                _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
-                sums[r] = _mm512_add_ps(sums[r], y);
-            }
-        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
-    }
-    return seen;
-}
-
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
@@ -13747,6 +14058,14 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -13772,6 +14091,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -13788,6 +14110,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -13849,6 +14172,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -13905,6 +14231,13 @@ TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return vrndnq_f32(x); } /* ties to even */
+
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    return vfmaq_f32(vfmaq_f32(vnegq_f32(n), x, vdupq_n_f32(1.44269502f)), x, vdupq_n_f32(1.92596299e-8f));
+}
+
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
@@ -13937,6 +14270,7 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
 
 /* Four signed bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
@@ -13980,6 +14314,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 
 /* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
  * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
+#define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
 #define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))
@@ -14146,6 +14481,15 @@ TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return wasm_f32x4_nearest(x); } /* ties to even */
+
+/* x log2 e - n, without FMA: (x - n ln 2) log2 e. ln 2 has two floats, and n times the first one is exact. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    const tkvi_f4 r = tkvi_madd_128(x, n, wasm_f32x4_const_splat(-0.693359375f));
+    return wasm_f32x4_mul(tkvi_madd_128(r, n, wasm_f32x4_const_splat(2.12194440e-4f)),
+                          wasm_f32x4_const_splat(1.44269504f));
+}
+
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
@@ -14179,6 +14523,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
 
 TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
@@ -14233,6 +14578,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 }
 
 /* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+#define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
 #define tkvi_vb_biased(x) (x)
@@ -14330,6 +14676,16 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vf_abs(x) tkvi_abs_128(x)
 #define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
 #define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
+#define tkvi_vf_sum_across(x) tkvi_sum_across_128(x)
+#define tkvi_vf_max_across(x) tkvi_max_across_128(x)
+#define tkvi_vf_load_f16(p) tkvi_load_finite_f16_128(p)
+#define tkvi_vf_load_bf16(p) tkvi_load_bf16_128(p)
+#define tkvi_vf_round(x) tkvi_round_128(x)
+#define tkvi_vf_exponent_rest(x, n) tkvi_exponent_rest_128(x, n) /* x log2 e - n */
+/* y 2^n. The exponent of y plus n must be that of a normal number. */
+#define tkvi_vf_times_power(y, n)                                                                            \
+    tkvi_as_float_128(tkvi_add_ints_128(tkvi_as_ints_128(y), TKVI_LEFT_INTS_128(tkvi_nearest_128(n), 23)))
+#define tkvi_vf_zero_below(y, x, least) tkvi_zero_below_128(y, x, least) /* y where x >= least, 0 elsewhere */
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_128(p)
@@ -14358,6 +14714,11 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
 #define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
 #define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
+
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 4    /* in the last pass of V */
 
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
@@ -14515,153 +14876,268 @@ static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
                                                 tkvi_decode_tiles_scalar,
                                                 TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
-static float tkvi_max64_128(const float *s) {
-    tkvi_f4 m = tkvi_load_128(s);
-    int t;
-    for (t = 4; t < TKVI_BLOCK; t += 4) m = tkvi_max_128(m, tkvi_load_128(s + t));
-    return tkvi_max_across_128(m);
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes. */
-static float tkvi_exp64_128(const float *s, float maximum, float *p) {
-    static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                                     5.0000001201e-1f};
-    tkvi_f4 sum = tkvi_splat_128(0.0f);
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 4) {
-        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_splat_128(maximum)), r, f, y;
-        tkvi_f4 x = tkvi_max_128(from, tkvi_splat_128(-87.0f)); /* 2^n stays a normal number */
-        tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_splat_128(1.44269504f)));
-        f = tkvi_to_float_128(n);
-        r = tkvi_madd_128(x, f, tkvi_splat_128(-0.693359375f));
-        r = tkvi_madd_128(r, f, tkvi_splat_128(2.12194440e-4f));
-        y = tkvi_splat_128(1.9875691500e-4f);
-        for (k = 0; k < 5; k++) y = tkvi_madd_128(tkvi_splat_128(factors[k]), y, r);
-        y = tkvi_madd_128(tkvi_add_128(r, tkvi_splat_128(1.0f)), y, tkvi_mul_128(r, r));
-        n = TKVI_LEFT_INTS_128(tkvi_add_ints_128(n, tkvi_splat_ints_128(127)), 23);
-        y = tkvi_zero_below_128(tkvi_mul_128(y, tkvi_as_float_128(n)), from, -87.0f);
-        tkvi_store_128(p + t, y);
-        sum = tkvi_add_128(sum, y);
-    }
-    return tkvi_sum_across_128(sum);
-}
-
-/* Rows in the next pass: the largest power of 2 that is at most `left` and `most`. */
-static int tkvi_rows_in_pass_128(int left, int most) {
-    int n = most;
-    while (n > left) n /= 2;
-    return n;
-}
-
-/* >>exact tiers: x0 .. x3 hold 4 channels of 4 tokens (K), or 16 channels of one token (V). */
-#define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
-#define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_splat_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
-#define TKVI_MADD4_(r, from)                                                                                 \
-    if (r < nr) {                                                                                            \
-        y = from;                                                                                            \
-        a##r = tkvi_madd_128(a##r, x0, y);                                                                   \
-        b##r = tkvi_madd_128(b##r, x1, y);                                                                   \
-        c##r = tkvi_madd_128(c##r, x2, y);                                                                   \
-        d##r = tkvi_madd_128(d##r, x3, y);                                                                   \
-    }
-#define TKVI_MADD4_K_(r) TKVI_MADD4_(r, tkvi_load_128(q + r * pad + i))
-#define TKVI_MADD4_V_(r) TKVI_MADD4_(r, tkvi_splat_128(p[r * TKVI_BLOCK + t]))
-#define TKVI_SAVE4_K_(r)                                                                                     \
-    if (r < nr) tkvi_store_128(scores + r * TKVI_BLOCK + t, tkvi_sum4_128(a##r, b##r, c##r, d##r));
-#define TKVI_SAVE4_V_(r)                                                                                     \
-    if (r < nr) {                                                                                            \
-        o = out + r * pad + i;                                                                               \
-        tkvi_store_128(o, tkvi_add_128(tkvi_load_128(o), a##r));                                             \
-        tkvi_store_128(o + 4, tkvi_add_128(tkvi_load_128(o + 4), b##r));                                     \
-        tkvi_store_128(o + 8, tkvi_add_128(tkvi_load_128(o + 8), c##r));                                     \
-        tkvi_store_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                   \
-    }
-
-/* Values i .. i + 3 of a row. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_values_128(const tkvi_storage type, const uint8_t *row, int i) {
-    if (type == TKVI_AS_F16) return tkvi_load_finite_f16_128(row + 2 * i);
-    if (type == TKVI_AS_BF16) return tkvi_load_bf16_128(row + 2 * i);
-    return tkvi_load_128((const float *)(const void *)(row + 4 * i));
-}
-
-/* Tokens beyond n repeat the last one. */
-TKVI_FLAT_128 void tkvi_exact_k4_128(const tkvi_storage type, const int nr, const tkvi_side *s,
-                                     const uint8_t *src, const float *q, const float *ref, int n,
-                                     float *scores) {
-    const int pad = s->pad, bytes = pad * (type == TKVI_AS_F32 ? 4 : 2);
-    int t, i;
-    for (t = 0; t < n; t += 4) {
-        const uint8_t *k0 = src + t * bytes, *k1 = src + tkvi_min(t + 1, n - 1) * bytes;
-        const uint8_t *k2 = src + tkvi_min(t + 2, n - 1) * bytes, *k3 = src + tkvi_min(t + 3, n - 1) * bytes;
-        TKVI_ROWS4_(TKVI_NONE4_)
-        for (i = 0; i < pad; i += 4) {
-            tkvi_f4 y = tkvi_load_128(ref + i);
-            tkvi_f4 x0 = tkvi_sub_128(tkvi_load_values_128(type, k0, i), y);
-            tkvi_f4 x1 = tkvi_sub_128(tkvi_load_values_128(type, k1, i), y);
-            tkvi_f4 x2 = tkvi_sub_128(tkvi_load_values_128(type, k2, i), y);
-            tkvi_f4 x3 = tkvi_sub_128(tkvi_load_values_128(type, k3, i), y);
-            TKVI_ROWS4_(TKVI_MADD4_K_)
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
+        const uint8_t *k[4];
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
         }
-        TKVI_ROWS4_(TKVI_SAVE4_K_)
-    }
-}
-
-TKVI_FLAT_128 void tkvi_exact_v4_128(const tkvi_storage type, const int nr, const tkvi_side *s,
-                                     const uint8_t *src, const float *p, int n, float *out) {
-    const int pad = s->pad, bytes = pad * (type == TKVI_AS_F32 ? 4 : 2);
-    int t, i;
-    for (i = 0; i < pad; i += 16) {
-        const uint8_t *v = src;
-        float *o;
-        TKVI_ROWS4_(TKVI_NONE4_)
-        for (t = 0; t < n; t++, v += bytes) {
-            tkvi_f4 x0 = tkvi_load_values_128(type, v, i), x1 = tkvi_load_values_128(type, v, i + 4);
-            tkvi_f4 x2 = tkvi_load_values_128(type, v, i + 8), x3 = tkvi_load_values_128(type, v, i + 12), y;
-            TKVI_ROWS4_(TKVI_MADD4_V_)
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
-        TKVI_ROWS4_(TKVI_SAVE4_V_)
+        for (c = 0; c < pad; c += 16) {
+            TKVI_UNROLL
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= TKVI_BLOCK) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {
+                tkvi_vf_sum4(last, sum[r]);
+                *to = last[0];
+            }
+        }
     }
 }
 
-#define TKVI_EXACT_128_(t, type)                                                                             \
-    static void tkvi_##t##_k_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *q, const float *ref, int rows, int n, int n_limbs,             \
-                                 float *scores) {                                                            \
-        int r, pass;                                                                                         \
-        (void)next;                                                                                          \
-        (void)n_limbs;                                                                                       \
-        if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));                  \
-        for (r = 0; r < rows; r += pass, q += pass * s->pad, scores += pass * TKVI_BLOCK) {                  \
-            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
-            if (pass == 4) tkvi_exact_k4_128(type, 4, s, src, q, ref, n, scores);                            \
-            else if (pass == 2) tkvi_exact_k4_128(type, 2, s, src, q, ref, n, scores);                       \
-            else tkvi_exact_k4_128(type, 1, s, src, q, ref, n, scores);                                      \
-        }                                                                                                    \
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
+        }
+    }
+}
+
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
     }                                                                                                        \
-    static void tkvi_##t##_v_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *p, int rows, int n, int n_limbs, float *out) {                 \
-        int r, pass;                                                                                         \
-        (void)next;                                                                                          \
-        (void)n_limbs;                                                                                       \
-        for (r = 0; r < rows; r += pass, p += pass * TKVI_BLOCK, out += pass * s->pad) {                     \
-            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
-            if (pass == 4) tkvi_exact_v4_128(type, 4, s, src, p, n, out);                                    \
-            else if (pass == 2) tkvi_exact_v4_128(type, 2, s, src, p, n, out);                               \
-            else tkvi_exact_v4_128(type, 1, s, src, p, n, out);                                              \
-        }                                                                                                    \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
     }
-TKVI_EXACT_128_(f32, TKVI_AS_F32)
-TKVI_EXACT_128_(f16, TKVI_AS_F16)
-TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
-#undef TKVI_EXACT_128_
-#undef TKVI_ROWS4_
-#undef TKVI_NONE4_
-#undef TKVI_MADD4_
-#undef TKVI_MADD4_K_
-#undef TKVI_MADD4_V_
-#undef TKVI_SAVE4_K_
-#undef TKVI_SAVE4_V_
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
 
+/* Scores of the first min(left, 4) rows. */
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
+}
+
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    int r;
+    (void)n_limbs;
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
+}
+
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
+    (void)n_limbs;
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
+}
+
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
+        }
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
+    }
+    return seen;
+}
+/* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -15274,16 +15750,12 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 }
 /* ======== kernels/vectors_128.h ======== */
 
-static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
-}
-
 static const tkvi_kernels tkvi_kernels_128 = {
     TKVI_ISA_128,
     TKVI_NAME_128,
-    {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128,
+    {tkvi_exact_k_128, tkvi_exact_k_128, tkvi_exact_k_128, tkvi_tiles_k_128,
      TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
-    {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128,
+    {tkvi_exact_v_128, tkvi_exact_v_128, tkvi_exact_v_128, tkvi_tiles_v_128,
      TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
     &tkvi_simd_ops_128,
     tkvi_exp64_128,
@@ -15312,6 +15784,14 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -15337,6 +15817,9 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -15353,6 +15836,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -15414,6 +15898,9 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_WIDE_ANSWER_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */
