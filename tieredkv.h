@@ -7847,25 +7847,16 @@ typedef struct tkvi_kernels {
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are operations of a vocabulary. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
+
 #define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
-
-static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
-                             const float *s, int rows, float *m, float *sum, float *p) {
-    int r, seen = 0;
-    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
-        float most = max64(s);
-        sum[r] = 0.0f;
-        if (TKVI_IS_HIDDEN(most)) {
-            memset(p, 0, TKVI_BLOCK * sizeof(float));
-            continue;
-        }
-        m[r] = most > m[r] ? most : m[r];
-        sum[r] = exp64(s, m[r], p);
-        seen++;
-    }
-    return seen;
-}
 
 /* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
  * weights. */
@@ -8147,7 +8138,19 @@ static float tkvi_max64_scalar(const float *s) {
 }
 
 static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+    int r, seen = 0;
+    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
+        float most = tkvi_max64_scalar(s);
+        sum[r] = 0.0f;
+        if (TKVI_IS_HIDDEN(most)) {
+            memset(p, 0, TKVI_BLOCK * sizeof(float));
+            continue;
+        }
+        m[r] = most > m[r] ? most : m[r];
+        sum[r] = tkvi_exp64_scalar(s, m[r], p);
+        seen++;
+    }
+    return seen;
 }
 
 static const tkvi_kernels tkvi_kernels_scalar = {
@@ -8241,14 +8244,6 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
     return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
 }
 #endif
-
-/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are intrinsics. */
-#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
-    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
-                        splat(5.550733743e-02f)),                                                            \
-                   r, splat(2.402224208e-01f)),                                                              \
-              r, splat(6.931469776e-01f)),                                                                   \
-         r, splat(1.0f))
 
 /* Hides from the compiler how x was computed. gcc treats intrinsics as plain arithmetic: it fuses products into sums,
  * and -ffast-math reorders sums. */
@@ -8908,6 +8903,20 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx2(p)
 /* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
 #define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx2(level, (p) + (h) / 8 * (bits), bits)
+#define tkvi_vf_sum_across(x) tkvi_sum_avx2(x)
+#define tkvi_vf_load_finite_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
+#define tkvi_vf_load_bf16(p)                                                                                 \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(p)), 16))
+#define tkvi_vf_round(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    _mm256_fmadd_ps(x, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(x, _mm256_set1_ps(1.44269502f), n))
+/* y 2^n. The exponent of y plus n must be that of a normal number. */
+#define tkvi_vf_times_power(y, n)                                                                            \
+    _mm256_castsi256_ps(                                                                                     \
+        _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)))
+#define tkvi_vf_zero_below(y, x, least) /* y where x >= least, 0 elsewhere */                                \
+    _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ))
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
@@ -9006,6 +9015,11 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 3  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 3 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 2    /* in the last pass of V */
+
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 0
@@ -9029,7 +9043,10 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #if defined(__GNUC__) || defined(__clang__)
 #define tkvi_keep(sum) __asm__("" : "+x"(sum));
 #define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
+/* Keeps a factor alive: gcc otherwise multiplies in its register, and moves the sum back. */
+#define tkvi_use(x) __asm__("" : : "x"(x));
 #else
+#define tkvi_use(x)
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #endif
@@ -10162,148 +10179,268 @@ TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_
 }
 /* ======== kernels/avx2.h ======== */
 
-/* >>pieces */
-/* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
-TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
-    if (type == TKVI_AS_BF16)
-        return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
-    return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_finite_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
-static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
-    __m256 m = _mm256_loadu_ps(s);
-    int t;
-    for (t = 8; t < TKVI_BLOCK; t += 8) m = _mm256_max_ps(m, _mm256_loadu_ps(s + t));
-    return tkvi_max_avx2(m);
-}
-
-/* exp(x) is 2^n 2^r with n + r = x log2 e, as in kernels/avx512.h. 2^n is added to the exponent: 2^r is 0.7 .. 1.5,
- * and n is above -127. */
-static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
-    const __m256 log2e = _mm256_set1_ps(1.44269502f), least = _mm256_set1_ps(-87.0f);
-    __m256 sum = _mm256_setzero_ps();
-    int t;
-    for (t = 0; t < TKVI_BLOCK; t += 8) {
-        const __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum));
-        const __m256 z = _mm256_max_ps(x, least);
-        const __m256 n = _mm256_round_ps(_mm256_mul_ps(z, log2e), 8);
-        const __m256 r = _mm256_fmadd_ps(z, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(z, log2e, n));
-        __m256 y = TKVI_EXP2_FRACTION(_mm256_set1_ps, _mm256_fmadd_ps, r);
-        y = _mm256_castsi256_ps(
-            _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
-        y = _mm256_and_ps(y, _mm256_cmp_ps(x, least, _CMP_GE_OQ));
-        _mm256_storeu_ps(p + t, y);
-        sum = _mm256_add_ps(sum, y);
-    }
-    return tkvi_sum_avx2(sum);
-}
-
-/* >>exact tiers */
-/* Scores of nr rows, nt tokens at a time. Lanes are 8 channels. Tokens beyond n repeat the last one. */
-TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                       const float *q, const float *ref, int rows, int n, const int nr,
-                                       const int nt, float *scores) {
-    int row_bytes = s->pad * s->format->bits / 8, t, c, r, j;
-    for (t = 0; t < n; t += nt) {
-        __m256 acc[4][4];
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
         const uint8_t *k[4];
-        TKVI_UNROLL
-        for (j = 0; j < nt; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        tkvi_prefetch_bytes(src + t * row_bytes, nt * row_bytes, ahead);
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
+        }
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
-            for (j = 0; j < nt; j++) acc[r][j] = _mm256_setzero_ps();
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
-        for (c = 0; c < s->pad; c += 8) {
-            __m256 x[4], minus = _mm256_loadu_ps(ref + c);
+        for (c = 0; c < pad; c += 16) {
             TKVI_UNROLL
-            for (j = 0; j < nt; j++)
-                x[j] = _mm256_sub_ps(tkvi_load_values_avx2(s->format->stored, k[j], c), minus);
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
             TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m256 y = _mm256_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
                 TKVI_UNROLL
-                for (j = 0; j < nt; j++) acc[r][j] = _mm256_fmadd_ps(x[j], y, acc[r][j]);
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= n) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {                      /* the score behind n can be of another row */
+                tkvi_vf_sum4(last, sum[r]);
+                memcpy(to, last, (size_t)tkvi_min(nt, n - t) * sizeof *to);
+            }
+        }
+    }
+}
+
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
             }
         }
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
-            for (j = 0; j < nt; j++)
-                if (r < rows) scores[r * TKVI_BLOCK + t + j] = tkvi_sum_avx2(acc[r][j]);
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
         }
     }
 }
 
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
+    }                                                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
+    }
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
+
 /* Scores of the first min(left, 4) rows. */
-static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                                    const float *q, const float *ref, int left, int n,
-                                                    float *scores) {
-    if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 1, 4, scores);
-    else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 2, 4, scores);
-    else tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 4, 2, scores);
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
 }
 
-static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *q, const float *ref, int rows, int n, int n_limbs,
-                                               float *scores) {
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
     int r;
     (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx2(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
-                               scores + r * TKVI_BLOCK);
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
 }
 
-/* Outputs of nr rows in 16 channels, over all tokens. */
-TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                       const float *p, int rows, int n, int first, const int nr, float *out) {
-    int row_bytes = s->pad * s->format->bits / 8, t, r, j;
-    __m256 acc[4][2];
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (t = 0; t < n; t++, src += row_bytes) {
-        __m256 x[2];
-        tkvi_prefetch(src + first * s->format->bits / 8, ahead);
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) x[j] = tkvi_load_values_avx2(s->format->stored, src, first + 8 * j);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m256 y = _mm256_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < 2; j++) acc[r][j] = _mm256_fmadd_ps(x[j], y, acc[r][j]);
-        }
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            if (r < rows) {
-                float *o = out + r * s->pad + first + 8 * j;
-                _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), acc[r][j]));
-            }
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *p, int rows, int n, int n_limbs, float *out) {
-    uintptr_t ahead = tkvi_prefetch_distance(src, next);
-    int r, c;
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
-    for (r = 0; r < rows; r += 4)
-        for (c = 0; c < s->pad; c += 16) {
-            const float *x = p + r * TKVI_BLOCK;
-            float *o = out + r * s->pad;
-            int left = rows - r;
-            if (left == 1) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 1, o);
-            else if (left == 2) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 2, o);
-            else tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 4, o);
-        }
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
+    }
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
 }
 
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
+        }
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
+    }
+    return seen;
+}
+/* ======== kernels/avx2.h ======== */
 /* ======== kernels/code_rows.inc ======== */
 /*
  * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
@@ -10606,7 +10743,6 @@ static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
                                                  TKVI_IF(TKVI_HAS_DECODED, tkvi_decode_rows_avx2),
                                                  TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx2)};
 
-/* >>tiles */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -11219,10 +11355,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 }
 /* ======== kernels/avx2.h ======== */
 
-static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
-}
-
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
@@ -11257,6 +11389,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -11282,6 +11422,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -11298,6 +11441,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -11363,10 +11507,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_xor
 #undef tkvi_vf_load_first
 #undef tkvi_vf_store_first
-#undef tkvi_vf_max_across
 #undef tkvi_vf_hide
 #undef tkvi_vf_butterflies
-#undef tkvi_vf_load_f16
 #undef tkvi_vf_store_f16
 #undef tkvi_vi_load_i8
 #undef tkvi_vb_add
@@ -11433,6 +11575,10 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vi_mul_right
 #undef tkvi_vb_gather4
 #undef tkvi_vb_transpose4
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
+#undef tkvi_vf_load_finite_f16
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -11513,6 +11659,17 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx512(p)
 /* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
 #define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx512(level, p, bits)
+#define tkvi_vf_sum_across(x) _mm512_reduce_add_ps(x)
+#define tkvi_vf_load_finite_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
+#define tkvi_vf_load_bf16(p)                                                                                 \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tkvi_load_bytes_avx2(p)), 16))
+#define tkvi_vf_round(x) _mm512_cvtepi32_ps(tkvi_nearest_avx512(x))
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269502f), n))
+#define tkvi_vf_times_power(y, n) _mm512_scalef_ps(y, n) /* y 2^n */
+#define tkvi_vf_zero_below(y, x, least)                  /* y where x >= least, 0 elsewhere */               \
+    _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), y)
 
 /* >>integers */
 #define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
@@ -11608,6 +11765,11 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 1    /* in the last pass of V */
+
 /* >>products of four codes by four weights */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 0
@@ -11621,6 +11783,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define TKVI_V_COLUMN(v, part) 0
 #define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
 #define tkvi_keep(sum)
+#define tkvi_use(x)
 #define tkvi_keep_pointer(p)
 
 /* Weights of one limb: bytes, [row][position]. */
@@ -12465,156 +12628,268 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
 }
 /* ======== kernels/avx512.h ======== */
 
-/* >>pieces */
-/* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
-TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16)
-        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
-    if (type == TKVI_AS_BF16)
-        return _mm512_castsi512_ps(_mm512_slli_epi32(
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
-    return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_finite_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
-static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
-    __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
-    __m512 b = _mm512_max_ps(_mm512_loadu_ps(s + 32), _mm512_loadu_ps(s + 48));
-    return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
-}
-
-/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
- * n from the exact first product. */
-TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
-    const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-    const __m512 log2e = _mm512_set1_ps(1.44269502f);
-    const __m512 n = _mm512_cvtepi32_ps(
-        _mm512_cvt_roundps_epi32(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    const __m512 r = _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, log2e, n));
-    const __m512 y = TKVI_EXP2_FRACTION(_mm512_set1_ps, _mm512_fmadd_ps, r);
-    return _mm512_maskz_scalef_ps(some, y, n);
-}
-
-static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum, float *p) {
-    __m512 sum = _mm512_setzero_ps();
-    int t;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(maximum)));
-        _mm512_storeu_ps(p + t, y);
-        sum = _mm512_add_ps(sum, y);
-    }
-    return _mm512_reduce_add_ps(sum);
-}
-
-/* >>exact tiers */
-/* Scores of nr rows, 4 tokens at a time. Lanes are 16 channels. Tokens beyond n repeat the last one. */
-TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                           const float *q, const float *ref, int rows, int n, const int nr,
-                                           float *scores) {
-    int row_bytes = s->pad * s->format->bits / 8, t, c, r, j;
-    for (t = 0; t < n; t += 4) {
-        __m512 acc[4][4];
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
         const uint8_t *k[4];
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        tkvi_prefetch_bytes(src + t * row_bytes, 4 * row_bytes, ahead);
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
+        }
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
             TKVI_UNROLL
-            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
-        for (c = 0; c < s->pad; c += 16) {
-            __m512 x[4], minus = _mm512_loadu_ps(ref + c);
+        for (c = 0; c < pad; c += 16) {
             TKVI_UNROLL
-            for (j = 0; j < 4; j++)
-                x[j] = _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, k[j], c), minus);
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
             TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
                 TKVI_UNROLL
-                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
             }
         }
         TKVI_UNROLL
-        for (r = 0; r < nr; r++)
-            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= n) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {                      /* the score behind n can be of another row */
+                tkvi_vf_sum4(last, sum[r]);
+                memcpy(to, last, (size_t)tkvi_min(nt, n - t) * sizeof *to);
+            }
+        }
     }
 }
 
-/* Scores of the first min(left, 4) rows. */
-static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *q, const float *ref,
-                                                        int left, int n, float *scores) {
-    if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 1, scores);
-    else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 2, scores);
-    else tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 4, scores);
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
+        }
+    }
 }
 
-static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *q, const float *ref,
-                                                   int rows, int n, int n_limbs, float *scores) {
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
+    }                                                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
+    }
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
+
+/* Scores of the first min(left, 4) rows. */
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
+}
+
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
     int r;
     (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx512(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
-                                 scores + r * TKVI_BLOCK);
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
 }
 
-/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                           const float *p, int rows, int n, int first, const int nr,
-                                           const int nv, float *out) {
-    int row_bytes = s->pad * s->format->bits / 8, t, r, j;
-    __m512 acc[4][4];
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
-    }
-    for (t = 0; t < n; t++, src += row_bytes) {
-        __m512 x[4];
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) {
-            x[j] = tkvi_load_values_avx512(s->format->stored, src, first + 16 * j);
-            tkvi_prefetch(src + (first + 16 * j) * s->format->bits / 8, ahead);
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-        }
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++)
-            if (r < rows) {
-                float *o = out + r * s->pad + first + 16 * j;
-                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
-            }
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *p, int rows, int n,
-                                                   int n_limbs, float *out) {
-    uintptr_t ahead = tkvi_prefetch_distance(src, next);
-    int r;
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
-    for (r = 0; r < rows; r += 4) {
-        const float *x = p + r * TKVI_BLOCK;
-        float *o = out + r * s->pad;
-        int left = rows - r, c = 0;
-        for (; c + 64 <= s->pad; c += 64) {
-            if (left == 1) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 1, 4, o);
-            else if (left == 2) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 2, 4, o);
-            else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
-        }
-        for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
     }
 }
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
+}
 
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
+        }
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
+    }
+    return seen;
+}
+/* ======== kernels/avx512.h ======== */
 /* ======== kernels/code_rows.inc ======== */
 /*
  * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
@@ -12917,7 +13192,6 @@ static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
                                                    TKVI_IF(TKVI_HAS_DECODED, tkvi_decode_rows_avx512),
                                                    TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_avx512)};
 
-/* >>tiles */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -13530,45 +13804,6 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 }
 /* ======== kernels/avx512.h ======== */
 
-/* Four rows at once. Missing rows repeat the last one. */
-static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
-                                                       float *p) {
-    int first, r, t, seen = 0;
-    for (first = 0; first < rows; first += 4) {
-        const int nr = tkvi_min(4, rows - first);
-        const __mmask8 present = (__mmask8)((1 << nr) - 1);
-        const float *row[4];
-        TKVI_ALIGNED float top[4];
-        __m512 most[4], sums[4];
-        __m128 high;
-        __mmask8 sees;
-        TKVI_UNROLL
-        for (r = 0; r < 4; r++) {
-            row[r] = s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK;
-            most[r] =
-                _mm512_max_ps(_mm512_max_ps(_mm512_loadu_ps(row[r]), _mm512_loadu_ps(row[r] + 16)),
-                              _mm512_max_ps(_mm512_loadu_ps(row[r] + 32), _mm512_loadu_ps(row[r] + 48)));
-            sums[r] = _mm512_setzero_ps();
-        }
-        high = tkvi_max4_avx512(most);
-        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
-        seen += (int)sees;
-        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
-                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
-        _mm_mask_storeu_ps(m + first, sees, high);
-        _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
-        for (r = 0; r < nr; r++)
-            for (t = 0; t < TKVI_BLOCK; t += 16) {
-                const __m512 y =
-                    tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(row[r] + t), _mm512_set1_ps(top[r])));
-                _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
-                sums[r] = _mm512_add_ps(sums[r], y);
-            }
-        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
-    }
-    return seen;
-}
-
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
@@ -13603,6 +13838,14 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -13628,6 +13871,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -13644,6 +13890,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -13709,10 +13956,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_xor
 #undef tkvi_vf_load_first
 #undef tkvi_vf_store_first
-#undef tkvi_vf_max_across
 #undef tkvi_vf_hide
 #undef tkvi_vf_butterflies
-#undef tkvi_vf_load_f16
 #undef tkvi_vf_store_f16
 #undef tkvi_vi_load_i8
 #undef tkvi_vb_add
@@ -13779,6 +14024,10 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vi_mul_right
 #undef tkvi_vb_gather4
 #undef tkvi_vb_transpose4
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
+#undef tkvi_vf_load_finite_f16
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -13835,6 +14084,13 @@ TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return vrndnq_f32(x); } /* ties to even */
+
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    return vfmaq_f32(vfmaq_f32(vnegq_f32(n), x, vdupq_n_f32(1.44269502f)), x, vdupq_n_f32(1.92596299e-8f));
+}
+
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
@@ -13885,6 +14141,7 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
 
 /* Four signed bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
@@ -14070,6 +14327,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 
 /* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
  * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
+#define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
 #define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))
@@ -14241,6 +14499,15 @@ TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return wasm_f32x4_nearest(x); } /* ties to even */
+
+/* x log2 e - n, without FMA: (x - n ln 2) log2 e. ln 2 has two floats, and n times the first one is exact. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    const tkvi_f4 r = tkvi_madd_128(x, n, wasm_f32x4_const_splat(-0.693359375f));
+    return wasm_f32x4_mul(tkvi_madd_128(r, n, wasm_f32x4_const_splat(2.12194440e-4f)),
+                          wasm_f32x4_const_splat(1.44269504f));
+}
+
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
@@ -14300,6 +14567,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
 
 TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
@@ -14458,6 +14726,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 }
 
 /* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+#define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
 #define tkvi_vb_biased(x) (x)
@@ -14568,6 +14837,15 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 /* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
 #define tkvi_vf_load_table(level, p, h, bits)                                                                \
     tkvi_load_table_floats_128(level, (p) + (h) * (bits) / 8, (h) * (bits) % 8, bits)
+#define tkvi_vf_sum_across(x) tkvi_sum_across_128(x)
+#define tkvi_vf_load_finite_f16(p) tkvi_load_finite_f16_128(p)
+#define tkvi_vf_load_bf16(p) tkvi_load_bf16_128(p)
+#define tkvi_vf_round(x) tkvi_round_128(x)
+#define tkvi_vf_exponent_rest(x, n) tkvi_exponent_rest_128(x, n) /* x log2 e - n */
+/* y 2^n. The exponent of y plus n must be that of a normal number. */
+#define tkvi_vf_times_power(y, n)                                                                            \
+    tkvi_as_float_128(tkvi_add_ints_128(tkvi_as_ints_128(y), TKVI_LEFT_INTS_128(tkvi_nearest_128(n), 23)))
+#define tkvi_vf_zero_below(y, x, least) tkvi_zero_below_128(y, x, least) /* y where x >= least, 0 elsewhere */
 
 /* >>integers */
 #define tkvi_vi_load(p) tkvi_load_ints_128(p)
@@ -14611,6 +14889,11 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_zip1_pairs(a, b) tkvi_zip1_pairs_128(a, b)
 #define tkvi_vb_zip2_pairs(a, b) tkvi_zip2_pairs_128(a, b)
 #define tkvi_vb_spread(x) (x)
+
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 4    /* in the last pass of V */
 
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
@@ -15747,163 +16030,268 @@ TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_
 }
 /* ======== kernels/vectors_128.h ======== */
 
-static float tkvi_max64_128(const float *s) {
-    tkvi_f4 m = tkvi_load_128(s);
-    int t;
-    for (t = 4; t < TKVI_BLOCK; t += 4) m = tkvi_max_128(m, tkvi_load_128(s + t));
-    return tkvi_max_across_128(m);
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_finite_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes. */
-static float tkvi_exp64_128(const float *s, float maximum, float *p) {
-    static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                                     5.0000001201e-1f};
-    tkvi_f4 sum = tkvi_splat_128(0.0f);
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 4) {
-        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_splat_128(maximum)), r, f, y;
-        tkvi_f4 x = tkvi_max_128(from, tkvi_splat_128(-87.0f)); /* 2^n stays a normal number */
-        tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_splat_128(1.44269504f)));
-        f = tkvi_to_float_128(n);
-        r = tkvi_madd_128(x, f, tkvi_splat_128(-0.693359375f));
-        r = tkvi_madd_128(r, f, tkvi_splat_128(2.12194440e-4f));
-        y = tkvi_splat_128(1.9875691500e-4f);
-        for (k = 0; k < 5; k++) y = tkvi_madd_128(tkvi_splat_128(factors[k]), y, r);
-        y = tkvi_madd_128(tkvi_add_128(r, tkvi_splat_128(1.0f)), y, tkvi_mul_128(r, r));
-        n = TKVI_LEFT_INTS_128(tkvi_add_ints_128(n, tkvi_splat_ints_128(127)), 23);
-        y = tkvi_zero_below_128(tkvi_mul_128(y, tkvi_as_float_128(n)), from, -87.0f);
-        tkvi_store_128(p + t, y);
-        sum = tkvi_add_128(sum, y);
-    }
-    return tkvi_sum_across_128(sum);
-}
-
-/* Rows in the next pass: the largest power of 2 that is at most `left` and `most`. */
-static int tkvi_rows_in_pass_128(int left, int most) {
-    int n = most;
-    while (n > left) n /= 2;
-    return n;
-}
-
-/* >>exact tiers: x0 .. x3 hold 4 channels of 4 tokens (K), or 16 channels of one token (V). */
-#define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
-#define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_splat_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
-#define TKVI_MADD4_(r, from)                                                                                 \
-    if (r < nr) {                                                                                            \
-        y = from;                                                                                            \
-        a##r = tkvi_madd_128(a##r, x0, y);                                                                   \
-        b##r = tkvi_madd_128(b##r, x1, y);                                                                   \
-        c##r = tkvi_madd_128(c##r, x2, y);                                                                   \
-        d##r = tkvi_madd_128(d##r, x3, y);                                                                   \
-    }
-#define TKVI_MADD4_K_(r) TKVI_MADD4_(r, tkvi_load_128(q + r * pad + i))
-#define TKVI_MADD4_V_(r) TKVI_MADD4_(r, tkvi_splat_128(p[r * TKVI_BLOCK + t]))
-#define TKVI_SAVE4_K_(r)                                                                                     \
-    if (r < nr) tkvi_store_128(scores + r * TKVI_BLOCK + t, tkvi_sum4_128(a##r, b##r, c##r, d##r));
-#define TKVI_SAVE4_V_(r)                                                                                     \
-    if (r < nr) {                                                                                            \
-        o = out + r * pad + i;                                                                               \
-        tkvi_store_128(o, tkvi_add_128(tkvi_load_128(o), a##r));                                             \
-        tkvi_store_128(o + 4, tkvi_add_128(tkvi_load_128(o + 4), b##r));                                     \
-        tkvi_store_128(o + 8, tkvi_add_128(tkvi_load_128(o + 8), c##r));                                     \
-        tkvi_store_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                   \
-    }
-
-/* Values i .. i + 3 of a row. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_values_128(const tkvi_storage type, const uint8_t *row, int i) {
-    if (type == TKVI_AS_F16) return tkvi_load_finite_f16_128(row + 2 * i);
-    if (type == TKVI_AS_BF16) return tkvi_load_bf16_128(row + 2 * i);
-    return tkvi_load_128((const float *)(const void *)(row + 4 * i));
-}
-
-/* Tokens beyond n repeat the last one. */
-TKVI_FLAT_128 void tkvi_exact_k4_128(const tkvi_storage type, const int nr, const tkvi_side *s,
-                                     const uint8_t *src, const float *q, const float *ref, int n,
-                                     float *scores) {
-    const int pad = s->pad, bytes = pad * (type == TKVI_AS_F32 ? 4 : 2);
-    int t, i;
-    for (t = 0; t < n; t += 4) {
-        const uint8_t *k0 = src + t * bytes, *k1 = src + tkvi_min(t + 1, n - 1) * bytes;
-        const uint8_t *k2 = src + tkvi_min(t + 2, n - 1) * bytes, *k3 = src + tkvi_min(t + 3, n - 1) * bytes;
-        TKVI_ROWS4_(TKVI_NONE4_)
-        for (i = 0; i < pad; i += 4) {
-            tkvi_f4 y = tkvi_load_128(ref + i);
-            tkvi_f4 x0 = tkvi_sub_128(tkvi_load_values_128(type, k0, i), y);
-            tkvi_f4 x1 = tkvi_sub_128(tkvi_load_values_128(type, k1, i), y);
-            tkvi_f4 x2 = tkvi_sub_128(tkvi_load_values_128(type, k2, i), y);
-            tkvi_f4 x3 = tkvi_sub_128(tkvi_load_values_128(type, k3, i), y);
-            TKVI_ROWS4_(TKVI_MADD4_K_)
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
+        const uint8_t *k[4];
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
         }
-        TKVI_ROWS4_(TKVI_SAVE4_K_)
-    }
-}
-
-TKVI_FLAT_128 void tkvi_exact_v4_128(const tkvi_storage type, const int nr, const tkvi_side *s,
-                                     const uint8_t *src, const float *p, int n, float *out) {
-    const int pad = s->pad, bytes = pad * (type == TKVI_AS_F32 ? 4 : 2);
-    int t, i;
-    for (i = 0; i < pad; i += 16) {
-        const uint8_t *v = src;
-        float *o;
-        TKVI_ROWS4_(TKVI_NONE4_)
-        for (t = 0; t < n; t++, v += bytes) {
-            tkvi_f4 x0 = tkvi_load_values_128(type, v, i), x1 = tkvi_load_values_128(type, v, i + 4);
-            tkvi_f4 x2 = tkvi_load_values_128(type, v, i + 8), x3 = tkvi_load_values_128(type, v, i + 12), y;
-            TKVI_ROWS4_(TKVI_MADD4_V_)
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
-        TKVI_ROWS4_(TKVI_SAVE4_V_)
+        for (c = 0; c < pad; c += 16) {
+            TKVI_UNROLL
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= n) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {                      /* the score behind n can be of another row */
+                tkvi_vf_sum4(last, sum[r]);
+                memcpy(to, last, (size_t)tkvi_min(nt, n - t) * sizeof *to);
+            }
+        }
     }
 }
 
-#define TKVI_EXACT_128_(t, type)                                                                             \
-    static void tkvi_##t##_k_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *q, const float *ref, int rows, int n, int n_limbs,             \
-                                 float *scores) {                                                            \
-        int r, pass;                                                                                         \
-        (void)next;                                                                                          \
-        (void)n_limbs;                                                                                       \
-        if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));                  \
-        for (r = 0; r < rows; r += pass, q += pass * s->pad, scores += pass * TKVI_BLOCK) {                  \
-            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
-            if (pass == 4) tkvi_exact_k4_128(type, 4, s, src, q, ref, n, scores);                            \
-            else if (pass == 2) tkvi_exact_k4_128(type, 2, s, src, q, ref, n, scores);                       \
-            else tkvi_exact_k4_128(type, 1, s, src, q, ref, n, scores);                                      \
-        }                                                                                                    \
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
+        }
+    }
+}
+
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
     }                                                                                                        \
-    static void tkvi_##t##_v_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *p, int rows, int n, int n_limbs, float *out) {                 \
-        int r, pass;                                                                                         \
-        (void)next;                                                                                          \
-        (void)n_limbs;                                                                                       \
-        for (r = 0; r < rows; r += pass, p += pass * TKVI_BLOCK, out += pass * s->pad) {                     \
-            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
-            if (pass == 4) tkvi_exact_v4_128(type, 4, s, src, p, n, out);                                    \
-            else if (pass == 2) tkvi_exact_v4_128(type, 2, s, src, p, n, out);                               \
-            else tkvi_exact_v4_128(type, 1, s, src, p, n, out);                                              \
-        }                                                                                                    \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
     }
-TKVI_EXACT_128_(f32, TKVI_AS_F32)
-TKVI_EXACT_128_(f16, TKVI_AS_F16)
-TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
-#undef TKVI_EXACT_128_
-#undef TKVI_ROWS4_
-#undef TKVI_NONE4_
-#undef TKVI_MADD4_
-#undef TKVI_MADD4_K_
-#undef TKVI_MADD4_V_
-#undef TKVI_SAVE4_K_
-#undef TKVI_SAVE4_V_
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
 
-/* Scores of up to 4 rows. */
-static void tkvi_exact_rows_k_128(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
-                                  const float *ref, int left, int n, float *scores) {
-    (void)ahead;
-    if (left >= 4) tkvi_exact_k4_128(TKVI_AS_F32, 4, s, src, q, ref, n, scores);
-    else
-        for (; left > 0; left--, q += s->pad, scores += TKVI_BLOCK)
-            tkvi_exact_k4_128(TKVI_AS_F32, 1, s, src, q, ref, n, scores);
+/* Scores of the first min(left, 4) rows. */
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
 }
-#define tkvi_exact_v_128 tkvi_f32_v_128
+
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    int r;
+    (void)n_limbs;
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
+}
+
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
+    (void)n_limbs;
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
+}
+
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
+        }
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
+    }
+    return seen;
+}
+/* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/code_rows.inc ======== */
 /*
  * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
@@ -16818,16 +17206,12 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 }
 /* ======== kernels/vectors_128.h ======== */
 
-static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
-}
-
 static const tkvi_kernels tkvi_kernels_128 = {
     TKVI_ISA_128,
     TKVI_NAME_128,
-    {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128,
+    {tkvi_exact_k_128, tkvi_exact_k_128, tkvi_exact_k_128, tkvi_tiles_k_128,
      TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_128)},
-    {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128,
+    {tkvi_exact_v_128, tkvi_exact_v_128, tkvi_exact_v_128, tkvi_tiles_v_128,
      TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_128)},
     &tkvi_simd_ops_128,
     tkvi_exp64_128,
@@ -16856,6 +17240,14 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -16881,6 +17273,9 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -16897,6 +17292,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -16962,10 +17358,8 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_xor
 #undef tkvi_vf_load_first
 #undef tkvi_vf_store_first
-#undef tkvi_vf_max_across
 #undef tkvi_vf_hide
 #undef tkvi_vf_butterflies
-#undef tkvi_vf_load_f16
 #undef tkvi_vf_store_f16
 #undef tkvi_vi_load_i8
 #undef tkvi_vb_add
@@ -17032,6 +17426,10 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vi_mul_right
 #undef tkvi_vb_gather4
 #undef tkvi_vb_transpose4
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
+#undef tkvi_vf_load_finite_f16
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */

@@ -45,6 +45,13 @@ TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return vrndnq_f32(x); } /* ties to even */
+
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    return vfmaq_f32(vfmaq_f32(vnegq_f32(n), x, vdupq_n_f32(1.44269502f)), x, vdupq_n_f32(1.92596299e-8f));
+}
+
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
@@ -95,6 +102,7 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
 
 /* Four signed bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
@@ -280,6 +288,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 
 /* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
  * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
+#define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
 #define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))

@@ -80,25 +80,16 @@ typedef struct tkvi_kernels {
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
 } tkvi_kernels;
 
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are operations of a vocabulary. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
+
 #define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
-
-static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
-                             const float *s, int rows, float *m, float *sum, float *p) {
-    int r, seen = 0;
-    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
-        float most = max64(s);
-        sum[r] = 0.0f;
-        if (TKVI_IS_HIDDEN(most)) {
-            memset(p, 0, TKVI_BLOCK * sizeof(float));
-            continue;
-        }
-        m[r] = most > m[r] ? most : m[r];
-        sum[r] = exp64(s, m[r], p);
-        seen++;
-    }
-    return seen;
-}
 
 /* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
  * weights. */
@@ -380,7 +371,19 @@ static float tkvi_max64_scalar(const float *s) {
 }
 
 static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+    int r, seen = 0;
+    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
+        float most = tkvi_max64_scalar(s);
+        sum[r] = 0.0f;
+        if (TKVI_IS_HIDDEN(most)) {
+            memset(p, 0, TKVI_BLOCK * sizeof(float));
+            continue;
+        }
+        m[r] = most > m[r] ? most : m[r];
+        sum[r] = tkvi_exp64_scalar(s, m[r], p);
+        seen++;
+    }
+    return seen;
 }
 
 static const tkvi_kernels tkvi_kernels_scalar = {

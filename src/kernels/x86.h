@@ -76,14 +76,6 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
 }
 #endif
 
-/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are intrinsics. */
-#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
-    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
-                        splat(5.550733743e-02f)),                                                            \
-                   r, splat(2.402224208e-01f)),                                                              \
-              r, splat(6.931469776e-01f)),                                                                   \
-         r, splat(1.0f))
-
 /* Hides from the compiler how x was computed. gcc treats intrinsics as plain arithmetic: it fuses products into sums,
  * and -ffast-math reorders sums. */
 #if defined(__GNUC__) || defined(__clang__)
