@@ -8746,13 +8746,13 @@ static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, tkvi_f16_l
 
 /* Adds the outliers of n tokens, from token `from` on. */
 static void tkvi_add_outliers(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
-    const int slots = r->s->slots;
+    const int slots = r->s->slots, dim = r->s->dim;
+    const uint8_t *slot = r->slots + 3 * from * slots;
+    const float *by = r->outlier + from * slots;
     int t, i;
-    for (t = from; t < from + n && r->slots; t++, x += stride)
-        for (i = t * slots; i < (t + 1) * slots; i++) {
-            const int c = r->slots[3 * i];
-            if (c < r->s->dim) x[c] += r->outlier[i];
-        }
+    for (t = 0; t < n; t++, x += stride)
+        for (i = 0; i < slots; i++, slot += 3, by++)
+            if (*slot < dim) x[*slot] += *by;
 }
 
 /* Position of the first token of the block, for RoPE. */
@@ -10515,7 +10515,7 @@ TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int
     else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
     else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
 #undef TKVI_CODES_
-    tkvi_add_outliers(r, from, n, x, stride);
+    if (r->slots) tkvi_add_outliers(r, from, n, x, stride);
 }
 
 /* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
@@ -12964,7 +12964,7 @@ TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int
     else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
     else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
 #undef TKVI_CODES_
-    tkvi_add_outliers(r, from, n, x, stride);
+    if (r->slots) tkvi_add_outliers(r, from, n, x, stride);
 }
 
 /* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
@@ -16366,7 +16366,7 @@ TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int
     else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
     else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
 #undef TKVI_CODES_
-    tkvi_add_outliers(r, from, n, x, stride);
+    if (r->slots) tkvi_add_outliers(r, from, n, x, stride);
 }
 
 /* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */

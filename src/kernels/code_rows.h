@@ -140,13 +140,13 @@ static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, tkvi_f16_l
 
 /* Adds the outliers of n tokens, from token `from` on. */
 static void tkvi_add_outliers(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
-    const int slots = r->s->slots;
+    const int slots = r->s->slots, dim = r->s->dim;
+    const uint8_t *slot = r->slots + 3 * from * slots;
+    const float *by = r->outlier + from * slots;
     int t, i;
-    for (t = from; t < from + n && r->slots; t++, x += stride)
-        for (i = t * slots; i < (t + 1) * slots; i++) {
-            const int c = r->slots[3 * i];
-            if (c < r->s->dim) x[c] += r->outlier[i];
-        }
+    for (t = 0; t < n; t++, x += stride)
+        for (i = 0; i < slots; i++, slot += 3, by++)
+            if (*slot < dim) x[*slot] += *by;
 }
 
 /* Position of the first token of the block, for RoPE. */
