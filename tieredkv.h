@@ -3218,7 +3218,7 @@ extern "C" {
 #define TKVI_HAS_STATES 1
 #endif
 
-/* Formats that attention decodes: any of them, and those that kernels/decode_x86.h reads. */
+/* Formats that attention decodes: any of them, and those that kernels/code_rows.h reads. */
 #define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
 #define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */
@@ -5213,7 +5213,7 @@ static void tkvi_set_member_int(void *base, size_t offset, int x) {
  *                     meta; decode is tkvi_decode_tiles.
  *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
  *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
- *                     kernels/decode_x86.h is faster than decode, for the formats that it supports.
+ *                     kernels/code_rows.h is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.
@@ -5256,7 +5256,10 @@ typedef struct tkvi_simd_ops {
     /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
     void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                           uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder decode_tiles;                    /* formats/tiles.h */
+    tkvi_decoder decode_tiles; /* formats/tiles.h */
+    /* Formats stored by tokens. Returns 0 for a side that it does not support. NULL: supports none. */
+    int (*decode_rows)(const struct tkvi_side *s, const struct tkvi_simd_ops *ops, const uint8_t *src,
+                       int first, int n, float *x, size_t stride);
     void (*turn_rows)(const tkvi_turned_rows *t); /* core/rope.h */
 } tkvi_simd_ops;
 
@@ -5283,6 +5286,11 @@ typedef struct tkvi_columns {
 /* Tokens t and t + 2 share 32 bits, so that one shift puts the codes of four tokens in order. */
 static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
+}
+
+static int tkvi_decode_rows(const struct tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                            int first, int n, float *x, size_t stride) {
+    return ops->decode_rows && ops->decode_rows(s, ops, src, first, n, x, stride);
 }
 
 static void tkvi_f16_to_f32_scalar(const uint8_t *src, int n, float *dst) {
@@ -6040,7 +6048,7 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
                                  int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;
     int bits = s->format->bits, per = 8 / bits, t, c, g;
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * row;
         float *y = x + (size_t)(t - first) * stride;
@@ -6636,7 +6644,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  *
  * tkv_encode_block has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the
  * block's minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones
- * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/decode_x86.h).
+ * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/code_rows.h).
  */
 #ifndef TKVI_FORMATS_KVQUANT_H
 #define TKVI_FORMATS_KVQUANT_H
@@ -6902,7 +6910,7 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t, known = tkvi_kvquant_ranges_of(s, src, &r);
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (t = first; t < first + n; t++, x += stride) {
         if (!known) {
             memset(x, 0, (size_t)s->dim * sizeof *x);
@@ -6920,7 +6928,7 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
     int t;
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (t = first; t < first + n; t++, x += stride) {
         const uint8_t *meta = src + s->code_bytes + 2 * t;
         float radius = tkvi_f16_at(meta), middle = tkvi_f16_at(meta + 2 * TKVI_BLOCK);
@@ -7349,7 +7357,7 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     tkvi_token_at at = tkvi_token_places(s);
     float level[256];
     int t, c;
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * at.row;
@@ -7511,6 +7519,7 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {tkvi_f16_to_f32_scalar,
                                                    tkvi_encode_v_tokens_scalar,
                                                    tkvi_encode_groups_scalar,
                                                    tkvi_decode_tiles_scalar,
+                                                   NULL,
                                                    TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 /* In the order of tkv_format. */
@@ -7798,14 +7807,6 @@ static void *tkvi_head_state(const tkvi_family_state *state, const tkvi_family *
 #define TKVI_UNROLL
 #endif
 
-/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd belong to an instruction set. */
-#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
-    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
-                        splat(5.550733743e-02f)),                                                            \
-                   r, splat(2.402224208e-01f)),                                                              \
-              r, splat(6.931469776e-01f)),                                                                   \
-         r, splat(1.0f))
-
 /* Keeps a compiler from holding the memory at p in registers from here on. */
 #if defined(__GNUC__) || defined(__clang__)
 #define tkvi_forget_memory(p) __asm__ volatile("" : : "r"(p) : "memory")
@@ -7854,25 +7855,16 @@ typedef struct tkvi_kernels {
     const struct tkvi_prefill *prefill; /* kernels for many rows, or NULL */
 } tkvi_kernels;
 
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are operations of a vocabulary. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
+
 #define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
-
-static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
-                             const float *s, int rows, float *m, float *sum, float *p) {
-    int r, seen = 0;
-    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
-        float most = max64(s);
-        sum[r] = 0.0f;
-        if (TKVI_IS_HIDDEN(most)) {
-            memset(p, 0, TKVI_BLOCK * sizeof(float));
-            continue;
-        }
-        m[r] = most > m[r] ? most : m[r];
-        sum[r] = exp64(s, m[r], p);
-        seen++;
-    }
-    return seen;
-}
 
 /* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
  * weights. */
@@ -8079,7 +8071,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/decode_x86.h). */
+/* >>decoded: any format, through its decode function only. Kernels fall back to it (kernels/code_rows.inc). */
 #define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
 
 /* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */
@@ -8154,7 +8146,19 @@ static float tkvi_max64_scalar(const float *s) {
 }
 
 static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+    int r, seen = 0;
+    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
+        float most = tkvi_max64_scalar(s);
+        sum[r] = 0.0f;
+        if (TKVI_IS_HIDDEN(most)) {
+            memset(p, 0, TKVI_BLOCK * sizeof(float));
+            continue;
+        }
+        m[r] = most > m[r] ? most : m[r];
+        sum[r] = tkvi_exp64_scalar(s, m[r], p);
+        seen++;
+    }
+    return seen;
 }
 
 static const tkvi_kernels tkvi_kernels_scalar = {
@@ -8372,6 +8376,51 @@ TKVI_FLAT_AVX2 __m256 tkvi_butterflies_avx2(__m256 x) {
     return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
 }
 
+TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes8_avx2(const uint8_t *p) {
+    return _mm_loadl_epi64((const __m128i *)(const void *)p);
+}
+
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_e4m3_avx2(const uint8_t *p) {
+    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(tkvi_load_bytes8_avx2(p)), 8), 1);
+    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
+    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_load_table_floats_avx2(const float *level, const uint8_t *p, int bits) {
+    const __m256i step =
+        _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
+    const __m256i x = _mm256_srlv_epi32(_mm256_set1_epi32(tkvi_load_int_x86(p)), step);
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(level), x); /* uses 3 bits of x */
+    if (bits < 4) return low;
+    return _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(_mm256_loadu_ps(level + 8), x),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_load_twice_avx2(const float *p) {
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
+                                    _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+}
+
+/* n: 1 .. 63 */
+TKVI_FLAT_AVX2 __m256i tkvi_mul_right_avx2(__m256i a, __m256i b, const int n) {
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), n);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+    return _mm256_blend_epi32(even, n > 32 ? _mm256_srli_epi64(odd, n - 32) : _mm256_slli_epi64(odd, 32 - n),
+                              0xaa);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(tkvi_load_bytes16_avx2(p)),
+                                   tkvi_load_bytes16_avx2(p + distance), 1);
+}
+
 TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -8484,6 +8533,42 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
 }
 
+TKVI_FLAT_AVX512 __m512 tkvi_load_e4m3_avx512(const uint8_t *p) {
+    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(p)), 8), 1);
+    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
+    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
+}
+
+/* Reads 16 bytes. Picks the two bytes that hold a code, and shifts them. */
+TKVI_FLAT_AVX512 __m512 tkvi_load_table_floats_avx512(const float *level, const uint8_t *p, int bits) {
+    const __m512i bit = _mm512_mullo_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(bits));
+    const __m512i at = _mm512_mullo_epi32(_mm512_srli_epi32(bit, 3), _mm512_set1_epi32(0x0101));
+    const __m512i pick = _mm512_add_epi32(at, _mm512_set1_epi32((int32_t)0x80800100u));
+    const __m512i x = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(tkvi_load_bytes16_avx2(p)), pick);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, _mm512_and_si512(bit, _mm512_set1_epi32(7))),
+                                 _mm512_loadu_ps(level)); /* uses 4 bits of the index */
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_load_twice_avx512(const float *p) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+                                 _mm512_castps256_ps512(_mm256_loadu_ps(p)));
+}
+
+/* n: 1 .. 63 */
+TKVI_FLAT_AVX512 __m512i tkvi_mul_right_avx512(__m512i a, __m512i b, const int n) {
+    const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(a, b), (unsigned char)n);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+    return _mm512_mask_mov_epi32(even, 0xaaaa,
+                                 n > 32 ? _mm512_srli_epi64(odd, (unsigned char)(n - 32))
+                                        : _mm512_slli_epi64(odd, (unsigned char)(32 - n)));
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(tkvi_load_parts_avx2(p, distance)),
+                              tkvi_load_parts_avx2(p + 2 * distance, distance), 1);
+}
+
 /* Horizontal sums and maxima of four vectors. */
 TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
     __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
@@ -8585,33 +8670,23 @@ TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_SIMD_X86_H */
-/* ======== kernels/decode_x86.h ======== */
+/* ======== kernels/code_rows.h ======== */
 /*
- * kernels/decode_x86.h - attention on TKVI_AS_DECODED formats on x86. Codes become levels in registers, so tokens
- * need no decode function. kernels/avx2.h and kernels/avx512.h have the loops.
+ * kernels/code_rows.h - rows of codes: the formats stored by tokens (TKVI_AS_DECODED) as kernels/code_rows.inc reads
+ * them. This part has no vectors. It locates codes, levels and scales of a side:
  *
- * This file locates codes, levels and scales of a side:
+ *     x[c] = level[code[c]] * scale                        formats of formats/token.h, per token
+ *     x[c] = level[code[c]] * scale + zero + outliers      KVQUANT (K: per channel; V: per token), SUBSPACE (per token)
  *
- *     x[c] = level[code[c]] * scale + zero     scale, zero: per channel (keys of KVQuant), or per token. Scales per
- *                                              token can also differ between groups of 2^shift channels.
- *
- * It also moves the options of a format from the tokens to the query, which costs less:
- *     center    q.(y + mean) = q.y + q.mean
- *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
- *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
- *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
- *     outliers  Outliers of K are added to the decoded keys, those of V to the output.
- *
- * q.ref is subtracted last. The rounding of a large q.ref, 1e-7 of it, is far below the error of these formats.
- * Sums have another order than in decode. So attention agrees with decode within rounding, not bit by bit.
- *
- * Channels come in vectors of 16. With RoPE, vectors 2i and 2i + 1 hold the partners of 16 pairs.
+ * Scales and zeros per token can differ between parts of 2^shift channels.
  */
-#ifndef TKVI_KERNELS_DECODE_X86_H
-#define TKVI_KERNELS_DECODE_X86_H
+#ifndef TKVI_KERNELS_CODE_ROWS_H
+#define TKVI_KERNELS_CODE_ROWS_H
 
 
-#ifdef TKVI_X86
+#define TKVI_MAX_PARTS (TKV_MAX_HEAD_DIM / 16) /* scales of a token */
+
+typedef void (*tkvi_f16_loader)(const uint8_t *src, int n, float *dst); /* as in tkvi_simd_ops */
 
 typedef enum tkvi_code_kind {
     TKVI_CODES_TABLE, /* 2 to 4 bits, with a table of levels */
@@ -8620,1992 +8695,139 @@ typedef enum tkvi_code_kind {
     TKVI_CODES_E5M2
 } tkvi_code_kind;
 
+typedef enum tkvi_code_scales {
+    TKVI_SCALE_BY_TOKEN, /* no zeros */
+    TKVI_LINE_BY_TOKEN,
+    TKVI_LINE_BY_CHANNEL
+} tkvi_code_scales;
+
 /* A side as rows of codes. */
 typedef struct tkvi_code_rows {
     const tkvi_side *s;
-    const tkvi_rope *rope;
-    const uint8_t *codes, *slots; /* slots: outliers of KVQuant, or NULL */
-    size_t row_bytes;             /* codes of one token */
-    /* by_channel 1: scale[c] and zero[c]. 0: scale[token * scales_per_token + (channel >> shift)] and zero[token]. */
-    int bits, by_channel, shift, scales_per_token;
+    const uint8_t *codes;
+    size_t row_bytes; /* codes of one token */
     tkvi_code_kind kind;
-    const uint8_t *
-        factors; /* E4M3, of 16 channels each, to be multiplied into scale: [token][scales_per_token]; or NULL */
-    uintptr_t ahead;
-    int n_vectors, n_partners;                /* the first n_partners vectors hold RoPE partners */
-    int vector_at[TKV_MAX_HEAD_DIM / 16 + 2]; /* byte of a row where the codes of a vector begin */
-    TKVI_ALIGNED float level[16];
-    TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_GROUPS * 2], zero[TKV_MAX_HEAD_DIM + 32];
+    tkvi_code_scales scales;
+    int bits, shift, parts; /* BY_TOKEN: scale[token * parts + (channel >> shift)], zero alike */
+    const uint8_t
+        *slots; /* of outliers, [64][s->slots], 3 bytes each (formats/kvquant.h); NULL: there are none */
+    const uint8_t *means;   /* fp16, [dim], to be added after the rotation back; NULL: none */
+    const uint8_t *factors; /* E4M3, [64][parts], scale is factor * zero[token]; NULL: none */
+    int rotated;
+    uintptr_t ahead; /* see tkvi_prefetch */
+    TKVI_ALIGNED float level[16], outlier[TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_PARTS + 16],
+        zero[TKVI_BLOCK * TKVI_MAX_PARTS]; /* + 16: slack */
 } tkvi_code_rows;
 
-#define TKVI_VECTOR_FLOATS (TKV_MAX_HEAD_DIM + 32) /* largest size of a row in vector order */
-
 /* Repeats the 2^bits levels, so that higher bits of an index make no difference. */
-static void tkvi_set_level_table(tkvi_code_rows *r, const float *level, int bits) {
+static void tkvi_set_levels(tkvi_code_rows *r, const float *level) {
     int i;
-    for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << bits) - 1)];
+    for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << r->bits) - 1)];
 }
 
-static int tkvi_open_token_rows(tkvi_code_rows *r, const uint8_t *src, const tkvi_simd_ops *ops) {
+static int tkvi_open_token_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     const tkvi_side *s = r->s;
     const tkvi_token_at at = tkvi_token_places(s);
     float level[16];
     int c;
-    r->row_bytes = at.row;
     r->bits = s->grid->bits;
-    r->scales_per_token = s->groups;
-    r->shift = s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
+    r->parts = at.parts ? at.parts : s->groups;
+    r->shift = at.parts ? 4 : s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
+    r->rotated = s->rotate;
+    if (s->center) r->means = r->codes + at.mean;
+    if (at.parts) r->factors = r->codes + at.part;
+    load(r->codes + at.scale, TKVI_BLOCK * s->groups, at.parts ? r->zero : r->scale);
     if (r->bits == 4) {
         for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
-        tkvi_set_level_table(r, level, 4);
+        tkvi_set_levels(r, level);
     } else {
         r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
                   : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
                                                : TKVI_CODES_E5M2;
     }
-    if (at.parts) {
-        r->factors = src + at.part;
-        r->scales_per_token = at.parts;
-        r->shift = 4;
-    }
-    ops->f16_to_f32(src + at.scale, TKVI_BLOCK * s->groups, r->scale);
     return 1;
 }
 
-/* Locates the vectors in a row of codes. Returns 0 if a vector does not begin at a whole byte. */
-static int tkvi_place_vectors(tkvi_code_rows *r) {
-    const tkvi_rope *rope = r->rope;
-    int c = 0, n = 0, i;
-    if (rope) {
-        for (i = 0; i < rope->pairs; i += 16) {
-            r->vector_at[n++] = i * rope->step * r->bits / 8;
-            r->vector_at[n++] = (rope->step == 2 ? 2 * i : i + rope->apart) * r->bits / 8;
-        }
-        c = 2 * rope->pairs;
-        if ((rope->step == 1 && rope->pairs * r->bits % 8) || (c < r->s->dim && c % 8)) return 0;
-    }
-    r->n_partners = n;
-    for (; c < r->s->dim; c += 16) r->vector_at[n++] = c * r->bits / 8;
-    r->n_vectors = n;
+static int tkvi_open_subspace_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
+    const tkvi_side *s = r->s;
+    const int n = TKVI_BLOCK * s->groups, width = s->dim / s->groups;
+    int c;
+    if (width % 16 || (width & (width - 1)) || width * s->groups != s->dim) return 0;
+    for (c = 0; c < 16; c++) r->level[c] = (float)(c & ((1 << r->bits) - 1));
+    r->scales = TKVI_LINE_BY_TOKEN;
+    r->parts = s->groups;
+    r->shift = tkvi_log2_floor(width);
+    r->rotated = 1;
+    load(r->codes + s->code_bytes, n, r->scale);
+    load(r->codes + s->code_bytes + 2 * n, n, r->zero);
     return 1;
 }
 
-/* Sorts channels into the order of the vectors. Lanes without a channel get 0. */
-static void tkvi_sort_by_vector(const tkvi_code_rows *r, const float *from, float *to) {
-    const tkvi_rope *rope = r->rope;
-    const int dim = r->s->dim;
-    int i, j, c = 0;
-    if (16 * r->n_vectors > dim) memset(to, 0, (size_t)(16 * r->n_vectors) * sizeof *to);
-    if (rope) {
-        for (i = 0; i < rope->pairs; i += 16, to += 32) {
-            const int n = tkvi_min(16, rope->pairs - i);
-            if (rope->step == 1 && n == 16) {
-                memcpy(to, from + i, 16 * sizeof *to);
-                memcpy(to + 16, from + i + rope->apart, 16 * sizeof *to);
-                continue;
-            }
-            for (j = 0; j < n; j++) {
-                to[j] = from[(i + j) * rope->step];
-                to[16 + j] = from[(i + j) * rope->step + rope->apart];
-            }
-        }
-        c = 2 * rope->pairs;
-    }
-    memcpy(to, from + c, (size_t)(dim - c) * sizeof *to);
-}
-
-/* Prepares reading of a side. Returns 0 if this file does not support it. */
-static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                               const tkvi_simd_ops *ops) {
+static int tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
+    const tkvi_side *s = r->s;
+    const uint8_t *slot = r->codes + tkvi_kvquant_places(s).slot;
+    uint8_t outlier[2 * TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
     tkvi_kvquant_ranges own;
     tkvi_book standard;
-    r->s = s;
-    r->rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
-    r->codes = src;
-    r->ahead = tkvi_prefetch_distance(src, next);
-    r->slots = r->factors = NULL;
-    r->kind = TKVI_CODES_TABLE;
-    r->by_channel = r->scales_per_token = r->shift = 0;
-    if (TKVI_HAS_TOKEN_FORMATS && s->grid) return tkvi_open_token_rows(r, src, ops) && tkvi_place_vectors(r);
-    if (!TKVI_HAS_KVQUANT || s->format->side[s->which].layout != tkvi_kvquant_layout) return 0;
-    r->row_bytes = tkvi_kvquant_places(s).row;
-    r->bits = s->format->bits;
-    if (!tkvi_place_vectors(r)) return 0;
-    if (s->slots) r->slots = src + tkvi_kvquant_places(s).slot;
-    tkvi_set_level_table(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)), r->bits);
-    r->by_channel = s->which == TKV_K;
-    if (r->by_channel) {
-        if (!tkvi_kvquant_ranges_of(s, src, &own)) return 0;
-        tkvi_sort_by_vector(r, own.radius, r->scale);
-        tkvi_sort_by_vector(r, own.middle, r->zero);
-    } else {
-        r->scales_per_token = 1;
-        r->shift = 8;
-        ops->f16_to_f32(src + s->code_bytes, TKVI_BLOCK, r->scale);
-        ops->f16_to_f32(src + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
+    int i;
+    tkvi_set_levels(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)));
+    r->slots = s->slots ? slot : NULL;
+    for (i = 0; i < TKVI_BLOCK * s->slots; i++) memcpy(outlier + 2 * i, slot + 3 * i + 1, 2);
+    load(outlier, TKVI_BLOCK * s->slots, r->outlier);
+    r->scales = s->which == TKV_K ? TKVI_LINE_BY_CHANNEL : TKVI_LINE_BY_TOKEN;
+    if (s->which == TKV_V) {
+        load(r->codes + s->code_bytes, TKVI_BLOCK, r->scale);
+        load(r->codes + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
+        return 1;
     }
+    if (!tkvi_kvquant_ranges_of(s, r->codes, &own)) return 0;
+    memset(r->scale, 0, (size_t)s->pad * sizeof(float));
+    memset(r->zero, 0, (size_t)s->pad * sizeof(float));
+    memcpy(r->scale, own.radius, (size_t)s->dim * sizeof(float));
+    memcpy(r->zero, own.middle, (size_t)s->dim * sizeof(float));
     return 1;
 }
 
-/* Prefetches the bytes of the next record that correspond to token t of this one. */
-TKVI_FLAT void tkvi_prefetch_code_row(const tkvi_code_rows *r, int t) {
-    const tkvi_side *s = r->s;
-    tkvi_prefetch_bytes(r->codes + (size_t)t * r->row_bytes, (int)r->row_bytes, r->ahead);
-    if (t % 4 == 0 && (size_t)(16 * t) < s->meta_bytes)
-        tkvi_prefetch(r->codes + s->code_bytes + 16 * t, r->ahead);
+/* Prepares reading of a side. Returns 0 if kernels/code_rows.inc does not support it: its decode function must do. */
+static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, tkvi_f16_loader load,
+                               const uint8_t *src, uintptr_t ahead) {
+    r->s = s;
+    r->codes = src;
+    r->row_bytes = s->code_bytes / TKVI_BLOCK;
+    r->kind = TKVI_CODES_TABLE;
+    r->scales = TKVI_SCALE_BY_TOKEN;
+    r->bits = s->format->bits;
+    r->parts = 1;
+    r->shift = 8;
+    r->slots = r->means = r->factors = NULL;
+    r->rotated = 0;
+    r->ahead = ahead;
+    if (s->dim < 16) return 0;
+    if (TKVI_HAS_TOKEN_FORMATS && s->grid) return tkvi_open_token_rows(r, load);
+    if (TKVI_HAS_SUBSPACE && s->format->side[s->which].layout == tkvi_subspace_layout)
+        return tkvi_open_subspace_rows(r, load);
+    return TKVI_HAS_KVQUANT && tkvi_open_kvquant_rows(r, load);
 }
 
-/* plain: out, a float side for rows in vector order, to be passed to kernels of the exact tiers. */
-static void tkvi_make_scratch_side(const tkvi_code_rows *r, tkvi_side *plain) {
-    *plain = *r->s;
-    plain->format = &tkvi_formats[TKV_F32];
-    plain->pad = (int16_t)(16 * r->n_vectors);
+/* Adds the outliers of n tokens, from token `from` on. */
+static void tkvi_add_outliers(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
+    const int slots = r->s->slots, dim = r->s->dim;
+    const uint8_t *slot = r->slots + 3 * from * slots;
+    const float *by = r->outlier + from * slots;
+    int t, i;
+    for (t = 0; t < n; t++, x += stride)
+        for (i = 0; i < slots; i++, slot += 3, by++)
+            if (*slot < dim) x[*slot] += *by;
 }
 
-TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    return x;
+/* Position of the first token of the block, for RoPE. */
+static int64_t tkvi_code_rows_start(const tkvi_code_rows *r) {
+    const uint32_t start = tkvi_load32(r->codes + r->s->code_bytes);
+    return start < 0x80000000u ? (int64_t)start : (int64_t)start - ((int64_t)1 << 32);
 }
 
-/* Cosines and sines of RoPE for the block's first key. As tkvi_cos_sin, but in floats, with an error of 1e-7. */
-static TKVI_TARGET_AVX2 void tkvi_rope_start_angles(const tkvi_code_rows *r, float *cosine, float *sine) {
-    const uint64_t start = (uint64_t)(int64_t)tkvi_load_int_x86(r->codes + r->s->code_bytes);
-    const __m256i one = _mm256_set1_epi32(1);
-    TKVI_ALIGNED int32_t angle[TKV_MAX_HEAD_DIM / 2];
-    int j;
-    for (j = 0; j < r->rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(start * r->rope->frequency[j] >> 32);
-    for (; j % 16 != 0; j++) angle[j] = 0; /* vectors of 16 are read, and must hold no NaN */
-    for (j = 0; j < tkvi_round_up(r->rope->pairs, 16); j += 8) {
-        const __m256i p = _mm256_load_si256((const __m256i *)(const void *)(angle + j));
-        const __m256i quarter = _mm256_srai_epi32(_mm256_add_epi32(p, _mm256_set1_epi32(0x20000000)), 30);
-        const __m256 x =
-            _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(p, _mm256_slli_epi32(quarter, 30))),
-                          _mm256_set1_ps(1.46291808e-9f)); /* 2 pi / 2^32 */
-        const __m256 z = _mm256_mul_ps(x, x);
-        __m256 s = _mm256_fmadd_ps(_mm256_set1_ps(-1.95152960e-4f), z, _mm256_set1_ps(8.33216087e-3f));
-        __m256 c = _mm256_fmadd_ps(_mm256_set1_ps(2.44331571e-5f), z, _mm256_set1_ps(-1.38873163e-3f)), swap,
-               y;
-        s = _mm256_fmadd_ps(s, z, _mm256_set1_ps(-1.66666546e-1f));
-        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(4.16666457e-2f));
-        s = _mm256_fmadd_ps(_mm256_mul_ps(s, z), x, x);
-        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(-0.5f));
-        c = _mm256_fmadd_ps(c, z, _mm256_set1_ps(1.0f));
-        swap = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(quarter, one), one));
-        y = _mm256_blendv_ps(s, c, swap); /* in the next quarter, sine is cosine and cosine is -sine */
-        c = _mm256_blendv_ps(c, s, swap);
-        s = _mm256_xor_ps(y, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(quarter, 1), 31)));
-        c = _mm256_xor_ps(c, _mm256_castsi256_ps(_mm256_slli_epi32(
-                                 _mm256_srli_epi32(_mm256_add_epi32(quarter, one), 1), 31)));
-        _mm256_storeu_ps(cosine + j, c);
-        _mm256_storeu_ps(sine + j, s);
-    }
-}
-
-/* to: out, the queries in the order of the vectors, [row][16 * n_vectors]. less: out, q.(ref - mean) of each row, to
- * be subtracted from its scores. */
-static void tkvi_place_queries(const tkvi_code_rows *r, const float *q, const float *ref, int rows, float *to,
-                               float *less) {
-    const tkvi_side *s = r->s;
-    float plain[TKV_MAX_HEAD_DIM];
-    int i, c;
-    memcpy(plain, ref, (size_t)s->pad * sizeof(float));
-    if (s->grid && s->center)
-        for (c = 0; c < s->dim; c++) plain[c] -= tkvi_f16_at(r->codes + tkvi_token_places(s).mean + 2 * c);
-    for (i = 0; i < rows; i++) less[i] = tkvi_float_dot(q + i * s->pad, plain, s->pad);
-    for (i = 0; i < rows; i++) {
-        memcpy(plain, q + i * s->pad, (size_t)s->pad * sizeof(float));
-        if (s->grid && s->rotate) tkvi_rotate(plain, s->dim);
-        tkvi_sort_by_vector(r, plain, to + 16 * i * r->n_vectors);
-    }
-}
-
-/* Position of channel c in the order of the vectors. */
-TKVI_FLAT int tkvi_vector_place(const tkvi_code_rows *r, int c) {
-    const tkvi_rope *rope = r->rope;
-    int second, pair;
-    if (!rope) return c;
-    if (c >= 2 * rope->pairs) return c - 2 * rope->pairs + 16 * r->n_partners;
-    second = rope->step == 2 ? c & 1 : c >= rope->apart;
-    pair = rope->step == 2 ? c >> 1 : c - (second ? rope->apart : 0);
-    return pair / 16 * 32 + pair % 16 + 16 * second;
-}
-
-TKVI_FLAT_AVX2 float tkvi_f16_x86(const uint8_t *p) {
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((int)tkvi_load16(p))));
-}
-
-/* Adds the outliers of n keys to rows of 16 * n_vectors floats. where: out, their places. Returns their number. */
-static TKVI_TARGET_AVX2 int tkvi_scatter_outliers_k(const tkvi_code_rows *r, int from, int n, float *more,
-                                                    float **where) {
-    const uint8_t *p = r->slots + 3 * from * r->s->slots;
-    int t, i, count = 0;
-    for (t = 0; t < n; t++, more += 16 * r->n_vectors)
-        for (i = 0; i < r->s->slots; i++, p += 3)
-            if (p[0] < r->s->dim) {
-                where[count] = more + tkvi_vector_place(r, p[0]);
-                *where[count++] += tkvi_f16_x86(p + 1);
-            }
-    return count;
-}
-
-static TKVI_TARGET_AVX2 void tkvi_add_outliers_v(const tkvi_code_rows *r, const float *p, int rows, int n,
-                                                 float *out) {
-    const uint8_t *at = r->slots;
-    int t, i, k;
-    for (t = 0; t < n; t++)
-        for (i = 0; i < r->s->slots; i++, at += 3) {
-            const float x = tkvi_f16_x86(at + 1);
-            if (at[0] >= r->s->dim) continue;
-            for (k = 0; k < rows; k++) out[k * r->s->pad + at[0]] += p[k * TKVI_BLOCK + t] * x;
-        }
-}
-
-#endif /* TKVI_X86 */
-
-#endif /* TKVI_KERNELS_DECODE_X86_H */
-/* ======== kernels/values_x86.h ======== */
-/*
- * kernels/values_x86.h - decodes a side of tiles to floats with AVX2 or AVX-512. The results have the same bits as
- * those of formats/tiles.h.
- *
- * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
- * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
- * back, as in core/rotate.h.
- *
- *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
- *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
- *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
- *
- * Sorting for K stays within 16 bytes. So a column does not have its tokens in order: byte 16 k + 4 p + j is token
- * 16 p + 4 k + j.
- *
- * Calls kernels/simd_x86.h.
- */
-#ifndef TKVI_KERNELS_VALUES_X86_H
-#define TKVI_KERNELS_VALUES_X86_H
-
-
-#ifdef TKVI_X86
-
-/* ======== kernels/simd_avx2.inc ======== */
-/*
- * kernels/simd_avx2.inc - the vector vocabulary for AVX2, FMA and F16C (Haswell, Zen and later). kernels/simd_end.inc
- * ends it. The templates kernels/ *.inc are kernels in this vocabulary.
- *
- * Types: tkvi_vf, 8 floats; tkvi_vi, 8 integers of 32 bits; tkvi_vb, 32 bytes.
- *
- * Products of codes: one-limb sums have 16 bits. vpmaddubsw adds two products, and a few such sums fit. Then they are
- * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
- */
-#define TKVI_N(name) tkvi_##name##_avx2
-#define TKVI_SHARED(name) tkvi_##name##_avx2
-#define TKVI_OP TKVI_FLAT_AVX2
-#define TKVI_KERNEL static TKVI_TARGET_AVX2
-
-#define tkvi_vf __m256
-#define tkvi_vi __m256i
-#define tkvi_vb __m256i
-#define TKVI_VF 8  /* floats in a vector */
-#define TKVI_VB 32 /* bytes in a vector */
-
-/* >>floats */
-#define tkvi_vf_load(p) _mm256_loadu_ps(p)
-#define tkvi_vf_store(p, x) _mm256_storeu_ps(p, x)
-#define tkvi_vf_splat(x) _mm256_set1_ps(x)
-#define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
-#define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
-#define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
-#define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
-#define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
-#define tkvi_vf_min(a, b) _mm256_min_ps(a, b)
-#define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
-#define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
-#define tkvi_vm __m256                        /* a mask of lanes */
-#define tkvi_vf_div(a, b) tkvi_div_avx2(a, b) /* also under -ffast-math the nearest float */
-#define tkvi_vf_sqrt(x) _mm256_sqrt_ps(x)
-#define tkvi_vf_gt(a, b) _mm256_cmp_ps(a, b, _CMP_GT_OQ)
-#define tkvi_vf_where(mask, x) _mm256_and_ps(x, mask) /* 0 elsewhere */
-#define tkvi_vm_any(mask) (_mm256_movemask_ps(mask) != 0)
-#define tkvi_vf_select(mask, x, y) _mm256_blendv_ps(y, x, mask)
-#define tkvi_vf_first(n, x, y)                                                                               \
-    _mm256_blendv_ps(y, x, _mm256_castsi256_ps(tkvi_lane_mask_avx2(n))) /* as tkvi_vi_first */
-#define tkvi_vf_of_bits(x) _mm256_castsi256_ps(x)
-#define tkvi_vf_load_first(p, n) _mm256_maskload_ps(p, tkvi_lane_mask_avx2(n)) /* 0 from lane n on; any n */
-#define tkvi_vf_store_first(p, x, n) tkvi_store_first_avx2(p, x, n)
-#define tkvi_vf_max_across(x) tkvi_max_avx2(x)
-#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)                /* hides how x was computed: no reordering, no FMA */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_avx2(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
-#define tkvi_vf_load_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
-#define tkvi_vf_store_f16(p, x)                                                                              \
-    _mm_storeu_si128((__m128i *)(void *)(p), _mm256_cvtps_ph(x, 0)) /* |x| <= 65504 */
-
-#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
-    _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)))
-#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
-#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
-
-/* >>integers */
-#define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
-#define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
-#define tkvi_vi_splat(x) _mm256_set1_epi32(x)
-#define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
-#define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
-#define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
-#define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
-#define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
-#define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
-#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx2(v))
-/* x in lanes i with i < n, else y */
-#define tkvi_vi_first(n, x, y)                                                                               \
-    _mm256_blendv_epi8(y, x,                                                                                 \
-                       _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
-#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx2(p, n) /* signed bytes; the first n, the others are 0 */
-#define tkvi_vi_or(a, b) _mm256_or_si256(a, b)
-#define tkvi_vi_and(a, b) _mm256_and_si256(a, b)
-#define tkvi_vi_right(x, n) _mm256_srli_epi32(x, n)
-#define tkvi_vi_mul(a, b) _mm256_mullo_epi32(a, b)
-#define tkvi_vi_min(a, b) _mm256_min_epi32(a, b)
-#define tkvi_vi_max(a, b) _mm256_max_epi32(a, b)
-#define tkvi_vi_count(x, a, b) _mm256_sub_epi32(x, _mm256_cmpgt_epi32(a, b)) /* x + (a > b) */
-#define tkvi_vi_select(mask, x, y)                                                                           \
-    _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(y), _mm256_castsi256_ps(x), mask))
-#define tkvi_vi_of_bits(x) _mm256_castps_si256(x)
-#define tkvi_vi_trunc(x) _mm256_cvttps_epi32(x)
-#define tkvi_vi_floor(x) _mm256_cvttps_epi32(_mm256_floor_ps(x))
-#define tkvi_vi_load_u8(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(p)))
-#define tkvi_vi_store_u8(p, v) tkvi_store_weights_avx2((int8_t *)(p), v, 0) /* 16 lanes as bytes */
-#define tkvi_vi_look_up8(table, x) _mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(table), x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_avx2(v) /* of four vectors, in each 16 bytes */
-#define tkvi_vi_pack4(v) /* four vectors to bytes: 16 bytes of four lanes, then of the next four */          \
-    _mm256_packus_epi16(_mm256_packs_epi32((v)[0], (v)[1]), _mm256_packs_epi32((v)[2], (v)[3]))
-#define tkvi_vi_scatter4(p, step, x) tkvi_scatter4_avx2(p, step, x) /* each 16 bytes, `step` bytes apart */
-
-/* >>16-bit halves of 32-bit lanes */
-#define tkvi_vh_splat(x) _mm256_set1_epi16((short)(x))
-#define tkvi_vh_add(a, b) _mm256_add_epi16(a, b)
-#define tkvi_vh_sub(a, b) _mm256_sub_epi16(a, b)
-#define tkvi_vh_min(a, b) _mm256_min_epi16(a, b)
-#define tkvi_vh_max(a, b) _mm256_max_epi16(a, b)
-#define tkvi_vh_pairs(a, b)                                                                                  \
-    _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa) /* lower halves of a and of b */
-#define tkvi_vh_pack(a, b) _mm256_packs_epi32(a, b)       /* two vectors of lanes as halves, in any order */
-#define tkvi_vh_first(x) _mm256_srai_epi32(_mm256_unpacklo_epi16(x, x), 16)  /* the lanes of a */
-#define tkvi_vh_second(x) _mm256_srai_epi32(_mm256_unpackhi_epi16(x, x), 16) /* the lanes of b */
-#define tkvi_vh_zip1(x, y)                                                                                   \
-    _mm256_unpacklo_epi16(x, y) /* of two such vectors: lanes of a with halves x and y */
-#define tkvi_vh_zip2(x, y) _mm256_unpackhi_epi16(x, y)
-#define tkvi_vh_cut(u, cut, by, top) /* as tkvi_cut_code */                                                  \
-    _mm256_min_epi16(                                                                                        \
-        _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
-#define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
-#define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
-#define TKVI_CUTS 1 /* ranges of K columns that are tried at once: their sums stay in registers */
-#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
-#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
-#define tkvi_vp __m256i /* sums of products */
-#define tkvi_vp_zero() _mm256_setzero_si256()
-#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
-#define tkvi_vp_total(x) (x)
-
-/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
-#define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
-#define tkvi_vb_scatter4(p, step, x) tkvi_scatter4_avx2(p, step, x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
-#define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
-#define tkvi_vb_or(a, b) _mm256_or_si256(a, b)
-#define tkvi_vb_left(x, n) _mm256_slli_epi16(x, n)
-#define tkvi_vb_right(x, n) _mm256_srli_epi16(x, n)
-/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields for a half: shifted right by
- * n, and by m more for the second half. */
-#define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
-#define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
-#define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
-#define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
-#define tkvi_vb_add(a, b) _mm256_add_epi8(a, b)
-#define tkvi_vb_where(a, b)                                                                                  \
-    _mm256_andnot_si256(_mm256_cmpeq_epi8(a, _mm256_setzero_si256()), b) /* b where a > 0 */
-/* Interleave the first or second halves of each 16 bytes, by bytes or by pairs. tkvi_vb_spread gives the order of words
- * with which the four results of zip and zip_pairs are in order. */
-#define tkvi_vb_zip1(a, b) _mm256_unpacklo_epi8(a, b)
-#define tkvi_vb_zip2(a, b) _mm256_unpackhi_epi8(a, b)
-#define tkvi_vb_zip1_pairs(a, b) _mm256_unpacklo_epi16(a, b)
-#define tkvi_vb_zip2_pairs(a, b) _mm256_unpackhi_epi16(a, b)
-#define tkvi_vb_spread(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
-
-/* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
-#define TKVI_V_PARTS 1  /* passes of a slab */
-#define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
-#define TKVI_K_PASSES 4
-#define TKVI_K_FIRST(pass) ((pass) / 2 * 2)   /* first plane of a pass */
-#define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
-#define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
-#define TKVI_V_SLABS 1                        /* slabs in a pass */
-#define TKVI_V_COLUMN(v, part) (32 * (v))
-#define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
-
-/* Weights of one limb: bytes, [row][position]. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 1)
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 0)
-
-/* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
-#if defined(__GNUC__) || defined(__clang__)
-#define tkvi_keep(sum) __asm__("" : "+x"(sum));
-#define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
-#else
-#define tkvi_keep(sum)
-#define tkvi_keep_pointer(p)
-#endif
-
-#define tkvi_sums __m256i
-#define tkvi_sums_zero() _mm256_setzero_si256()
-#define TKVI_SUM_MAX 32767   /* K */
-#define TKVI_V_SUM_MAX 65535 /* sums of V have no sign */
-#define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
-#define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
-#define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
-#define tkvi_widen_v(sum)                                                                                    \
-    _mm256_add_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(sum, 16))
-/* signed levels by unsigned weights up to 127 */
-#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
-    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, levels), _mm256_set1_epi16(1)))
-
-/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb __m256i /* weights, loaded */
-#define tkvi_wide_none() _mm256_setzero_si256()
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
-#define tkvi_wide_sums __m256i
-#define tkvi_wide_zero() _mm256_setzero_si256()
-#define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
-#define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
-#define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
-#define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
-#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
-    _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
-
-/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows. x: codes in memory. */
-#define tkvi_hide(sum) ((void)0)
-#define TKVI_ROW_VECTORS 2
-#define TKVI_ROW_TOKENS 4
-#define TKVI_ROWS_NEW(j) 1 /* 1: token j needs a vector of codes of its own */
-#define tkvi_rows_codes(x) _mm256_set1_epi32(*(x))
-#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_add_16_avx2(sum, _mm256_maddubs_epi16(codes, w))
-#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_add_16_avx2(sum, _mm256_maddubs_epi16(w, codes))
-#define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
-    tkvi_add_32_avx2(sum, _mm256_add_epi32(_mm256_madd_epi16(even, u), _mm256_madd_epi16(odd, v)))
-/* Weights of four channels or tokens, as the products take them. */
-#define tkvi_pack_rows_k(x) tkvi_pack_rows_avx2(x, 1)
-#define tkvi_pack_rows_v(x) tkvi_pack_rows_avx2(x, 0)
-#define tkvi_pack_rows_even(x) _mm256_blend_epi16((x)[0], _mm256_slli_epi32((x)[2], 16), 0xaa)
-#define tkvi_pack_rows_odd(x) _mm256_blend_epi16((x)[1], _mm256_slli_epi32((x)[3], 16), 0xaa)
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/codes.inc ======== */
-/*
- * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
- */
-/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
- * extracts a plane. Only for 3 bits `first` must be a constant. */
-TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
-                               int column, tkvi_vb *x) {
-    int p;
-    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
-    if (width == 8) {
-        TKVI_UNROLL
-        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
-    } else if (width >= 4) {
-        x[0] = tkvi_vb_load(at + 32 * first);
-        if (count > 2) x[1] = tkvi_vb_load(at + 64);
-    } else if (width >= 2) {
-        x[0] = tkvi_vb_load(at);
-        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
-    }
-    if (width == 6) x[2] = tkvi_vb_load(at + 128);
-    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
-    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
-    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
-    if (width == 3 && first + count > 2) {
-        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
-        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
-        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
-    }
-}
-
-/* Moves the bits at `from` of each byte to `to`, and clears the others. */
-TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
-    if (from > to) x = tkvi_vb_right(x, from - to);
-    if (to > from) x = tkvi_vb_left(x, to - from);
-    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
-}
-
-/* Codes of plane first + p of a tile that load_tile loaded. */
-TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
-    tkvi_vb c;
-    if (width == 8) return x[p];
-    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
-    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
-    if (width == 3) {
-        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
-        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
-        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
-    }
-    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
-    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
-    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
-    return c;
-}
-
-TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
-    tkvi_vb x[4];
-    int column, p;
-    for (column = 0; column < 64; column += TKVI_VB) {
-        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
-    }
-}
-
-/* As tkvi_unpack_tile. */
-TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
-    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
-    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
-    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
-    else TKVI_N(unpack_codes)(width, tile, code);
-}
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/rotate.inc ======== */
-/*
- * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
- * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
- */
-TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
-    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
-    tkvi_vf_hide(sum);
-    tkvi_vf_hide(difference);
-    *a = sum;
-    *b = difference;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
-}
-
-/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
-TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
-    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
-    return tkvi_vf_xor(x, tkvi_vf_load(flip));
-}
-
-/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
- * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
- * sizes returned. */
-TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
-                                 const int within, const int last) {
-    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = tkvi_vf_load(x + i * step);
-        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
-        if (within) v[i] = tkvi_vf_butterflies(v[i]);
-    }
-    if (n > 1) TKVI_N(stage)(v, 1, n);
-    if (n > 2) TKVI_N(stage)(v, 2, n);
-    if (n > 4) TKVI_N(stage)(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
-            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
-        }
-        tkvi_vf_store(y + i * step, v[i]);
-    }
-    return most;
-}
-
-/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
- * unrolls these. */
-#define TKVI_WITHIN_(name, n, last)                                                                          \
-    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
-                                             int end) {                                                      \
-        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
-            most = tkvi_vf_max(                                                                              \
-                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
-        return most;                                                                                         \
-    }
-#define TKVI_ACROSS_(n)                                                                                      \
-    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
-        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += TKVI_VF)                                                                   \
-            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
-        return most;                                                                                         \
-    }
-TKVI_WITHIN_(1, 1, 1)
-TKVI_WITHIN_(2, 2, 1)
-TKVI_WITHIN_(4, 4, 1)
-TKVI_WITHIN_(8, 8, 1)
-TKVI_WITHIN_(_first, 8, 0)
-TKVI_ACROSS_(2)
-#if TKVI_VF < 16
-TKVI_ACROSS_(4)
-#endif
-#if TKVI_VF < 8
-TKVI_ACROSS_(8)
-#endif
-
-/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
-TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    const int n = 1 << log2n, vectors = n / TKVI_VF;
-    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
-    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
-    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
-    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
-    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
-#if TKVI_VF < 8
-    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
-#endif
-#if TKVI_VF < 16
-    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
-#endif
-    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
-}
-
-/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
-TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
-    uint32_t sign[32];
-    int c, k;
-    for (c = 0; c < n; c += 32) {
-        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
-        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
-    }
-}
-
-TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
-    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
-    const tkvi_vf scale = tkvi_vf_splat(t->scale);
-    int i, r;
-    for (i = 0; i < t->n; i++) {
-        cosine[i] = t->cosine[t->pair[i]];
-        sine[i] = t->sine[t->pair[i]];
-    }
-    for (i = 0; i < t->n; i += TKVI_VF) {
-        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
-        for (r = 0; r <= t->n_rows; r++) {
-            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
-            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
-            tkvi_vf_hide(x);
-            tkvi_vf_hide(y);
-            x = tkvi_vf_add(x, y);
-            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
-            else tkvi_vf_store(t->last + i, x);
-        }
-    }
-}
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/simd_end.inc ======== */
-/* kernels/simd_end.inc - ends a vocabulary and its templates. */
-#undef TKVI_N
-#undef TKVI_OP
-#undef TKVI_KERNEL
-#undef tkvi_vf
-#undef tkvi_vi
-#undef tkvi_vb
-#undef TKVI_VF
-#undef TKVI_VB
-#undef tkvi_vf_load
-#undef tkvi_vf_store
-#undef tkvi_vf_splat
-#undef tkvi_vf_add
-#undef tkvi_vf_sub
-#undef tkvi_vf_mul
-#undef tkvi_vf_madd
-#undef tkvi_vf_max
-#undef tkvi_vf_abs
-#undef tkvi_vf_sum4
-#undef tkvi_vf_max4
-#undef tkvi_vi_load
-#undef tkvi_vi_store
-#undef tkvi_vi_splat
-#undef tkvi_vi_add
-#undef tkvi_vi_sub
-#undef tkvi_vi_left
-#undef tkvi_vi_mul16
-#undef tkvi_vi_nearest
-#undef tkvi_vi_to_float
-#undef tkvi_vi_sum4
-#undef tkvi_vi_first
-#undef tkvi_vb_load
-#undef tkvi_vb_store
-#undef tkvi_vb_splat
-#undef tkvi_vb_and
-#undef tkvi_vb_or
-#undef tkvi_vb_left
-#undef tkvi_vb_right
-#undef tkvi_vb_tail
-#undef tkvi_vb_right_half
-#undef tkvi_vb_biased
-#undef tkvi_vb_table
-#undef tkvi_vb_look_up
-#undef tkvi_ahead
-#undef tkvi_distance
-#undef TKVI_HAS_NARROW
-#undef TKVI_BIAS
-#undef TKVI_V_PARTS
-#undef TKVI_K_PLANES
-#undef TKVI_K_PASSES
-#undef TKVI_K_FIRST
-#undef TKVI_K_COLUMN
-#undef TKVI_V_VECTORS
-#undef TKVI_V_SLABS
-#undef TKVI_V_COLUMN
-#undef TKVI_V_SPLIT
-#undef TKVI_W_TILE
-#undef tkvi_weights
-#undef tkvi_store_weights_k
-#undef tkvi_store_weights_v
-#undef tkvi_keep
-#undef tkvi_keep_pointer
-#undef tkvi_sums
-#undef tkvi_sums_zero
-#undef TKVI_SUM_MAX
-#undef tkvi_dot_k
-#undef tkvi_dot_v
-#undef tkvi_widen_k
-#undef tkvi_widen_v
-#undef tkvi_dot_levels
-#undef TKVI_WIDE_TILE
-#undef tkvi_wide_vb
-#undef tkvi_wide_none
-#undef tkvi_keep_wide
-#undef tkvi_wide_sums
-#undef tkvi_wide_zero
-#undef tkvi_even
-#undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
-#undef tkvi_wide_even
-#undef tkvi_wide_odd
-#undef tkvi_dot_wide
-#undef tkvi_widen_wide
-#undef tkvi_store_wide
-#undef TKVI_EACH_SUM_
-#undef TKVI_SUMS_OF_
-#undef TKVI_DECLARE_TWO_
-#undef TKVI_DECLARE_FOUR_
-#undef TKVI_DECLARE_
-#undef TKVI_TWO_
-#undef TKVI_FOUR_
-#undef TKVI_K_SUMS_
-#undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
-#undef TKVI_K_CLEAR_
-#undef TKVI_K_DOT_
-#undef TKVI_K_DOT_WIDE_
-#undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
-#undef TKVI_K_LOAD_
-#undef TKVI_K_RUN_
-#undef TKVI_K_WIDE_RUN_
-#undef TKVI_V_EACH_
-#undef TKVI_V_SUMS_
-#undef TKVI_V_ODD_
-#undef TKVI_V_STEP_
-#undef TKVI_V_JOIN_
-#undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
-#undef TKVI_V_DOT_
-#undef TKVI_V_DOT_LEVELS_
-#undef TKVI_V_DOT_WIDE_
-#undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
-#undef TKVI_V_LOAD_
-#undef TKVI_EACH_ROWS_
-#undef tkvi_vf_div
-#undef TKVI_ABOVE_
-#undef TKVI_ANY_ABOVE_
-#undef tkvi_vm_any
-#undef tkvi_vf_pow2
-#undef TKVI_SQUARE
-#undef tkvi_transpose_square
-#undef tkvi_vi_mul
-#undef TKVI_V_SUM_MAX
-#undef TKVI_ROW_VECTORS
-#undef TKVI_ROW_TOKENS
-#undef TKVI_ROWS_NEW
-#undef tkvi_rows_codes
-#undef tkvi_rows_dot_k
-#undef tkvi_rows_dot_v
-#undef tkvi_rows_dot_wide
-#undef tkvi_pack_rows_k
-#undef tkvi_pack_rows_v
-#undef tkvi_pack_rows_even
-#undef tkvi_pack_rows_odd
-#undef TKVI_ROW_SUMS_OF_
-#undef TKVI_ROW_DECLARE_OF_
-#undef TKVI_ROW_SUMS_
-#undef TKVI_ROW_DECLARE_
-#undef TKVI_ROW_TOTAL_
-#undef TKVI_ROW_DOT_
-#undef TKVI_ROW_ADD_
-#undef TKVI_ROW_WIDE_DOT_
-#undef TKVI_ROW_WIDE_ADD_
-#undef TKVI_ROW_FLOAT_DOT_
-#undef TKVI_ROW_FLOAT_ANSWER_
-#undef TKVI_EACH_VECTORS_
-#undef TKVI_BY_VECTORS_
-#undef TKVI_EACH_WIDE_VECTORS_
-#undef TKVI_BY_WIDE_VECTORS_
-#undef TKVI_WIDE_VECTORS
-#undef TKVI_ROW_HIDE_
-#undef tkvi_hide
-#undef tkvi_vf_min
-#undef tkvi_vf_xor
-#undef tkvi_vf_load_first
-#undef tkvi_vf_store_first
-#undef tkvi_vf_max_across
-#undef tkvi_vf_hide
-#undef tkvi_vf_butterflies
-#undef tkvi_vf_load_f16
-#undef tkvi_vf_store_f16
-#undef tkvi_vi_load_i8
-#undef tkvi_vb_add
-#undef tkvi_vb_where
-#undef tkvi_vb_zip1
-#undef tkvi_vb_zip2
-#undef tkvi_vb_zip1_pairs
-#undef tkvi_vb_zip2_pairs
-#undef tkvi_vb_spread
-#undef TKVI_WITHIN_
-#undef TKVI_ACROSS_
-#undef tkvi_vm
-#undef tkvi_vf_sqrt
-#undef tkvi_vf_gt
-#undef tkvi_vf_where
-#undef tkvi_vf_select
-#undef tkvi_vf_first
-#undef tkvi_vf_of_bits
-#undef tkvi_vi_or
-#undef tkvi_vi_and
-#undef tkvi_vi_right
-#undef tkvi_vi_min
-#undef tkvi_vi_max
-#undef tkvi_vi_count
-#undef tkvi_vi_select
-#undef tkvi_vi_of_bits
-#undef tkvi_vi_trunc
-#undef tkvi_vi_floor
-#undef tkvi_vi_load_u8
-#undef tkvi_vi_store_u8
-#undef tkvi_vi_look_up8
-#undef tkvi_vi_transpose4
-#undef tkvi_vi_pack4
-#undef tkvi_vh_splat
-#undef tkvi_vh_add
-#undef tkvi_vh_sub
-#undef tkvi_vh_min
-#undef tkvi_vh_max
-#undef tkvi_vh_pairs
-#undef tkvi_vh_pack
-#undef tkvi_vh_first
-#undef tkvi_vh_second
-#undef tkvi_vh_zip1
-#undef tkvi_vh_zip2
-#undef tkvi_vh_cut
-#undef tkvi_vi_dot
-#undef tkvi_vi_add_pairs
-#undef tkvi_vp
-#undef tkvi_vp_zero
-#undef tkvi_vp_dot
-#undef tkvi_vp_total
-#undef tkvi_vi_scatter4
-#undef tkvi_vb_scatter4
-#undef TKVI_CUTS
-#undef tkvi_vh_sum
-#undef tkvi_vh_total
-#undef TKVI_SHARED
-/* ======== kernels/values_x86.h ======== */
-
-/* >>both instruction sets */
-/* A side while it is decoded: tokens first .. first + n - 1 go to x, `stride` floats apart. */
-typedef struct tkvi_decoded_rows {
-    const tkvi_side *s;
-    float *x;
-    size_t stride;
-    int first, n;
-    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];  /* [token][pad] */
-    TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* K: [channel][64] */
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM],
-        zero[2 * TKV_MAX_HEAD_DIM]; /* K: [group][channel], V: [group][token] */
-} tkvi_decoded_rows;
-
-typedef struct tkvi_row_ops {
-    void (*unpack_tile)(const uint8_t *tile, int width, uint8_t *code); /* as tkvi_unpack_tile */
-    /* Sorts the codes of a tile of K into four columns. */
-    void (*sort_columns)(const uint8_t *code, uint8_t *const *column);
-    /* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
-     * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
-    void (*sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper, uint8_t *row,
-                      int stride);
-    /* K: transposes r->column into r->level. */
-    void (*transpose)(tkvi_decoded_rows *r);
-    /* Converts the first n channels of token t to floats, without the rotation. For K, V, and V with levels. */
-    void (*row_to_floats[3])(const tkvi_decoded_rows *r, int t, int n, float *to);
-    void (*rotate_back)(float *y, const float *signs, int dim, float *to); /* overwrites y */
-} tkvi_row_ops;
-
-static void tkvi_unpack_rows_k(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
-    const tkvi_side *s = r->s;
-    const uint8_t *at = src;
-    int width, i, k, position = 0;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--)
-        for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
-            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
-            uint8_t *column[4];
-            for (k = 0; k < 4; k++) column[k] = r->column + TKVI_BLOCK * tkvi_channel(s, position + k);
-            v->unpack_tile(at, width, code);
-            v->sort_columns(code, column);
-            at += TKVI_TILE_BYTES(width);
-        }
-    for (; position < s->pad; position++) /* channels without codes */
-        memset(r->column + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    v->transpose(r);
-}
-
-/* Sorts metadata of K from positions to channels. */
-static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
-    float plain[2 * TKV_MAX_HEAD_DIM];
-    int g, i;
-    memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
-    for (g = 0; g < s->groups; g++)
-        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
-}
-
-static void tkvi_unpack_rows_v(const tkvi_row_ops *v, tkvi_decoded_rows *r, const uint8_t *src) {
-    const tkvi_side *s = r->s;
-    const uint8_t *at = src;
-    int width, i, slab = 0;
-    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
-        const int channels = tkvi_slab_channels(s, width);
-        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
-        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
-        for (i = 0; i < s->tiles.n[width]; i++) {
-            const int from = i % 4 * 16;
-            if (from < r->first + r->n && from + 16 > r->first) {
-                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
-                v->unpack_tile(at, width, code);
-                v->sort_slab(code, lower, upper, r->level + from * s->pad + slab, s->pad);
-            }
-            at += TKVI_TILE_BYTES(width);
-            if (i % 4 == 3) slab += channels;
-        }
-    }
-}
-
-/* Converts all rows to floats. Rotates them back if the format is rotated. */
-static void tkvi_rows_to_floats(const tkvi_row_ops *v, const tkvi_decoded_rows *r) {
-    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    const tkvi_side *s = r->s;
-    void (*row)(const tkvi_decoded_rows *, int, int, float *) =
-        v->row_to_floats[s->which == TKV_V ? 1 + (s->levels != NULL) : 0];
-    float *to = r->x;
-    int t;
-    if (s->format->rotated) tkvi_flips_avx2(signs, s->pad);
-    for (t = r->first; t < r->first + r->n; t++, to += r->stride) {
-        if (!s->format->rotated) {
-            row(r, t, s->dim, to);
-            continue;
-        }
-        row(r, t, TKV_MAX_HEAD_DIM, y);
-        v->rotate_back(y, signs, s->dim, to);
-    }
-}
-
-static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, const tkvi_simd_ops *ops,
-                                  const uint8_t *src, int first, int n, float *x, size_t stride) {
-    tkvi_decoded_rows r;
-    r.s = s;
-    r.x = x;
-    r.stride = stride;
-    r.first = first;
-    r.n = n;
-    s->format->side[s->which].meta(s, src, ops, r.scale, r.zero);
-    if (s->which == TKV_K) {
-        tkvi_unpack_rows_k(v, &r, src);
-        if (s->order) tkvi_sort_by_channel(s, r.scale);
-        if (s->order) tkvi_sort_by_channel(s, r.zero);
-    } else {
-        tkvi_unpack_rows_v(v, &r, src);
-    }
-    tkvi_rows_to_floats(v, &r);
-}
-
-/* >>AVX2 */
-/* Half h of a plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
-TKVI_FLAT_AVX2 __m256i tkvi_sorted_plane_avx2(const uint8_t *code, int p, int h) {
-    const __m256i sorted = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
-                                            1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)(code + 64 * p + 32 * h));
-    return _mm256_shuffle_epi8(x, sorted);
-}
-
-TKVI_FLAT_AVX2 __m256i tkvi_look_up_avx2(const int8_t *levels, __m256i code) {
-    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), code);
-}
-
-static TKVI_TARGET_AVX2 void tkvi_sort_columns_avx2(const uint8_t *code, uint8_t *const *column) {
-    int h, p;
-    for (h = 0; h < 2; h++) {
-        __m256i x[4], a, b, c, d;
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) x[p] = tkvi_sorted_plane_avx2(code, p, h);
-        a = _mm256_unpacklo_epi32(x[0], x[1]);
-        b = _mm256_unpacklo_epi32(x[2], x[3]);
-        c = _mm256_unpackhi_epi32(x[0], x[1]);
-        d = _mm256_unpackhi_epi32(x[2], x[3]);
-        _mm256_storeu_si256((__m256i *)(void *)(column[0] + 32 * h), _mm256_unpacklo_epi64(a, b));
-        _mm256_storeu_si256((__m256i *)(void *)(column[1] + 32 * h), _mm256_unpackhi_epi64(a, b));
-        _mm256_storeu_si256((__m256i *)(void *)(column[2] + 32 * h), _mm256_unpacklo_epi64(c, d));
-        _mm256_storeu_si256((__m256i *)(void *)(column[3] + 32 * h), _mm256_unpackhi_epi64(c, d));
-    }
-}
-
-/* Stores 16 codes or levels of two tokens, which are two rows apart. */
-TKVI_FLAT_AVX2 void tkvi_store_slab_rows_avx2(__m256i code, const int8_t *lower, const int8_t *upper,
-                                              uint8_t *row, int stride) {
-    __m256i x = lower ? tkvi_look_up_avx2(lower, code) : code;
-    _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x));
-    _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride), _mm256_extracti128_si256(x, 1));
-    if (!upper) return;
-    x = tkvi_look_up_avx2(upper, code);
-    _mm_storeu_si128((__m128i *)(void *)(row + 16), _mm256_castsi256_si128(x));
-    _mm_storeu_si128((__m128i *)(void *)(row + 2 * stride + 16), _mm256_extracti128_si256(x, 1));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_sort_slab_avx2(const uint8_t *code, const int8_t *lower,
-                                                 const int8_t *upper, uint8_t *row, int stride) {
-    const __m256i by_token = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    int p;
-    for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m256i a = _mm256_permutevar8x32_epi32(tkvi_sorted_plane_avx2(code, p, 0), by_token);
-        const __m256i b = _mm256_permutevar8x32_epi32(tkvi_sorted_plane_avx2(code, p, 1), by_token);
-        tkvi_store_slab_rows_avx2(_mm256_unpacklo_epi64(a, b), lower, upper, row, stride);
-        tkvi_store_slab_rows_avx2(_mm256_unpackhi_epi64(a, b), lower, upper, row + stride, stride);
-    }
-}
-
-/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
-TKVI_FLAT_AVX2 void tkvi_interleave_bytes_avx2(__m256i *x, const int h) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < 8; i++) {
-        __m256i *a = x + i / h * h + i, low = _mm256_unpacklo_epi8(a[0], a[h]);
-        a[h] = _mm256_unpackhi_epi8(a[0], a[h]);
-        a[0] = low;
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_transpose_columns_avx2(tkvi_decoded_rows *r) {
-    const int pad = r->s->pad;
-    int c, k, i;
-    for (c = 0; c < pad; c += 16)
-        for (k = 0; k < 4; k += 2) {
-            const uint8_t *from = r->column + c * TKVI_BLOCK + 16 * k;
-            uint8_t *to = r->level + 4 * k * pad + c;
-            __m256i x[16];
-            TKVI_UNROLL
-            for (i = 0; i < 16; i++)
-                x[i] = _mm256_loadu_si256((const __m256i *)(const void *)(from + TKVI_BLOCK * i));
-            tkvi_interleave_bytes_avx2(x, 8);
-            tkvi_interleave_bytes_avx2(x, 4);
-            tkvi_interleave_bytes_avx2(x, 2);
-            tkvi_interleave_bytes_avx2(x, 1);
-            TKVI_UNROLL
-            for (i = 0; i < 16; i++) {
-                uint8_t *row = to + (i / 4 * 16 + i % 4) * pad;
-                _mm_storeu_si128((__m128i *)(void *)row, _mm256_castsi256_si128(x[i]));
-                _mm_storeu_si128((__m128i *)(void *)(row + 4 * pad), _mm256_extracti128_si256(x[i], 1));
-            }
-        }
-}
-
-TKVI_FLAT_AVX2 void tkvi_row_to_floats_avx2(const tkvi_decoded_rows *r, int t, const int k,
-                                            const int with_sign, int n, float *to) {
-    const tkvi_side *s = r->s;
-    const uint8_t *level = r->level + t * s->pad;
-    const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
-    const float *zero = r->zero + (scale - r->scale);
-    int c, end;
-    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
-        const __m256 by = _mm256_set1_ps(*scale), plus = _mm256_set1_ps(*zero);
-        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += 8) {
-            const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(level + c));
-            const __m256 x =
-                _mm256_cvtepi32_ps(with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
-            tkvi_store_first_avx2(
-                to + c,
-                k ? _mm256_fmadd_ps(x, _mm256_loadu_ps(scale + c), _mm256_loadu_ps(zero + c))
-                  : _mm256_fmadd_ps(x, by, plus),
-                n - c);
-        }
-    }
-}
-
-#define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX2 void tkvi_row_##name##_avx2(const tkvi_decoded_rows *r, int t, int n,            \
-                                                        float *to) {                                         \
-        tkvi_row_to_floats_avx2(r, t, k, with_sign, n, to);                                                  \
-    }
-TKVI_ROW_(k, 1, 0)
-TKVI_ROW_(v, 0, 0)
-TKVI_ROW_(v_signed, 0, 1)
-#undef TKVI_ROW_
-
-static TKVI_TARGET_AVX2 void tkvi_rotate_row_back_avx2(float *y, const float *signs, int dim, float *to) {
-    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
-    int c;
-    if (n < dim) (void)tkvi_window_avx2(y + dim - n, NULL, y + dim - n, log2n);
-    (void)tkvi_window_avx2(y, NULL, y, log2n);
-    for (c = 0; c < dim; c += 8)
-        tkvi_store_first_avx2(to + c, _mm256_xor_ps(_mm256_load_ps(y + c), _mm256_load_ps(signs + c)),
-                              dim - c);
-}
-
-static const tkvi_row_ops tkvi_row_ops_avx2 = {tkvi_unpack_tile_avx2,
-                                               tkvi_sort_columns_avx2,
-                                               tkvi_sort_slab_avx2,
-                                               tkvi_transpose_columns_avx2,
-                                               {tkvi_row_k_avx2, tkvi_row_v_avx2, tkvi_row_v_signed_avx2},
-                                               tkvi_rotate_row_back_avx2};
-
-static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
-                                   int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
-    else tkvi_decode_tile_rows(&tkvi_row_ops_avx2, s, ops, src, first, n, x, stride);
-}
-
-/* >>AVX-512 */
-#ifdef TKVI_AVX512
-/* g++ 12 finds uninitialised variables in its own header (gcc bug 105593). */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-/* ======== kernels/simd_avx512.inc ======== */
-/*
- * kernels/simd_avx512.inc - the vector vocabulary for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later), as
- * kernels/simd_avx2.inc. vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
- *
- * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
- */
-#define TKVI_N(name) tkvi_##name##_avx512
-#define TKVI_SHARED(name) tkvi_##name##_avx2
-#define TKVI_OP TKVI_FLAT_AVX512
-#define TKVI_KERNEL static TKVI_TARGET_AVX512
-
-#define tkvi_vf __m512
-#define tkvi_vi __m512i
-#define tkvi_vb __m512i
-#define TKVI_VF 16 /* floats in a vector */
-#define TKVI_VB 64 /* bytes in a vector */
-
-/* >>floats */
-#define tkvi_vf_load(p) _mm512_loadu_ps(p)
-#define tkvi_vf_store(p, x) _mm512_storeu_ps(p, x)
-#define tkvi_vf_splat(x) _mm512_set1_ps(x)
-#define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
-#define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
-#define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
-#define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
-#define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
-#define tkvi_vf_min(a, b) _mm512_min_ps(a, b)
-#define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
-#define tkvi_vf_abs(x) _mm512_abs_ps(x)
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
-#define tkvi_vm __mmask16                       /* a mask of lanes */
-#define tkvi_vf_div(a, b) tkvi_div_avx512(a, b) /* also under -ffast-math the nearest float */
-#define tkvi_vf_sqrt(x) _mm512_sqrt_ps(x)
-#define tkvi_vf_gt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)
-#define tkvi_vf_where(mask, x) _mm512_maskz_mov_ps(mask, x) /* 0 elsewhere */
-#define tkvi_vm_any(mask) ((mask) != 0)
-#define tkvi_vf_select(mask, x, y) _mm512_mask_blend_ps(mask, y, x)
-#define tkvi_vf_load_first(p, n)                                                                             \
-    _mm512_maskz_loadu_ps(tkvi_lane_mask_avx512(n), p) /* 0 from lane n on; any n */
-#define tkvi_vf_store_first(p, x, n) _mm512_mask_storeu_ps(p, tkvi_lane_mask_avx512(n), x)
-#define tkvi_vf_max_across(x) _mm512_reduce_max_ps(x)
-#define tkvi_vf_hide(x) TKVI_HIDE_X86(x) /* hides how x was computed: no reordering, no FMA */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_avx512(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
-#define tkvi_vf_load_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
-
-#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
-    _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(n, 23)))
-#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
-#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
-
-/* >>integers */
-#define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
-#define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vi_splat(x) _mm512_set1_epi32(x)
-#define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
-#define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
-#define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
-#define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
-#define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
-#define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
-#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx512(v))
-/* x in lanes i with i < n, else y */
-#define tkvi_vi_first(n, x, y)                                                                               \
-    _mm512_mask_blend_epi32(                                                                                 \
-        _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
-                                _mm512_set1_epi32(n)),                                                       \
-        y, x)
-#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx512(p, n) /* signed bytes; the first n, the others are 0 */
-#define tkvi_vi_or(a, b) _mm512_or_si512(a, b)
-#define tkvi_vi_and(a, b) _mm512_and_si512(a, b)
-#define tkvi_vi_mul(a, b) _mm512_mullo_epi32(a, b)
-#define tkvi_vi_max(a, b) _mm512_max_epi32(a, b)
-#define tkvi_vi_select(mask, x, y) _mm512_mask_blend_epi32(mask, y, x)
-#define tkvi_vi_trunc(x) _mm512_cvttps_epi32(x)
-#define tkvi_vi_floor(x) _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
-#define tkvi_vi_load_u8(p) _mm512_cvtepu8_epi32(tkvi_load_bytes16_avx2(p))
-#define tkvi_vi_look_up8(table, x)                                                                           \
-    _mm512_permutexvar_epi32(x, _mm512_castsi256_si512(tkvi_load_ints_avx2(table)))
-#define tkvi_vi_transpose4(v) tkvi_transpose4_avx512(v)               /* of four vectors, in each 16 bytes */
-#define tkvi_vi_scatter4(p, step, x) tkvi_scatter4_avx512(p, step, x) /* each 16 bytes, `step` bytes apart */
-
-/* >>16-bit halves of 32-bit lanes */
-#define tkvi_vh_splat(x) _mm512_set1_epi16((short)(x))
-#define tkvi_vh_add(a, b) _mm512_add_epi16(a, b)
-#define tkvi_vh_sub(a, b) _mm512_sub_epi16(a, b)
-#define tkvi_vh_min(a, b) _mm512_min_epi16(a, b)
-#define tkvi_vh_max(a, b) _mm512_max_epi16(a, b)
-#define tkvi_vh_pairs(a, b) _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16))
-#define tkvi_vh_pack(a, b) _mm512_packs_epi32(a, b)
-#define tkvi_vh_first(x) _mm512_srai_epi32(_mm512_unpacklo_epi16(x, x), 16)
-#define tkvi_vh_second(x) _mm512_srai_epi32(_mm512_unpackhi_epi16(x, x), 16)
-#define tkvi_vh_zip1(x, y) _mm512_unpacklo_epi16(x, y)
-#define tkvi_vh_zip2(x, y) _mm512_unpackhi_epi16(x, y)
-#define tkvi_vh_cut(u, cut, by, top)                                                                         \
-    _mm512_min_epi16(                                                                                        \
-        _mm512_avg_epu16(_mm512_mulhi_epu16(_mm512_subs_epu16(u, cut), by), _mm512_setzero_si512()), top)
-#define tkvi_vi_dot(x, a, b) _mm512_dpwssd_epi32(x, a, b)
-#define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm512_set1_epi16(1))
-#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
-#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
-#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
-#define tkvi_vp __m512i
-#define tkvi_vp_zero() _mm512_setzero_si512()
-#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
-#define tkvi_vp_total(x) (x)
-
-/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
-#define tkvi_vb_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_avx512(x)
-#define tkvi_vb_and(a, b) _mm512_and_si512(a, b)
-#define tkvi_vb_or(a, b) _mm512_or_si512(a, b)
-#define tkvi_vb_left(x, n) _mm512_slli_epi16(x, (unsigned char)(n))
-#define tkvi_vb_right(x, n) _mm512_srli_epi16(x, (unsigned char)(n))
-/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by
- * m more for the second half. */
-#define tkvi_vb_tail(p, column)                                                                              \
-    _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)((p) + (column))))
-#define tkvi_vb_right_half(x, column, n, m)                                                                  \
-    _mm512_srlv_epi16(                                                                                       \
-        x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
-#define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
-#define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
-#define tkvi_vb_add(a, b) _mm512_add_epi8(a, b)
-#define tkvi_vb_where(a, b) _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(a, a), b) /* b where a > 0 */
-#define tkvi_vb_zip1(a, b) _mm512_unpacklo_epi8(a, b)
-#define tkvi_vb_zip2(a, b) _mm512_unpackhi_epi8(a, b)
-#define tkvi_vb_zip1_pairs(a, b) _mm512_unpacklo_epi16(a, b)
-#define tkvi_vb_zip2_pairs(a, b) _mm512_unpackhi_epi16(a, b)
-#define tkvi_vb_spread(x)                                                                                    \
-    _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x)
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
-
-/* >>products of four codes by four weights */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
-#define TKVI_V_PARTS 1  /* passes of a slab */
-#define TKVI_K_PLANES 4 /* planes of a K tile in a pass */
-#define TKVI_K_PASSES 1
-#define TKVI_K_FIRST(pass) 0  /* first plane of a pass */
-#define TKVI_K_COLUMN(pass) 0 /* first byte of a plane */
-#define TKVI_V_VECTORS 2      /* vectors of V in a pass, 16 channels each */
-#define TKVI_V_SLABS 2        /* slabs in a pass */
-#define TKVI_V_COLUMN(v, part) 0
-#define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
-#define tkvi_keep(sum)
-/* Hides the later use of a sum as 32-bit lanes: gcc 12 otherwise converts it inside the loop and keeps two copies. */
-#if defined(__GNUC__)
-#define tkvi_hide(sum) __asm__("" : "+v"(sum))
-#else
-#define tkvi_hide(sum) ((void)0)
-#endif
-#define tkvi_keep_pointer(p)
-
-/* Weights of one limb: bytes, [row][position]. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) _mm512_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k)                                                                \
-    _mm_storeu_si128((__m128i *)(void *)((w) + (r) * (stride)), _mm512_cvtepi32_epi8((k)[0]))
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_k(w, stride, r, k)
-
-#define tkvi_sums __m512i
-#define tkvi_sums_zero() _mm512_setzero_si512()
-#define TKVI_SUM_MAX 0x7fffffff
-#define TKVI_V_SUM_MAX TKVI_SUM_MAX
-#define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
-#define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
-#define tkvi_widen_k(sum) (sum)
-#define tkvi_widen_v(sum) (sum)
-/* signed levels by unsigned weights up to 127 */
-#define tkvi_dot_levels(sum, levels, u, r) _mm512_dpbusd_epi32(sum, u, levels)
-
-/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb __m512i /* weights, loaded */
-#define tkvi_wide_none() _mm512_setzero_si512()
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
-#define tkvi_wide_sums __m512i
-#define tkvi_wide_zero() _mm512_setzero_si512()
-#define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
-#define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
-#define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
-#define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
-#define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
-
-/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows */
-#define TKVI_ROW_VECTORS 2
-#define TKVI_ROW_TOKENS 8
-#define TKVI_ROWS_NEW(j) 1
-#define tkvi_rows_codes(x) _mm512_set1_epi32(*(x))
-#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_dot_k(sum, codes, w, 0)
-#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, codes, w, 0)
-#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) tkvi_dot_wide(sum, even, odd, u, v, 0)
-#define tkvi_pack_rows_k(x) tkvi_pack_rows_avx512(x, 1)
-#define tkvi_pack_rows_v(x) tkvi_pack_rows_avx512(x, 0)
-#define tkvi_pack_rows_even(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[0], _mm512_slli_epi32((x)[2], 16))
-#define tkvi_pack_rows_odd(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[1], _mm512_slli_epi32((x)[3], 16))
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/codes.inc ======== */
-/*
- * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
- */
-/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
- * extracts a plane. Only for 3 bits `first` must be a constant. */
-TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
-                               int column, tkvi_vb *x) {
-    int p;
-    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
-    if (width == 8) {
-        TKVI_UNROLL
-        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
-    } else if (width >= 4) {
-        x[0] = tkvi_vb_load(at + 32 * first);
-        if (count > 2) x[1] = tkvi_vb_load(at + 64);
-    } else if (width >= 2) {
-        x[0] = tkvi_vb_load(at);
-        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
-    }
-    if (width == 6) x[2] = tkvi_vb_load(at + 128);
-    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
-    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
-    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
-    if (width == 3 && first + count > 2) {
-        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
-        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
-        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
-    }
-}
-
-/* Moves the bits at `from` of each byte to `to`, and clears the others. */
-TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
-    if (from > to) x = tkvi_vb_right(x, from - to);
-    if (to > from) x = tkvi_vb_left(x, to - from);
-    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
-}
-
-/* Codes of plane first + p of a tile that load_tile loaded. */
-TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
-    tkvi_vb c;
-    if (width == 8) return x[p];
-    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
-    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
-    if (width == 3) {
-        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
-        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
-        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
-    }
-    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
-    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
-    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
-    return c;
-}
-
-TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
-    tkvi_vb x[4];
-    int column, p;
-    for (column = 0; column < 64; column += TKVI_VB) {
-        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
-        TKVI_UNROLL
-        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
-    }
-}
-
-/* As tkvi_unpack_tile. */
-TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
-    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
-    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
-    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
-    else TKVI_N(unpack_codes)(width, tile, code);
-}
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/rotate.inc ======== */
-/*
- * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
- * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
- */
-TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
-    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
-    tkvi_vf_hide(sum);
-    tkvi_vf_hide(difference);
-    *a = sum;
-    *b = difference;
-}
-
-/* Butterflies of n vectors at distance h. */
-TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
-}
-
-/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
-TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
-    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
-    return tkvi_vf_xor(x, tkvi_vf_load(flip));
-}
-
-/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
- * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
- * sizes returned. */
-TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
-                                 const int within, const int last) {
-    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        v[i] = tkvi_vf_load(x + i * step);
-        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
-        if (within) v[i] = tkvi_vf_butterflies(v[i]);
-    }
-    if (n > 1) TKVI_N(stage)(v, 1, n);
-    if (n > 2) TKVI_N(stage)(v, 2, n);
-    if (n > 4) TKVI_N(stage)(v, 4, n);
-    TKVI_UNROLL
-    for (i = 0; i < n; i++) {
-        if (last) {
-            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
-            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
-        }
-        tkvi_vf_store(y + i * step, v[i]);
-    }
-    return most;
-}
-
-/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
- * unrolls these. */
-#define TKVI_WITHIN_(name, n, last)                                                                          \
-    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
-                                             int end) {                                                      \
-        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
-            most = tkvi_vf_max(                                                                              \
-                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
-        return most;                                                                                         \
-    }
-#define TKVI_ACROSS_(n)                                                                                      \
-    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
-        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
-        int i;                                                                                               \
-        for (i = 0; i < end; i += TKVI_VF)                                                                   \
-            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
-        return most;                                                                                         \
-    }
-TKVI_WITHIN_(1, 1, 1)
-TKVI_WITHIN_(2, 2, 1)
-TKVI_WITHIN_(4, 4, 1)
-TKVI_WITHIN_(8, 8, 1)
-TKVI_WITHIN_(_first, 8, 0)
-TKVI_ACROSS_(2)
-#if TKVI_VF < 16
-TKVI_ACROSS_(4)
-#endif
-#if TKVI_VF < 8
-TKVI_ACROSS_(8)
-#endif
-
-/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
-TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
-    const float by = tkvi_hadamard_norm[log2n];
-    const int n = 1 << log2n, vectors = n / TKVI_VF;
-    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
-    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
-    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
-    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
-    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
-#if TKVI_VF < 8
-    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
-#endif
-#if TKVI_VF < 16
-    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
-#endif
-    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
-}
-
-/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
-TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
-    uint32_t sign[32];
-    int c, k;
-    for (c = 0; c < n; c += 32) {
-        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
-        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
-    }
-}
-
-TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
-    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
-    const tkvi_vf scale = tkvi_vf_splat(t->scale);
-    int i, r;
-    for (i = 0; i < t->n; i++) {
-        cosine[i] = t->cosine[t->pair[i]];
-        sine[i] = t->sine[t->pair[i]];
-    }
-    for (i = 0; i < t->n; i += TKVI_VF) {
-        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
-        for (r = 0; r <= t->n_rows; r++) {
-            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
-            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
-            tkvi_vf_hide(x);
-            tkvi_vf_hide(y);
-            x = tkvi_vf_add(x, y);
-            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
-            else tkvi_vf_store(t->last + i, x);
-        }
-    }
-}
-/* ======== kernels/values_x86.h ======== */
-/* ======== kernels/simd_end.inc ======== */
-/* kernels/simd_end.inc - ends a vocabulary and its templates. */
-#undef TKVI_N
-#undef TKVI_OP
-#undef TKVI_KERNEL
-#undef tkvi_vf
-#undef tkvi_vi
-#undef tkvi_vb
-#undef TKVI_VF
-#undef TKVI_VB
-#undef tkvi_vf_load
-#undef tkvi_vf_store
-#undef tkvi_vf_splat
-#undef tkvi_vf_add
-#undef tkvi_vf_sub
-#undef tkvi_vf_mul
-#undef tkvi_vf_madd
-#undef tkvi_vf_max
-#undef tkvi_vf_abs
-#undef tkvi_vf_sum4
-#undef tkvi_vf_max4
-#undef tkvi_vi_load
-#undef tkvi_vi_store
-#undef tkvi_vi_splat
-#undef tkvi_vi_add
-#undef tkvi_vi_sub
-#undef tkvi_vi_left
-#undef tkvi_vi_mul16
-#undef tkvi_vi_nearest
-#undef tkvi_vi_to_float
-#undef tkvi_vi_sum4
-#undef tkvi_vi_first
-#undef tkvi_vb_load
-#undef tkvi_vb_store
-#undef tkvi_vb_splat
-#undef tkvi_vb_and
-#undef tkvi_vb_or
-#undef tkvi_vb_left
-#undef tkvi_vb_right
-#undef tkvi_vb_tail
-#undef tkvi_vb_right_half
-#undef tkvi_vb_biased
-#undef tkvi_vb_table
-#undef tkvi_vb_look_up
-#undef tkvi_ahead
-#undef tkvi_distance
-#undef TKVI_HAS_NARROW
-#undef TKVI_BIAS
-#undef TKVI_V_PARTS
-#undef TKVI_K_PLANES
-#undef TKVI_K_PASSES
-#undef TKVI_K_FIRST
-#undef TKVI_K_COLUMN
-#undef TKVI_V_VECTORS
-#undef TKVI_V_SLABS
-#undef TKVI_V_COLUMN
-#undef TKVI_V_SPLIT
-#undef TKVI_W_TILE
-#undef tkvi_weights
-#undef tkvi_store_weights_k
-#undef tkvi_store_weights_v
-#undef tkvi_keep
-#undef tkvi_keep_pointer
-#undef tkvi_sums
-#undef tkvi_sums_zero
-#undef TKVI_SUM_MAX
-#undef tkvi_dot_k
-#undef tkvi_dot_v
-#undef tkvi_widen_k
-#undef tkvi_widen_v
-#undef tkvi_dot_levels
-#undef TKVI_WIDE_TILE
-#undef tkvi_wide_vb
-#undef tkvi_wide_none
-#undef tkvi_keep_wide
-#undef tkvi_wide_sums
-#undef tkvi_wide_zero
-#undef tkvi_even
-#undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
-#undef tkvi_wide_even
-#undef tkvi_wide_odd
-#undef tkvi_dot_wide
-#undef tkvi_widen_wide
-#undef tkvi_store_wide
-#undef TKVI_EACH_SUM_
-#undef TKVI_SUMS_OF_
-#undef TKVI_DECLARE_TWO_
-#undef TKVI_DECLARE_FOUR_
-#undef TKVI_DECLARE_
-#undef TKVI_TWO_
-#undef TKVI_FOUR_
-#undef TKVI_K_SUMS_
-#undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
-#undef TKVI_K_CLEAR_
-#undef TKVI_K_DOT_
-#undef TKVI_K_DOT_WIDE_
-#undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
-#undef TKVI_K_LOAD_
-#undef TKVI_K_RUN_
-#undef TKVI_K_WIDE_RUN_
-#undef TKVI_V_EACH_
-#undef TKVI_V_SUMS_
-#undef TKVI_V_ODD_
-#undef TKVI_V_STEP_
-#undef TKVI_V_JOIN_
-#undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
-#undef TKVI_V_DOT_
-#undef TKVI_V_DOT_LEVELS_
-#undef TKVI_V_DOT_WIDE_
-#undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
-#undef TKVI_V_LOAD_
-#undef TKVI_EACH_ROWS_
-#undef tkvi_vf_div
-#undef TKVI_ABOVE_
-#undef TKVI_ANY_ABOVE_
-#undef tkvi_vm_any
-#undef tkvi_vf_pow2
-#undef TKVI_SQUARE
-#undef tkvi_transpose_square
-#undef tkvi_vi_mul
-#undef TKVI_V_SUM_MAX
-#undef TKVI_ROW_VECTORS
-#undef TKVI_ROW_TOKENS
-#undef TKVI_ROWS_NEW
-#undef tkvi_rows_codes
-#undef tkvi_rows_dot_k
-#undef tkvi_rows_dot_v
-#undef tkvi_rows_dot_wide
-#undef tkvi_pack_rows_k
-#undef tkvi_pack_rows_v
-#undef tkvi_pack_rows_even
-#undef tkvi_pack_rows_odd
-#undef TKVI_ROW_SUMS_OF_
-#undef TKVI_ROW_DECLARE_OF_
-#undef TKVI_ROW_SUMS_
-#undef TKVI_ROW_DECLARE_
-#undef TKVI_ROW_TOTAL_
-#undef TKVI_ROW_DOT_
-#undef TKVI_ROW_ADD_
-#undef TKVI_ROW_WIDE_DOT_
-#undef TKVI_ROW_WIDE_ADD_
-#undef TKVI_ROW_FLOAT_DOT_
-#undef TKVI_ROW_FLOAT_ANSWER_
-#undef TKVI_EACH_VECTORS_
-#undef TKVI_BY_VECTORS_
-#undef TKVI_EACH_WIDE_VECTORS_
-#undef TKVI_BY_WIDE_VECTORS_
-#undef TKVI_WIDE_VECTORS
-#undef TKVI_ROW_HIDE_
-#undef tkvi_hide
-#undef tkvi_vf_min
-#undef tkvi_vf_xor
-#undef tkvi_vf_load_first
-#undef tkvi_vf_store_first
-#undef tkvi_vf_max_across
-#undef tkvi_vf_hide
-#undef tkvi_vf_butterflies
-#undef tkvi_vf_load_f16
-#undef tkvi_vf_store_f16
-#undef tkvi_vi_load_i8
-#undef tkvi_vb_add
-#undef tkvi_vb_where
-#undef tkvi_vb_zip1
-#undef tkvi_vb_zip2
-#undef tkvi_vb_zip1_pairs
-#undef tkvi_vb_zip2_pairs
-#undef tkvi_vb_spread
-#undef TKVI_WITHIN_
-#undef TKVI_ACROSS_
-#undef tkvi_vm
-#undef tkvi_vf_sqrt
-#undef tkvi_vf_gt
-#undef tkvi_vf_where
-#undef tkvi_vf_select
-#undef tkvi_vf_first
-#undef tkvi_vf_of_bits
-#undef tkvi_vi_or
-#undef tkvi_vi_and
-#undef tkvi_vi_right
-#undef tkvi_vi_min
-#undef tkvi_vi_max
-#undef tkvi_vi_count
-#undef tkvi_vi_select
-#undef tkvi_vi_of_bits
-#undef tkvi_vi_trunc
-#undef tkvi_vi_floor
-#undef tkvi_vi_load_u8
-#undef tkvi_vi_store_u8
-#undef tkvi_vi_look_up8
-#undef tkvi_vi_transpose4
-#undef tkvi_vi_pack4
-#undef tkvi_vh_splat
-#undef tkvi_vh_add
-#undef tkvi_vh_sub
-#undef tkvi_vh_min
-#undef tkvi_vh_max
-#undef tkvi_vh_pairs
-#undef tkvi_vh_pack
-#undef tkvi_vh_first
-#undef tkvi_vh_second
-#undef tkvi_vh_zip1
-#undef tkvi_vh_zip2
-#undef tkvi_vh_cut
-#undef tkvi_vi_dot
-#undef tkvi_vi_add_pairs
-#undef tkvi_vp
-#undef tkvi_vp_zero
-#undef tkvi_vp_dot
-#undef tkvi_vp_total
-#undef tkvi_vi_scatter4
-#undef tkvi_vb_scatter4
-#undef TKVI_CUTS
-#undef tkvi_vh_sum
-#undef tkvi_vh_total
-#undef TKVI_SHARED
-/* ======== kernels/values_x86.h ======== */
-
-/* A plane. In each 16 bytes, codes are sorted by r (core/tile.h): four with r = 0, then 1 .. 3. */
-TKVI_FLAT_AVX512 __m512i tkvi_sorted_plane_avx512(const uint8_t *code, int p) {
-    const __m512i sorted = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
-    return _mm512_shuffle_epi8(_mm512_load_si512((const void *)(code + 64 * p)), sorted);
-}
-
-TKVI_FLAT_AVX512 __m512i tkvi_look_up_avx512(const int8_t *levels, __m512i code) {
-    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)levels);
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), code);
-}
-
-static TKVI_TARGET_AVX512 void tkvi_sort_columns_avx512(const uint8_t *code, uint8_t *const *column) {
-    __m512i x[4], a, b, c, d;
-    int p;
-    TKVI_UNROLL
-    for (p = 0; p < 4; p++) x[p] = tkvi_sorted_plane_avx512(code, p);
-    a = _mm512_unpacklo_epi32(x[0], x[1]);
-    b = _mm512_unpacklo_epi32(x[2], x[3]);
-    c = _mm512_unpackhi_epi32(x[0], x[1]);
-    d = _mm512_unpackhi_epi32(x[2], x[3]);
-    _mm512_storeu_si512((void *)column[0], _mm512_unpacklo_epi64(a, b));
-    _mm512_storeu_si512((void *)column[1], _mm512_unpackhi_epi64(a, b));
-    _mm512_storeu_si512((void *)column[2], _mm512_unpacklo_epi64(c, d));
-    _mm512_storeu_si512((void *)column[3], _mm512_unpackhi_epi64(c, d));
-}
-
-/* Stores the four quarters of a vector, `stride` bytes apart. */
-TKVI_FLAT_AVX512 void tkvi_store_quarters_avx512(uint8_t *to, int stride, __m512i x) {
-    _mm_storeu_si128((__m128i *)(void *)to, _mm512_castsi512_si128(x));
-    _mm_storeu_si128((__m128i *)(void *)(to + stride), _mm512_extracti32x4_epi32(x, 1));
-    _mm_storeu_si128((__m128i *)(void *)(to + 2 * stride), _mm512_extracti32x4_epi32(x, 2));
-    _mm_storeu_si128((__m128i *)(void *)(to + 3 * stride), _mm512_extracti32x4_epi32(x, 3));
-}
-
-static TKVI_TARGET_AVX512 void tkvi_sort_slab_avx512(const uint8_t *code, const int8_t *lower,
-                                                     const int8_t *upper, uint8_t *row, int stride) {
-    const __m512i by_token = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    int p;
-    for (p = 0; p < 4; p++, row += 4 * stride) {
-        const __m512i x = _mm512_permutexvar_epi32(by_token, tkvi_sorted_plane_avx512(code, p));
-        tkvi_store_quarters_avx512(row, stride, lower ? tkvi_look_up_avx512(lower, x) : x);
-        if (upper) tkvi_store_quarters_avx512(row + 16, stride, tkvi_look_up_avx512(upper, x));
-    }
-}
-
-TKVI_FLAT_AVX512 void tkvi_interleave_bytes_avx512(__m512i *x, const int h) {
-    int i;
-    TKVI_UNROLL
-    for (i = 0; i < 8; i++) {
-        __m512i *a = x + i / h * h + i, low = _mm512_unpacklo_epi8(a[0], a[h]);
-        a[h] = _mm512_unpackhi_epi8(a[0], a[h]);
-        a[0] = low;
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_transpose_columns_avx512(tkvi_decoded_rows *r) {
-    const int pad = r->s->pad;
-    int c, i;
-    for (c = 0; c < pad; c += 16) {
-        const uint8_t *from = r->column + c * TKVI_BLOCK;
-        __m512i x[16];
-        TKVI_UNROLL
-        for (i = 0; i < 16; i++) x[i] = _mm512_load_si512((const void *)(from + TKVI_BLOCK * i));
-        tkvi_interleave_bytes_avx512(x, 8);
-        tkvi_interleave_bytes_avx512(x, 4);
-        tkvi_interleave_bytes_avx512(x, 2);
-        tkvi_interleave_bytes_avx512(x, 1);
-        TKVI_UNROLL
-        for (i = 0; i < 16; i++)
-            tkvi_store_quarters_avx512(r->level + (i / 4 * 16 + i % 4) * pad + c, 4 * pad, x[i]);
-    }
-}
-
-TKVI_FLAT_AVX512 void tkvi_store_first_avx512(float *to, __m512 x, int n) {
-    if (n >= 16) _mm512_storeu_ps(to, x);
-    else _mm512_mask_storeu_ps(to, (__mmask16)((1 << n) - 1), x);
-}
-
-TKVI_FLAT_AVX512 void tkvi_row_to_floats_avx512(const tkvi_decoded_rows *r, int t, const int k,
-                                                const int with_sign, int n, float *to) {
-    const tkvi_side *s = r->s;
-    const uint8_t *level = r->level + t * s->pad;
-    const float *scale = k ? r->scale + t * s->groups / TKVI_BLOCK * s->pad : r->scale + t;
-    const float *zero = r->zero + (scale - r->scale);
-    int c, end;
-    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
-        const __m512 by = _mm512_set1_ps(*scale), plus = _mm512_set1_ps(*zero);
-        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += 16) {
-            const __m128i bytes = _mm_load_si128((const __m128i *)(const void *)(level + c));
-            const __m512 x =
-                _mm512_cvtepi32_ps(with_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-            tkvi_store_first_avx512(
-                to + c,
-                k ? _mm512_fmadd_ps(x, _mm512_loadu_ps(scale + c), _mm512_loadu_ps(zero + c))
-                  : _mm512_fmadd_ps(x, by, plus),
-                n - c);
-        }
-    }
-}
-
-#define TKVI_ROW_(name, k, with_sign)                                                                        \
-    static TKVI_TARGET_AVX512 void tkvi_row_##name##_avx512(const tkvi_decoded_rows *r, int t, int n,        \
-                                                            float *to) {                                     \
-        tkvi_row_to_floats_avx512(r, t, k, with_sign, n, to);                                                \
-    }
-TKVI_ROW_(k, 1, 0)
-TKVI_ROW_(v, 0, 0)
-TKVI_ROW_(v_signed, 0, 1)
-#undef TKVI_ROW_
-
-static TKVI_TARGET_AVX512 void tkvi_rotate_row_back_avx512(float *y, const float *signs, int dim, float *to) {
-    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
-    int c;
-    if (n < dim) (void)tkvi_window_avx512(y + dim - n, NULL, y + dim - n, log2n);
-    (void)tkvi_window_avx512(y, NULL, y, log2n);
-    for (c = 0; c < dim; c += 16)
-        tkvi_store_first_avx512(to + c, _mm512_xor_ps(_mm512_load_ps(y + c), _mm512_load_ps(signs + c)),
-                                dim - c);
-}
-
-static const tkvi_row_ops tkvi_row_ops_avx512 = {
-    tkvi_unpack_tile_avx512,
-    tkvi_sort_columns_avx512,
-    tkvi_sort_slab_avx512,
-    tkvi_transpose_columns_avx512,
-    {tkvi_row_k_avx512, tkvi_row_v_avx512, tkvi_row_v_signed_avx512},
-    tkvi_rotate_row_back_avx512};
-
-static void tkvi_decode_tiles_avx512(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
-                                     int first, int n, float *x, size_t stride) {
-    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
-    else tkvi_decode_tile_rows(&tkvi_row_ops_avx512, s, ops, src, first, n, x, stride);
-}
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-#endif /* TKVI_AVX512 */
-
-#endif /* TKVI_X86 */
-
-#endif /* TKVI_KERNELS_VALUES_X86_H */
+#endif /* TKVI_KERNELS_CODE_ROWS_H */
 /* ======== kernels/prefill.h ======== */
 /*
  * kernels/prefill.h - the interface of kernels for prefill: attention of up to 32 query rows of a prompt at once.
@@ -10744,7 +8966,8 @@ static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, in
 #endif /* TKVI_KERNELS_PREFILL_H */
 /* ======== kernels/tiles.h ======== */
 /*
- * kernels/tiles.h - shared by the instances of kernels/tiles.inc: parameters of folding and of products.
+ * kernels/tiles.h - shared by the instances of kernels/tiles.inc and kernels/values.inc: parameters of folding and of
+ * products; the order of metadata.
  */
 #ifndef TKVI_KERNELS_TILES_H
 #define TKVI_KERNELS_TILES_H
@@ -10803,6 +9026,15 @@ typedef struct tkvi_weights_k {
     TKVI_ALIGNED int8_t w[4 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
 } tkvi_weights_k;
+
+/* Decoding: sorts metadata of K from positions to channels. */
+static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
+    float plain[2 * TKV_MAX_HEAD_DIM];
+    int g, i;
+    memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
+    for (g = 0; g < s->groups; g++)
+        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
+}
 
 #endif /* TKVI_KERNELS_TILES_H */
 /* ======== kernels/avx2.h ======== */
@@ -10870,9 +9102,26 @@ typedef struct tkvi_weights_k {
 #define tkvi_vf_load_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
 #define tkvi_vf_store_f16(p, x)                                                                              \
     _mm_storeu_si128((__m128i *)(void *)(p), _mm256_cvtps_ph(x, 0)) /* |x| <= 65504 */
+#define tkvi_vf_swap(x) _mm256_permute_ps(x, 0xb1)                  /* neighbours */
+#define tkvi_vf_load_twice(p) tkvi_load_twice_avx2(p)               /* 4 floats, each in two neighbours */
+#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx2(p)
+/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
+#define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx2(level, (p) + (h) / 8 * (bits), bits)
+#define tkvi_vf_sum_across(x) tkvi_sum_avx2(x)
+#define tkvi_vf_load_finite_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
+#define tkvi_vf_load_bf16(p)                                                                                 \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(p)), 16))
+#define tkvi_vf_round(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    _mm256_fmadd_ps(x, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(x, _mm256_set1_ps(1.44269502f), n))
+/* y 2^n. The exponent of y plus n must be that of a normal number. */
+#define tkvi_vf_times_power(y, n)                                                                            \
+    _mm256_castsi256_ps(                                                                                     \
+        _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)))
+#define tkvi_vf_zero_below(y, x, least) /* y where x >= least, 0 elsewhere */                                \
+    _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ))
 
-#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
-    _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)))
 #define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
 #define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
@@ -10894,6 +9143,8 @@ typedef struct tkvi_weights_k {
 #define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx2(p, n) /* signed bytes; the first n, the others are 0 */
 #define tkvi_vi_or(a, b) _mm256_or_si256(a, b)
 #define tkvi_vi_and(a, b) _mm256_and_si256(a, b)
+#define tkvi_vi_xor(a, b) _mm256_xor_si256(a, b)
+#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx2(a, b, n) /* a b >> n, without signs */
 #define tkvi_vi_right(x, n) _mm256_srli_epi32(x, n)
 #define tkvi_vi_mul(a, b) _mm256_mullo_epi32(a, b)
 #define tkvi_vi_min(a, b) _mm256_min_epi32(a, b)
@@ -10942,6 +9193,8 @@ typedef struct tkvi_weights_k {
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
 #define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
 #define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
+#define tkvi_vb_gather4(p, step) tkvi_load_parts_avx2(p, step)
+#define tkvi_vb_transpose4(v) tkvi_transpose4_avx2(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
 #define tkvi_vb_scatter4(p, step, x) tkvi_scatter4_avx2(p, step, x)
 #define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
 #define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
@@ -10969,6 +9222,11 @@ typedef struct tkvi_weights_k {
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
 
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 3  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 3 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 2    /* in the last pass of V */
+
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 0
@@ -10992,7 +9250,10 @@ typedef struct tkvi_weights_k {
 #if defined(__GNUC__) || defined(__clang__)
 #define tkvi_keep(sum) __asm__("" : "+x"(sum));
 #define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
+/* Keeps a factor alive: gcc otherwise multiplies in its register, and moves the sum back. */
+#define tkvi_use(x) __asm__("" : : "x"(x));
 #else
+#define tkvi_use(x)
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #endif
@@ -11045,6 +9306,405 @@ typedef struct tkvi_weights_k {
 #define tkvi_pack_rows_odd(x) _mm256_blend_epi16((x)[1], _mm256_slli_epi32((x)[3], 16), 0xaa)
 /* ======== kernels/avx2.h ======== */
 
+/* ======== kernels/codes.inc ======== */
+/*
+ * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
+ */
+/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
+ * extracts a plane. Only for 3 bits `first` must be a constant. */
+TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
+                               int column, tkvi_vb *x) {
+    int p;
+    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
+    } else if (width >= 4) {
+        x[0] = tkvi_vb_load(at + 32 * first);
+        if (count > 2) x[1] = tkvi_vb_load(at + 64);
+    } else if (width >= 2) {
+        x[0] = tkvi_vb_load(at);
+        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
+    }
+    if (width == 6) x[2] = tkvi_vb_load(at + 128);
+    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 3 && first + count > 2) {
+        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
+        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
+        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
+    }
+}
+
+/* Moves the bits at `from` of each byte to `to`, and clears the others. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
+    if (from > to) x = tkvi_vb_right(x, from - to);
+    if (to > from) x = tkvi_vb_left(x, to - from);
+    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+}
+
+/* Codes of plane first + p of a tile that load_tile loaded. */
+TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
+    tkvi_vb c;
+    if (width == 8) return x[p];
+    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 3) {
+        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
+        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+    }
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    return c;
+}
+
+TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
+    tkvi_vb x[4];
+    int column, p;
+    for (column = 0; column < 64; column += TKVI_VB) {
+        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
+    }
+}
+
+/* As tkvi_unpack_tile. */
+TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
+    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
+    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
+    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
+    else TKVI_N(unpack_codes)(width, tile, code);
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/rotate.inc ======== */
+/*
+ * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
+ * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
+ */
+TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
+    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
+    tkvi_vf_hide(sum);
+    tkvi_vf_hide(difference);
+    *a = sum;
+    *b = difference;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
+}
+
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
+TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
+    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
+    return tkvi_vf_xor(x, tkvi_vf_load(flip));
+}
+
+/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
+ * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
+ * sizes returned. */
+TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
+                                 const int within, const int last) {
+    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = tkvi_vf_load(x + i * step);
+        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
+        if (within) v[i] = tkvi_vf_butterflies(v[i]);
+    }
+    if (n > 1) TKVI_N(stage)(v, 1, n);
+    if (n > 2) TKVI_N(stage)(v, 2, n);
+    if (n > 4) TKVI_N(stage)(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
+            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
+        }
+        tkvi_vf_store(y + i * step, v[i]);
+    }
+    return most;
+}
+
+/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
+ * unrolls these. */
+#define TKVI_WITHIN_(name, n, last)                                                                          \
+    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
+                                             int end) {                                                      \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
+            most = tkvi_vf_max(                                                                              \
+                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
+        return most;                                                                                         \
+    }
+#define TKVI_ACROSS_(n)                                                                                      \
+    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF)                                                                   \
+            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
+        return most;                                                                                         \
+    }
+TKVI_WITHIN_(1, 1, 1)
+TKVI_WITHIN_(2, 2, 1)
+TKVI_WITHIN_(4, 4, 1)
+TKVI_WITHIN_(8, 8, 1)
+TKVI_WITHIN_(_first, 8, 0)
+TKVI_ACROSS_(2)
+#if TKVI_VF < 16
+TKVI_ACROSS_(4)
+#endif
+#if TKVI_VF < 8
+TKVI_ACROSS_(8)
+#endif
+
+/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
+TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n, vectors = n / TKVI_VF;
+    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
+    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
+    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
+    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
+    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
+#if TKVI_VF < 8
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+#endif
+#if TKVI_VF < 16
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+#endif
+    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
+}
+
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
+TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
+    uint32_t sign[32];
+    int c, k;
+    for (c = 0; c < n; c += 32) {
+        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
+        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const tkvi_vf scale = tkvi_vf_splat(t->scale);
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (i = 0; i < t->n; i += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
+            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
+            tkvi_vf_hide(x);
+            tkvi_vf_hide(y);
+            x = tkvi_vf_add(x, y);
+            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
+            else tkvi_vf_store(t->last + i, x);
+        }
+    }
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/values.inc ======== */
+/*
+ * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
+ * formats/tiles.h. It needs kernels/codes.inc and kernels/rotate.inc.
+ *
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
+ *
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
+ *
+ * A vector has parts of 16 bytes, and sorting stays within a part. So a column does not have its tokens in order: byte
+ * 16 k + 4 p + j is token 16 p + 4 k + j.
+ */
+
+/* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
+ * x[0 .. 3]. */
+TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
+    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    tkvi_vb_transpose4(x);
+}
+
+/* Sorts the codes of a tile of K into four columns. */
+TKVI_KERNEL void TKVI_N(sort_columns)(const uint8_t *code, uint8_t *const *column) {
+    int i, p;
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VB) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) x[p] = tkvi_vb_load(code + 64 * p + i);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(column[p] + i, x[p]);
+    }
+}
+
+/* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+ * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper,
+                                   uint8_t *row, int stride) {
+    int p, k;
+    for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_gather4(code + 64 * p + 16 * k, 64);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_scatter4(row + k * stride, 4 * stride,
+                             lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+        if (!upper) continue;
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_scatter4(row + k * stride + 16, 4 * stride, tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+    }
+}
+
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
+TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) {
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_zip1(a[0], a[h]);
+        a[h] = tkvi_vb_zip2(a[0], a[h]);
+        a[0] = low;
+    }
+}
+
+/* Transposes columns of 64 tokens into rows of `pad` channels. */
+TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8_t *level) {
+    int c, k, i;
+    for (c = 0; c < pad; c += 16)
+        for (k = 0; k < 4; k += TKVI_VB / 16) {
+            uint8_t *to = level + 4 * k * pad + c;
+            tkvi_vb x[16];
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) x[i] = tkvi_vb_load(column + TKVI_BLOCK * (c + i) + 16 * k);
+            TKVI_N(interleave_bytes)(x, 8);
+            TKVI_N(interleave_bytes)(x, 4);
+            TKVI_N(interleave_bytes)(x, 2);
+            TKVI_N(interleave_bytes)(x, 1);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) tkvi_vb_scatter4(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+        }
+}
+
+/* level: out, [token][pad]. */
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
+    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+    int width, i, k, position = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+            uint8_t *column[4];
+            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            TKVI_N(unpack_tile)(src, width, code);
+            TKVI_N(sort_columns)(code, column);
+        }
+    for (; position < s->pad; position++) /* channels without codes */
+        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
+    TKVI_N(transpose_columns)(columns, s->pad, level);
+}
+
+/* Rows of other tokens than first .. first + n - 1 can stay as they are. */
+static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int first, int n, uint8_t *level) {
+    int width, i, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
+        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
+        for (i = 0; i < s->tiles.n[width]; i++, src += TKVI_TILE_BYTES(width)) {
+            const int from = i % 4 * 16;
+            if (from < first + n && from + 16 > first) {
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                TKVI_N(unpack_tile)(src, width, code);
+                TKVI_N(sort_slab)(code, lower, upper, level + from * s->pad + slab, s->pad);
+            }
+            if (i % 4 == 3) slab += channels;
+        }
+    }
+}
+
+/* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
+ * token. */
+TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
+                                      const float *zero, const int k, const int with_sign, int n, float *to) {
+    int c, end;
+    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
+        const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
+        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
+                                                         : tkvi_vi_load_u8(level + c));
+            tkvi_vf_store_first(to + c,
+                                k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
+                                  : tkvi_vf_madd(x, by, plus),
+                                n - c);
+        }
+    }
+}
+
+/* Replaces y by its rotation back, before the signs. `to`: out, the first dim values with their signs. */
+TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, float *to) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
+    (void)TKVI_N(window)(y, NULL, y, log2n);
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+}
+
+/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
+TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
+                                       const float *zero, int n, float *to) {
+    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
+    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
+    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
+    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+}
+
+static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated;
+    int t;
+    if (s->dim < 16) {
+        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+        return;
+    }
+    s->format->side[s->which].meta(s, src, ops, scale, zero);
+    if (s->which == TKV_V) {
+        TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    } else {
+        TKVI_N(unpack_rows_k)(s, src, level);
+        if (s->order) tkvi_sort_by_channel(s, scale);
+        if (s->order) tkvi_sort_by_channel(s, zero);
+    }
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        TKVI_N(row_to_floats)
+        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
+}
+/* ======== kernels/avx2.h ======== */
 /* ======== kernels/convert.inc ======== */
 /*
  * kernels/convert.inc - a template: conversions of metadata to floats, as the scalar functions of core/format.h. Values
@@ -11747,15 +10407,554 @@ TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_
 }
 /* ======== kernels/avx2.h ======== */
 
-/* >>pieces */
-/* 8 values of an exact side. The branch is predicted: it goes one way for the whole side. */
-TKVI_FLAT_AVX2 __m256 tkvi_load_values_avx2(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16) return _mm256_cvtph_ps(tkvi_load_bytes16_avx2(row + 2 * at));
-    if (type == TKVI_AS_BF16)
-        return _mm256_castsi256_ps(
-            _mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(row + 2 * at)), 16));
-    return _mm256_castsi256_ps(tkvi_load_bytes_avx2(row + 4 * at));
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_finite_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
+
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
+        const uint8_t *k[4];
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
+        }
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        for (c = 0; c < pad; c += 16) {
+            TKVI_UNROLL
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= n) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {                      /* the score behind n can be of another row */
+                tkvi_vf_sum4(last, sum[r]);
+                memcpy(to, last, (size_t)tkvi_min(nt, n - t) * sizeof *to);
+            }
+        }
+    }
+}
+
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
+        }
+    }
+}
+
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
+    }                                                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
+    }
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
+
+/* Scores of the first min(left, 4) rows. */
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
+}
+
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    int r;
+    (void)n_limbs;
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
+}
+
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
+    (void)n_limbs;
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
+    }
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
+}
+
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
+        }
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
+    }
+    return seen;
+}
+/* ======== kernels/avx2.h ======== */
+/* ======== kernels/code_rows.inc ======== */
+/*
+ * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
+ * back gives the bits of the format's decode function. Attention multiplies them as it does exact tokens, and moves
+ * the options of a format from the tokens to the query, which costs less:
+ *
+ *     center    q.(y + mean - ref) = q.(y - (ref - mean))
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *
+ * ref goes with the queries. Its rounding, 1e-7 of it, is far below the error of these formats. Sums have another order
+ * than in decode. So attention agrees with decode within rounding, not bit by bit.
+ */
+
+/* Levels of E5M2. Codes of subnormals (exponent 0) are read as if they were normal numbers of half the step: twice the
+ * result, less the smallest normal number, is right for them, and too large for the others. All of it is exact. */
+TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
+    const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
+    const tkvi_vf normal =
+        tkvi_vf_of_bits(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vf_of_bits(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+    const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
+    return tkvi_vf_xor(x, tkvi_vf_of_bits(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
+}
+
+/* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
+                                    const int h) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
+}
+
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
+ * needs of r is read before it: the compiler must assume that a store to x changes r. */
+TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                     const tkvi_code_scales scales, int from, int n, float *x,
+                                     size_t stride) {
+    const int pad = r->s->pad, bits = r->bits, parts = r->parts, shift = r->shift,
+              row_bytes = (int)r->row_bytes;
+    const uintptr_t ahead = r->ahead;
+    const float *scale = r->scale + from * parts, *zero = r->zero + from * parts;
+    const uint8_t *row = r->codes + from * row_bytes, *p;
+    int t, c, h;
+    for (t = from; t < from + n; t++, x += stride, row += row_bytes, scale += parts, zero += parts) {
+        if (ahead) tkvi_ahead(row, row_bytes, ahead);
+        if (ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, ahead);
+        for (c = 0, p = row; c < pad; c += 16, p += 2 * bits) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> shift;
+            const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
+            TKVI_UNROLL
+            for (h = 0; h < 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r->level, kind, bits, p, h);
+                if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
+                else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + c + h), tkvi_vf_load(r->zero + c + h));
+                tkvi_vf_store(x + c + h, y);
+            }
+        }
+    }
+}
+
+/* x: out, tokens from .. from + n - 1 with their outliers, [token][pad], `stride` floats apart. */
+TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
+#define TKVI_CODES_(kind, scales) TKVI_N(codes_to_floats)(r, kind, scales, from, n, x, stride)
+    if (r->kind == TKVI_CODES_INT8) TKVI_CODES_(TKVI_CODES_INT8, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E4M3) TKVI_CODES_(TKVI_CODES_E4M3, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E5M2) TKVI_CODES_(TKVI_CODES_E5M2, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_SCALE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
+    else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
+#undef TKVI_CODES_
+    if (r->slots) tkvi_add_outliers(r, from, n, x, stride);
+}
+
+/* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
+TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                       uintptr_t ahead) {
+    uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
+    int t, c;
+    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
+    if (!r->factors) return 1;
+    memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
+    memset(factor + TKVI_BLOCK * r->parts, 0, 16);
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
+            tkvi_vf_store(r->scale + c,
+                          tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
+    return 1;
+}
+
+/* Rotates a row of `pad` channels as core/rotate.h. */
+TKVI_KERNEL void TKVI_N(rotate_row)(float *x, const float *signs, int dim) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store(x + c, tkvi_vf_xor(tkvi_vf_load(x + c), tkvi_vf_load(signs + c)));
+    (void)TKVI_N(window)(x, NULL, x, log2n);
+    if (n < dim) (void)TKVI_N(window)(x + dim - n, NULL, x + dim - n, log2n);
+}
+
+/* >>RoPE */
+/* tkvi_turn_make for positions from 0 on: the bits of tkvi_cos_sin (core/rope.h). a / 90 is a mul_high(a, 2^38 / 90),
+ * rounded up, and so on: exact below 2^31. */
+TKVI_KERNEL void TKVI_N(turn)(const tkvi_rope *rope, int64_t position, float *cosine, float *sine) {
+    const uint64_t distance = (uint64_t)(position < 0 ? -position : position);
+    const tkvi_vi one = tkvi_vi_splat((int32_t)0x80000000u), none = tkvi_vi_splat(0);
+    const tkvi_vf unit = tkvi_vf_splat(9.3132257461547852e-10f); /* 2^-30 */
+    int32_t angle[TKV_MAX_HEAD_DIM / 2];
+    int j;
+    for (j = 0; j < rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(distance * rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0;
+#define TKVI_OVER_(x, by, n) tkvi_vi_mul_right(x, tkvi_vi_splat((int32_t)(by)), n)
+    for (j = 0; j < rope->pairs; j += TKVI_VF) {
+        const tkvi_vi p = tkvi_vi_load(angle + j);
+        const tkvi_vi quarter = tkvi_vi_right(tkvi_vi_add(p, tkvi_vi_splat(0x20000000)), 30);
+        const tkvi_vi rest = tkvi_vi_sub(p, tkvi_vi_left(quarter, 30));
+        const tkvi_vi minus = tkvi_vi_sub(none, tkvi_vi_right(rest, 31));
+        const tkvi_vi swap = tkvi_vi_sub(none, tkvi_vi_and(quarter, tkvi_vi_splat(1)));
+        tkvi_vi x = tkvi_vi_sub(tkvi_vi_xor(rest, minus), minus), z, s, c, both;
+        x = TKVI_OVER_(x, 0x6487ed51, 29);
+        z = tkvi_vi_mul_right(x, x, 31);
+        c = tkvi_vi_sub(one, TKVI_OVER_(z, 0xb60b60b7u, 38));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x92492493u, 37));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x88888889u, 36));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x2aaaaaabu, 33));
+        c = tkvi_vi_right(tkvi_vi_sub(one, tkvi_vi_mul_right(z, c, 32)), 1);
+        s = tkvi_vi_sub(one, TKVI_OVER_(z, 0x38e38e39u, 36));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x30c30c31u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x66666667u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x2aaaaaabu, 32));
+        s = tkvi_vi_mul_right(x, s, 32);
+        s = tkvi_vi_sub(tkvi_vi_xor(s, minus), minus);
+        both = tkvi_vi_and(tkvi_vi_xor(s, c), swap); /* in the next quarter, cos is -sin and sin is cos */
+        s = tkvi_vi_xor(s, both);
+        c = tkvi_vi_xor(c, both);
+        both = tkvi_vi_sub(none, tkvi_vi_right(quarter, 1));
+        s = tkvi_vi_sub(tkvi_vi_xor(s, both), both);
+        both = tkvi_vi_xor(both, swap);
+        c = tkvi_vi_sub(tkvi_vi_xor(c, both), both);
+        tkvi_vf_store(cosine + j, tkvi_vf_mul(tkvi_vi_to_float(c), unit));
+        tkvi_vf_store(sine + j, tkvi_vf_mul(tkvi_vi_to_float(s), unit));
+    }
+#undef TKVI_OVER_
+    for (j = 0; j < rope->pairs && position < 0; j++) sine[j] = -sine[j];
+}
+
+/* tkvi_turn_apply. */
+TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, const float *sine, float *x) {
+    static const float signs[16] = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    const tkvi_vf sign = tkvi_vf_load(signs);
+    float *y = x + rope->apart;
+    int j;
+    if (rope->pairs % TKVI_VF) {
+        tkvi_turn_apply(rope, cosine, sine, x);
+        return;
+    }
+    for (j = 0; j < 2 * rope->pairs && rope->step == 2; j += TKVI_VF) {
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_swap(a);
+        a = tkvi_vf_mul(a, tkvi_vf_load_twice(cosine + j / 2));
+        b = tkvi_vf_mul(b, tkvi_vf_mul(tkvi_vf_load_twice(sine + j / 2), sign));
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+    }
+    for (j = 0; j < rope->pairs && rope->step == 1; j += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + j), s = tkvi_vf_load(sine + j);
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(y + j), as = tkvi_vf_mul(a, s),
+                bs = tkvi_vf_mul(b, s);
+        a = tkvi_vf_mul(a, c);
+        b = tkvi_vf_mul(b, c);
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_hide(as);
+        tkvi_vf_hide(bs);
+        tkvi_vf_store(x + j, tkvi_vf_sub(a, bs));
+        tkvi_vf_store(y + j, tkvi_vf_add(b, as));
+    }
+}
+
+/* >>reading back */
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                    int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    tkvi_code_rows r;
+    int from, t, c;
+    (void)ops;
+    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    if (r.rotated) TKVI_N(flips)(signs, s->pad);
+    if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
+    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+        float *to = direct ? x : y;
+        const size_t apart = direct ? stride : (size_t)s->pad;
+        TKVI_N(decode_code_rows)(&r, from, count, to, apart);
+        for (t = from; t < from + count; t++, x += stride, to += apart) {
+            if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
+            else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
+            for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
+            if (!s->rope || s->rope->pairs < 1) continue;
+            TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
+            TKVI_N(turn_row)(s->rope, cosine, sine, x);
+        }
+    }
+    return 1;
+}
+
+/* >>attention */
+/* A float side for decoded rows, to be passed to kernels of the exact tiers. */
+static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
+    tkvi_side plain = *s;
+    plain.format = &tkvi_formats[TKV_F32];
+    return plain;
+}
+
+TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *q, const float *ref, int rows, int n, int n_limbs,
+                                   float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
+        memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
+        memcpy(moved + rows * pad, ref, (size_t)pad * sizeof *ref);
+        q = moved;
+        ref = moved + rows * pad;
+    }
+    if (r.means) {
+        TKVI_N(f16_to_f32)(r.means, s->dim, x);
+        for (c = 0; c < s->dim; c++) moved[rows * pad + c] -= x[c];
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
+    if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
+        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        for (i = 1; i < count && rope; i++)
+            TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
+        for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
+        (&plain, (const uint8_t *)x, 0, q + i * pad, ref, rows - i, count, scores + i * TKVI_BLOCK + from);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
+        return;
+    }
+    if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        TKVI_N(exact_v)
+        (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i < rows && r.rotated; i++, out += pad) {
+        TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
+        for (c = 0; c < s->dim; c++) out[c] += x[c];
+    }
+}
+/* ======== kernels/avx2.h ======== */
 
 /* ======== kernels/simd_ops.inc ======== */
 /*
@@ -11774,322 +10973,10 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
                                                TKVI_N(encode_v_tokens),
                                                TKVI_SHARED(encode_groups),
                                                TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decode_rows)),
                                                TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
 /* ======== kernels/avx2.h ======== */
 
-static TKVI_TARGET_AVX2 float tkvi_max64_avx2(const float *s) {
-    __m256 m = _mm256_loadu_ps(s);
-    int t;
-    for (t = 8; t < TKVI_BLOCK; t += 8) m = _mm256_max_ps(m, _mm256_loadu_ps(s + t));
-    return tkvi_max_avx2(m);
-}
-
-/* exp(x) is 2^n 2^r with n + r = x log2 e, as in kernels/avx512.h. 2^n is added to the exponent: 2^r is 0.7 .. 1.5,
- * and n is above -127. */
-static TKVI_TARGET_AVX2 float tkvi_exp64_avx2(const float *s, float maximum, float *p) {
-    const __m256 log2e = _mm256_set1_ps(1.44269502f), least = _mm256_set1_ps(-87.0f);
-    __m256 sum = _mm256_setzero_ps();
-    int t;
-    for (t = 0; t < TKVI_BLOCK; t += 8) {
-        const __m256 x = _mm256_sub_ps(_mm256_loadu_ps(s + t), _mm256_set1_ps(maximum));
-        const __m256 z = _mm256_max_ps(x, least);
-        const __m256 n = _mm256_round_ps(_mm256_mul_ps(z, log2e), 8);
-        const __m256 r = _mm256_fmadd_ps(z, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(z, log2e, n));
-        __m256 y = TKVI_EXP2_FRACTION(_mm256_set1_ps, _mm256_fmadd_ps, r);
-        y = _mm256_castsi256_ps(
-            _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
-        y = _mm256_and_ps(y, _mm256_cmp_ps(x, least, _CMP_GE_OQ));
-        _mm256_storeu_ps(p + t, y);
-        sum = _mm256_add_ps(sum, y);
-    }
-    return tkvi_sum_avx2(sum);
-}
-
-/* >>exact tiers */
-/* Scores of nr rows, nt tokens at a time. Lanes are 8 channels. Tokens beyond n repeat the last one. */
-TKVI_FLAT_AVX2 void tkvi_exact_k4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                       const float *q, const float *ref, int rows, int n, const int nr,
-                                       const int nt, float *scores) {
-    int row_bytes = s->pad * s->format->bits / 8, t, c, r, j;
-    for (t = 0; t < n; t += nt) {
-        __m256 acc[4][4];
-        const uint8_t *k[4];
-        TKVI_UNROLL
-        for (j = 0; j < nt; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        tkvi_prefetch_bytes(src + t * row_bytes, nt * row_bytes, ahead);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            TKVI_UNROLL
-            for (j = 0; j < nt; j++) acc[r][j] = _mm256_setzero_ps();
-        }
-        for (c = 0; c < s->pad; c += 8) {
-            __m256 x[4], minus = _mm256_loadu_ps(ref + c);
-            TKVI_UNROLL
-            for (j = 0; j < nt; j++)
-                x[j] = _mm256_sub_ps(tkvi_load_values_avx2(s->format->stored, k[j], c), minus);
-            TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m256 y = _mm256_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
-                TKVI_UNROLL
-                for (j = 0; j < nt; j++) acc[r][j] = _mm256_fmadd_ps(x[j], y, acc[r][j]);
-            }
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            TKVI_UNROLL
-            for (j = 0; j < nt; j++)
-                if (r < rows) scores[r * TKVI_BLOCK + t + j] = tkvi_sum_avx2(acc[r][j]);
-        }
-    }
-}
-
-/* Scores of the first min(left, 4) rows. */
-static TKVI_TARGET_AVX2 void tkvi_exact_rows_k_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                                    const float *q, const float *ref, int left, int n,
-                                                    float *scores) {
-    if (left == 1) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 1, 4, scores);
-    else if (left == 2) tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 2, 4, scores);
-    else tkvi_exact_k4_avx2(s, src, ahead, q, ref, left, n, 4, 2, scores);
-}
-
-static TKVI_TARGET_AVX2 void tkvi_exact_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *q, const float *ref, int rows, int n, int n_limbs,
-                                               float *scores) {
-    int r;
-    (void)n_limbs;
-    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx2(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
-                               scores + r * TKVI_BLOCK);
-}
-
-/* Outputs of nr rows in 16 channels, over all tokens. */
-TKVI_FLAT_AVX2 void tkvi_exact_v4_avx2(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                       const float *p, int rows, int n, int first, const int nr, float *out) {
-    int row_bytes = s->pad * s->format->bits / 8, t, r, j;
-    __m256 acc[4][2];
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (t = 0; t < n; t++, src += row_bytes) {
-        __m256 x[2];
-        tkvi_prefetch(src + first * s->format->bits / 8, ahead);
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++) x[j] = tkvi_load_values_avx2(s->format->stored, src, first + 8 * j);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m256 y = _mm256_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < 2; j++) acc[r][j] = _mm256_fmadd_ps(x[j], y, acc[r][j]);
-        }
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < 2; j++)
-            if (r < rows) {
-                float *o = out + r * s->pad + first + 8 * j;
-                _mm256_storeu_ps(o, _mm256_add_ps(_mm256_loadu_ps(o), acc[r][j]));
-            }
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_exact_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                               const float *p, int rows, int n, int n_limbs, float *out) {
-    uintptr_t ahead = tkvi_prefetch_distance(src, next);
-    int r, c;
-    (void)n_limbs;
-    for (r = 0; r < rows; r += 4)
-        for (c = 0; c < s->pad; c += 16) {
-            const float *x = p + r * TKVI_BLOCK;
-            float *o = out + r * s->pad;
-            int left = rows - r;
-            if (left == 1) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 1, o);
-            else if (left == 2) tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 2, o);
-            else tkvi_exact_v4_avx2(s, src, ahead, x, left, n, c, 4, o);
-        }
-}
-
-/* >>decoded: see kernels/decode_x86.h. Tokens are decoded 16 at a time into a buffer, because 16 registers are too
- * few to decode and multiply together. */
-/* Levels of eight codes; see kernels/avx512.h. */
-TKVI_FLAT_AVX2 __m256 tkvi_e5m2_avx2(__m256i code) {
-    const __m256i size = _mm256_and_si256(code, _mm256_set1_epi32(127));
-    const __m256i sign = _mm256_slli_epi32(_mm256_sub_epi32(code, size), 24);
-    const __m256i large =
-        _mm256_add_epi32(_mm256_slli_epi32(size, 21), _mm256_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m256 subnormal = _mm256_mul_ps(
-        _mm256_cvtepi32_ps(size), _mm256_castsi256_ps(_mm256_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
-    const __m256i x = _mm256_blendv_epi8(large, _mm256_castps_si256(subnormal),
-                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(4), size));
-    return _mm256_castsi256_ps(_mm256_or_si256(x, sign));
-}
-
-TKVI_FLAT_AVX2 __m256 tkvi_e4m3_avx2(__m128i code) {
-    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(code), 8), 1);
-    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
-    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
-}
-
-/* Levels of 8 of the 16 channels whose codes begin at p: the first 8, or the last 8 if half is 1. neighbours: 1:
- * RoPE partners are neighbours, so the vector takes every second code. */
-TKVI_FLAT_AVX2 __m256 tkvi_load_levels_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
-                                            const int neighbours, const uint8_t *p, const int half,
-                                            __m256i shift) {
-    __m256i x;
-    __m256 low, high;
-    if (kind != TKVI_CODES_TABLE) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(p + 8 * half));
-        if (kind == TKVI_CODES_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-        return kind == TKVI_CODES_E4M3 ? tkvi_e4m3_avx2(bytes) : tkvi_e5m2_avx2(_mm256_cvtepu8_epi32(bytes));
-    }
-    p += half * r->bits * (neighbours ? 2 : 1);
-    x = _mm256_set1_epi32(tkvi_load_int_x86(p));
-    if (neighbours) x = _mm256_inserti128_si256(x, _mm_set1_epi32(tkvi_load_int_x86(p + r->bits)), 1);
-    x = _mm256_srlv_epi32(x, shift);
-    low = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level), x); /* uses 3 bits of x */
-    high = _mm256_permutevar8x32_ps(_mm256_load_ps(r->level + 8), x);
-    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
-}
-
-static TKVI_TARGET_AVX2 void tkvi_fold_factors_avx2(tkvi_code_rows *r) {
-    TKVI_ALIGNED float scale[TKVI_BLOCK];
-    int t, c;
-    memcpy(scale, r->scale, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK * r->scales_per_token; t += 8) {
-        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(r->factors + t));
-        _mm256_store_ps(r->scale + t, tkvi_e4m3_avx2(bytes));
-    }
-    for (t = 0; t < TKVI_BLOCK; t++)
-        for (c = 0; c < r->scales_per_token; c++) r->scale[t * r->scales_per_token + c] *= scale[t];
-}
-
-/* Decodes tokens from .. from + n - 1 to x, [token][16 * n_vectors]. */
-TKVI_FLAT_AVX2 void tkvi_codes_to_floats_avx2(const tkvi_code_rows *r, const tkvi_code_kind kind,
-                                              const int by_channel, const int neighbours, int from, int n,
-                                              float *x) {
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i step = _mm256_set1_epi32(r->bits * (neighbours ? 2 : 1));
-    __m256i shift[2];
-    int t, v, h;
-    shift[0] = _mm256_mullo_epi32(neighbours ? _mm256_and_si256(lane, _mm256_set1_epi32(3)) : lane, step);
-    shift[1] = neighbours ? _mm256_add_epi32(shift[0], _mm256_set1_epi32(r->bits)) : shift[0];
-    for (t = from; t < from + n; t++) {
-        const uint8_t *row = r->codes + (size_t)t * r->row_bytes;
-        const float *by = r->scale + t * r->scales_per_token;
-        const __m256 plus = _mm256_set1_ps(r->s->grid ? 0.0f : r->zero[t]);
-        tkvi_prefetch_code_row(r, t);
-        for (v = 0; v < r->n_vectors; v++) {
-            const int spread =
-                neighbours &&
-                v < r->n_partners; /* the other channels are not rotated, and keep their order */
-            TKVI_UNROLL
-            for (h = 0; h < 2; h++, x += 8) {
-                const int c = 16 * v + 8 * h;
-                __m256 y;
-                if (spread) y = tkvi_load_levels_avx2(r, kind, 1, row + r->vector_at[v], h, shift[v & 1]);
-                else
-                    y = tkvi_load_levels_avx2(r, kind, 0, row + r->vector_at[v], h,
-                                              _mm256_mullo_epi32(lane, _mm256_set1_epi32(r->bits)));
-                if (by_channel)
-                    y = _mm256_fmadd_ps(y, _mm256_load_ps(r->scale + c), _mm256_load_ps(r->zero + c));
-                else y = _mm256_fmadd_ps(y, _mm256_set1_ps(by[c >> r->shift]), plus);
-                _mm256_store_ps(x, y);
-            }
-        }
-    }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decode_code_rows_avx2(const tkvi_code_rows *r, int from, int n, float *x) {
-    if (r->kind == TKVI_CODES_INT8) tkvi_codes_to_floats_avx2(r, TKVI_CODES_INT8, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E4M3) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E4M3, 0, 0, from, n, x);
-    else if (r->kind == TKVI_CODES_E5M2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_E5M2, 0, 0, from, n, x);
-    else if (!r->by_channel) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 0, 0, from, n, x);
-    else if (r->rope && r->rope->step == 2) tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 1, from, n, x);
-    else tkvi_codes_to_floats_avx2(r, TKVI_CODES_TABLE, 1, 0, from, n, x);
-}
-
-/* Rotates a row in the order of the vectors as RoPE does. back: 1: by minus the angle. */
-static TKVI_TARGET_AVX2 void tkvi_rope_row_avx2(const tkvi_code_rows *r, const float *cosine,
-                                                const float *sine, int back, float *x) {
-    const __m256 sign = _mm256_castsi256_ps(
-        _mm256_set1_epi32(back ? INT32_MIN : 0)); /* from bits: -ffast-math drops the sign of -0.0f */
-    int v, h;
-    for (v = 0; v < r->n_partners; v += 2)
-        for (h = 0; h < 2; h++) {
-            float *at = x + 16 * v + 8 * h;
-            const __m256 c = _mm256_loadu_ps(cosine + 8 * v + 8 * h), a = _mm256_load_ps(at);
-            const __m256 s = _mm256_xor_ps(_mm256_loadu_ps(sine + 8 * v + 8 * h), sign);
-            const __m256 b = _mm256_load_ps(at + 16);
-            _mm256_store_ps(at, _mm256_fnmadd_ps(b, s, _mm256_mul_ps(a, c)));
-            _mm256_store_ps(at + 16, _mm256_fmadd_ps(a, s, _mm256_mul_ps(b, c)));
-        }
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decoded_k_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *q, const float *ref, int rows, int n,
-                                                 int n_limbs, float *scores) {
-    TKVI_ALIGNED float rotated[TKVI_ROWS * TKVI_VECTOR_FLOATS], x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2], none[TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
-    float *where[TKVI_AT_ONCE * TKVI_KVQUANT_SLOTS];
-    tkvi_code_rows rd;
-    tkvi_side plain;
-    int from, r, t;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
-        return;
-    }
-    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    memset(none, 0, sizeof none);
-    if (rd.factors) tkvi_fold_factors_avx2(&rd);
-    tkvi_place_queries(&rd, q, ref, rows, rotated, less);
-    tkvi_make_scratch_side(&rd, &plain);
-    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_decode_code_rows_avx2(&rd, from, count, x);
-        if (rd.slots) (void)tkvi_scatter_outliers_k(&rd, from, count, x, where);
-        for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_avx2(&rd, from ? rd.rope->cosine + TKVI_ROPE_NEAR * rd.rope->row : first[0],
-                               from ? rd.rope->sine + TKVI_ROPE_NEAR * rd.rope->row : first[1], 1,
-                               rotated + 16 * r * rd.n_vectors);
-        for (t = 1; t < count && rd.rope; t++)
-            tkvi_rope_row_avx2(&rd, rd.rope->cosine + t * rd.rope->row, rd.rope->sine + t * rd.rope->row, 0,
-                               x + 16 * t * rd.n_vectors);
-        for (r = 0; r < rows; r += 4)
-            tkvi_exact_rows_k_avx2(&plain, (const uint8_t *)x, 0, rotated + 16 * r * rd.n_vectors, none,
-                                   rows - r, count, scores + r * TKVI_BLOCK + from);
-    }
-    for (r = 0; r < rows; r++)
-        for (t = 0; t < TKVI_BLOCK; t++) scores[r * TKVI_BLOCK + t] -= less[r];
-}
-
-static TKVI_TARGET_AVX2 void tkvi_decoded_v_avx2(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                                 const float *p, int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKVI_VECTOR_FLOATS], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_code_rows rd;
-    tkvi_side plain;
-    float *o = s->grid && s->rotate ? sum : out;
-    int from, r, c;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx2)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
-        return;
-    }
-    if (rd.factors) tkvi_fold_factors_avx2(&rd);
-    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    tkvi_make_scratch_side(&rd, &plain);
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
-        tkvi_decode_code_rows_avx2(&rd, from, count, x);
-        tkvi_exact_v_avx2(&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, o);
-    }
-    for (r = 0; r < rows && o == sum; r++) {
-        tkvi_rotate_back(sum + r * s->pad, s->dim);
-        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
-    }
-    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
-}
-
-/* >>tiles */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -13261,13 +12148,12 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
 }
 
 /* >>softmax, rotation, layout */
-/* exp(s) for a score s of log2 e * s = x, or 0 where x is below -125. */
+/* exp(s) for x = s log2 e, or 0 where x is below -125. It has fewer operations than exp of kernels/softmax.inc. */
 TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
     const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
-    const tkvi_vi n = tkvi_vi_nearest(z);
-    const tkvi_vf r = tkvi_vf_sub(z, tkvi_vi_to_float(n));
-    const tkvi_vf y = tkvi_vf_pow2(TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r), n);
-    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), y);
+    const tkvi_vf n = tkvi_vf_round(z);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, tkvi_vf_sub(z, n));
+    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), tkvi_vf_times_power(y, n));
 }
 
 /* Hides scores of tokens outside low .. high - 1. */
@@ -13392,17 +12278,13 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/avx2.h ======== */
 
-static int tkvi_softmax_step_avx2(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_avx2, tkvi_exp64_avx2, s, rows, m, sum, p);
-}
-
 static const tkvi_kernels tkvi_kernels_avx2 = {
     TKV_ISA_AVX2,
     "avx2",
     {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx2)},
     {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx2 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx2)},
     &tkvi_simd_ops_avx2,
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
@@ -13431,6 +12313,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -13456,6 +12346,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -13472,6 +12365,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -13537,7 +12431,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_ABOVE_
 #undef TKVI_ANY_ABOVE_
 #undef tkvi_vm_any
-#undef tkvi_vf_pow2
 #undef TKVI_SQUARE
 #undef tkvi_transpose_square
 #undef tkvi_vi_mul
@@ -13575,10 +12468,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_xor
 #undef tkvi_vf_load_first
 #undef tkvi_vf_store_first
-#undef tkvi_vf_max_across
 #undef tkvi_vf_hide
 #undef tkvi_vf_butterflies
-#undef tkvi_vf_load_f16
 #undef tkvi_vf_store_f16
 #undef tkvi_vi_load_i8
 #undef tkvi_vb_add
@@ -13636,6 +12527,18 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
 #undef TKVI_SHARED
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
+#undef tkvi_vi_xor
+#undef tkvi_vi_mul_right
+#undef tkvi_vb_gather4
+#undef tkvi_vb_transpose4
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
+#undef tkvi_vf_load_finite_f16
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -13712,9 +12615,24 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vf_hide(x) TKVI_HIDE_X86(x) /* hides how x was computed: no reordering, no FMA */
 #define tkvi_vf_butterflies(x) tkvi_butterflies_avx512(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
 #define tkvi_vf_load_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
+#define tkvi_vf_of_bits(x) _mm512_castsi512_ps(x)
+#define tkvi_vf_swap(x) _mm512_permute_ps(x, 0xb1)      /* neighbours */
+#define tkvi_vf_load_twice(p) tkvi_load_twice_avx512(p) /* 8 floats, each in two neighbours */
+#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx512(p)
+/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
+#define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx512(level, p, bits)
+#define tkvi_vf_sum_across(x) _mm512_reduce_add_ps(x)
+#define tkvi_vf_load_finite_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
+#define tkvi_vf_load_bf16(p)                                                                                 \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tkvi_load_bytes_avx2(p)), 16))
+#define tkvi_vf_round(x) _mm512_cvtepi32_ps(tkvi_nearest_avx512(x))
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269502f), n))
+#define tkvi_vf_times_power(y, n) _mm512_scalef_ps(y, n) /* y 2^n */
+#define tkvi_vf_zero_below(y, x, least)                  /* y where x >= least, 0 elsewhere */               \
+    _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), y)
 
-#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
-    _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(n, 23)))
 #define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
 #define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
@@ -13724,6 +12642,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vi_splat(x) _mm512_set1_epi32(x)
 #define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
 #define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
+#define tkvi_vi_xor(a, b) _mm512_xor_si512(a, b)
+#define tkvi_vi_right(x, n) _mm512_srli_epi32(x, n)
+#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx512(a, b, n) /* a b >> n, without signs */
 #define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
 #define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
 #define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
@@ -13801,8 +12722,18 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vb_spread(x)                                                                                    \
     _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x)
 
+/* Each 16 bytes from or to another place, `step` bytes apart. */
+#define tkvi_vb_scatter4(p, step, x) tkvi_scatter4_avx512(p, step, x)
+#define tkvi_vb_gather4(p, step) tkvi_load_parts_avx512(p, step)
+#define tkvi_vb_transpose4(v) tkvi_transpose4_avx512(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
+
 #define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
 #define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
+
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 1    /* in the last pass of V */
 
 /* >>products of four codes by four weights */
 #define TKVI_HAS_NARROW 1
@@ -13823,6 +12754,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #else
 #define tkvi_hide(sum) ((void)0)
 #endif
+#define tkvi_use(x)
 #define tkvi_keep_pointer(p)
 
 /* Weights of one limb: bytes, [row][position]. */
@@ -13874,6 +12806,405 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_pack_rows_odd(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[1], _mm512_slli_epi32((x)[3], 16))
 /* ======== kernels/avx512.h ======== */
 
+/* ======== kernels/codes.inc ======== */
+/*
+ * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
+ */
+/* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
+ * extracts a plane. Only for 3 bits `first` must be a constant. */
+TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
+                               int column, tkvi_vb *x) {
+    int p;
+    x[0] = x[1] = x[2] = x[3] = tkvi_vb_splat(0);
+    if (width == 8) {
+        TKVI_UNROLL
+        for (p = 0; p < count; p++) x[p] = tkvi_vb_load(at + 64 * (first + p));
+    } else if (width >= 4) {
+        x[0] = tkvi_vb_load(at + 32 * first);
+        if (count > 2) x[1] = tkvi_vb_load(at + 64);
+    } else if (width >= 2) {
+        x[0] = tkvi_vb_load(at);
+        if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
+    }
+    if (width == 6) x[2] = tkvi_vb_load(at + 128);
+    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 3 && first + count > 2) {
+        const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
+        x[2] = tkvi_vb_right_half(rest, column, 0, 3);
+        x[3] = tkvi_vb_right_half(rest, column, 4, 1);
+    }
+}
+
+/* Moves the bits at `from` of each byte to `to`, and clears the others. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
+    if (from > to) x = tkvi_vb_right(x, from - to);
+    if (to > from) x = tkvi_vb_left(x, to - from);
+    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+}
+
+/* Codes of plane first + p of a tile that load_tile loaded. */
+TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
+    tkvi_vb c;
+    if (width == 8) return x[p];
+    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 3) {
+        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
+        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+    }
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    return c;
+}
+
+TKVI_OP void TKVI_N(unpack_codes)(const int width, const uint8_t *tile, uint8_t *code) {
+    tkvi_vb x[4];
+    int column, p;
+    for (column = 0; column < 64; column += TKVI_VB) {
+        TKVI_N(load_tile)(width, 0, 4, tile + column, column, x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(code + 64 * p + column, TKVI_N(plane)(width, 0, p, x));
+    }
+}
+
+/* As tkvi_unpack_tile. */
+TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *code) {
+    if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
+    else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
+    else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
+    else TKVI_N(unpack_codes)(width, tile, code);
+}
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/rotate.inc ======== */
+/*
+ * kernels/rotate.inc - a template: the rotation of core/rotate.h, and of RoPE (core/rope.h), with the bits of the
+ * scalar code. A lane is a channel. Windows have TKVI_VF channels or more.
+ */
+TKVI_OP void TKVI_N(butterfly)(tkvi_vf *a, tkvi_vf *b) {
+    tkvi_vf sum = tkvi_vf_add(*a, *b), difference = tkvi_vf_sub(*a, *b);
+    tkvi_vf_hide(sum);
+    tkvi_vf_hide(difference);
+    *a = sum;
+    *b = difference;
+}
+
+/* Butterflies of n vectors at distance h. */
+TKVI_OP void TKVI_N(stage)(tkvi_vf *v, const int h, const int n) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n / 2; i++) TKVI_N(butterfly)(v + i / h * h + i, v + i / h * h + i + h);
+}
+
+/* Clamps x to +-1e30, as formats do, and changes its sign where flip is -0. */
+TKVI_OP tkvi_vf TKVI_N(flip)(tkvi_vf x, const float *flip) {
+    x = tkvi_vf_min(tkvi_vf_max(x, tkvi_vf_splat(-1e30f)), tkvi_vf_splat(1e30f));
+    return tkvi_vf_xor(x, tkvi_vf_load(flip));
+}
+
+/* Butterflies of n vectors, up to 8, `step` floats apart, from x to y. within: also inside of each vector, before the
+ * others. flip: sign changes at the beginning, or NULL. last: 1: the results are multiplied by `by`, and their largest
+ * sizes returned. */
+TKVI_OP tkvi_vf TKVI_N(hadamard)(const float *x, const float *flip, float *y, float by, int step, const int n,
+                                 const int within, const int last) {
+    tkvi_vf v[8], most = tkvi_vf_splat(0.0f);
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        v[i] = tkvi_vf_load(x + i * step);
+        if (within && flip) v[i] = TKVI_N(flip)(v[i], flip + i * step);
+        if (within) v[i] = tkvi_vf_butterflies(v[i]);
+    }
+    if (n > 1) TKVI_N(stage)(v, 1, n);
+    if (n > 2) TKVI_N(stage)(v, 2, n);
+    if (n > 4) TKVI_N(stage)(v, 4, n);
+    TKVI_UNROLL
+    for (i = 0; i < n; i++) {
+        if (last) {
+            v[i] = tkvi_vf_mul(v[i], tkvi_vf_splat(by));
+            most = tkvi_vf_max(most, tkvi_vf_abs(v[i]));
+        }
+        tkvi_vf_store(y + i * step, v[i]);
+    }
+    return most;
+}
+
+/* Butterflies over `end` neighbours, n vectors at a time; over n parts of `end` values. Each size is a function: clang
+ * unrolls these. */
+#define TKVI_WITHIN_(name, n, last)                                                                          \
+    TKVI_KERNEL tkvi_vf TKVI_N(within##name)(const float *x, const float *flip, float *y, float by,          \
+                                             int end) {                                                      \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF * n)                                                               \
+            most = tkvi_vf_max(                                                                              \
+                most, TKVI_N(hadamard)(x + i, flip ? flip + i : NULL, y + i, by, TKVI_VF, n, 1, last));      \
+        return most;                                                                                         \
+    }
+#define TKVI_ACROSS_(n)                                                                                      \
+    TKVI_KERNEL tkvi_vf TKVI_N(across##n)(float *x, float by, int end) {                                     \
+        tkvi_vf most = tkvi_vf_splat(0.0f);                                                                  \
+        int i;                                                                                               \
+        for (i = 0; i < end; i += TKVI_VF)                                                                   \
+            most = tkvi_vf_max(most, TKVI_N(hadamard)(x + i, NULL, x + i, by, end, n, 0, 1));                \
+        return most;                                                                                         \
+    }
+TKVI_WITHIN_(1, 1, 1)
+TKVI_WITHIN_(2, 2, 1)
+TKVI_WITHIN_(4, 4, 1)
+TKVI_WITHIN_(8, 8, 1)
+TKVI_WITHIN_(_first, 8, 0)
+TKVI_ACROSS_(2)
+#if TKVI_VF < 16
+TKVI_ACROSS_(4)
+#endif
+#if TKVI_VF < 8
+TKVI_ACROSS_(8)
+#endif
+
+/* tkvi_window of core/rotate.h, from x to y. flip: sign changes first, or NULL. Returns the largest sizes, by lane. */
+TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *flip, float *y, int log2n) {
+    const float by = tkvi_hadamard_norm[log2n];
+    const int n = 1 << log2n, vectors = n / TKVI_VF;
+    if (vectors == 1) return TKVI_N(within1)(x, flip, y, by, n);
+    if (vectors == 2) return TKVI_N(within2)(x, flip, y, by, n);
+    if (vectors == 4) return TKVI_N(within4)(x, flip, y, by, n);
+    if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
+    (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
+#if TKVI_VF < 8
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+#endif
+#if TKVI_VF < 16
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+#endif
+    return TKVI_N(across2)(y, by, 8 * TKVI_VF);
+}
+
+/* flip: out, -0 where core/rotate.h changes the sign, 0 elsewhere. */
+TKVI_KERNEL void TKVI_N(flips)(float *flip, int n) {
+    uint32_t sign[32];
+    int c, k;
+    for (c = 0; c < n; c += 32) {
+        for (k = 0; k < 32; k++) sign[k] = tkvi_signs[c / 32] >> k << 31;
+        memcpy(flip + c, sign, (size_t)tkvi_min(n - c, 32) * sizeof *sign);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM], sine[TKV_MAX_HEAD_DIM];
+    const tkvi_vf scale = tkvi_vf_splat(t->scale);
+    int i, r;
+    for (i = 0; i < t->n; i++) {
+        cosine[i] = t->cosine[t->pair[i]];
+        sine[i] = t->sine[t->pair[i]];
+    }
+    for (i = 0; i < t->n; i += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + i), s = tkvi_vf_load(sine + i);
+        for (r = 0; r <= t->n_rows; r++) {
+            tkvi_vf x = tkvi_vf_mul(tkvi_vf_load(t->plain + r * t->n + i), c);
+            tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(t->partner + r * t->n + i), s);
+            tkvi_vf_hide(x);
+            tkvi_vf_hide(y);
+            x = tkvi_vf_add(x, y);
+            if (r < t->n_rows) tkvi_vf_store(t->out + r * t->n + i, tkvi_vf_mul(x, scale));
+            else tkvi_vf_store(t->last + i, x);
+        }
+    }
+}
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/values.inc ======== */
+/*
+ * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
+ * formats/tiles.h. It needs kernels/codes.inc and kernels/rotate.inc.
+ *
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
+ *
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
+ *
+ * A vector has parts of 16 bytes, and sorting stays within a part. So a column does not have its tokens in order: byte
+ * 16 k + 4 p + j is token 16 p + 4 k + j.
+ */
+
+/* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
+ * x[0 .. 3]. */
+TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
+    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    tkvi_vb_transpose4(x);
+}
+
+/* Sorts the codes of a tile of K into four columns. */
+TKVI_KERNEL void TKVI_N(sort_columns)(const uint8_t *code, uint8_t *const *column) {
+    int i, p;
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VB) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) x[p] = tkvi_vb_load(code + 64 * p + i);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(column[p] + i, x[p]);
+    }
+}
+
+/* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+ * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper,
+                                   uint8_t *row, int stride) {
+    int p, k;
+    for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_gather4(code + 64 * p + 16 * k, 64);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_scatter4(row + k * stride, 4 * stride,
+                             lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+        if (!upper) continue;
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_scatter4(row + k * stride + 16, 4 * stride, tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+    }
+}
+
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
+TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) {
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_zip1(a[0], a[h]);
+        a[h] = tkvi_vb_zip2(a[0], a[h]);
+        a[0] = low;
+    }
+}
+
+/* Transposes columns of 64 tokens into rows of `pad` channels. */
+TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8_t *level) {
+    int c, k, i;
+    for (c = 0; c < pad; c += 16)
+        for (k = 0; k < 4; k += TKVI_VB / 16) {
+            uint8_t *to = level + 4 * k * pad + c;
+            tkvi_vb x[16];
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) x[i] = tkvi_vb_load(column + TKVI_BLOCK * (c + i) + 16 * k);
+            TKVI_N(interleave_bytes)(x, 8);
+            TKVI_N(interleave_bytes)(x, 4);
+            TKVI_N(interleave_bytes)(x, 2);
+            TKVI_N(interleave_bytes)(x, 1);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) tkvi_vb_scatter4(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+        }
+}
+
+/* level: out, [token][pad]. */
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
+    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+    int width, i, k, position = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+            uint8_t *column[4];
+            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            TKVI_N(unpack_tile)(src, width, code);
+            TKVI_N(sort_columns)(code, column);
+        }
+    for (; position < s->pad; position++) /* channels without codes */
+        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
+    TKVI_N(transpose_columns)(columns, s->pad, level);
+}
+
+/* Rows of other tokens than first .. first + n - 1 can stay as they are. */
+static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int first, int n, uint8_t *level) {
+    int width, i, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
+        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
+        for (i = 0; i < s->tiles.n[width]; i++, src += TKVI_TILE_BYTES(width)) {
+            const int from = i % 4 * 16;
+            if (from < first + n && from + 16 > first) {
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                TKVI_N(unpack_tile)(src, width, code);
+                TKVI_N(sort_slab)(code, lower, upper, level + from * s->pad + slab, s->pad);
+            }
+            if (i % 4 == 3) slab += channels;
+        }
+    }
+}
+
+/* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
+ * token. */
+TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
+                                      const float *zero, const int k, const int with_sign, int n, float *to) {
+    int c, end;
+    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
+        const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
+        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
+                                                         : tkvi_vi_load_u8(level + c));
+            tkvi_vf_store_first(to + c,
+                                k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
+                                  : tkvi_vf_madd(x, by, plus),
+                                n - c);
+        }
+    }
+}
+
+/* Replaces y by its rotation back, before the signs. `to`: out, the first dim values with their signs. */
+TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, float *to) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
+    (void)TKVI_N(window)(y, NULL, y, log2n);
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+}
+
+/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
+TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
+                                       const float *zero, int n, float *to) {
+    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
+    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
+    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
+    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+}
+
+static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated;
+    int t;
+    if (s->dim < 16) {
+        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+        return;
+    }
+    s->format->side[s->which].meta(s, src, ops, scale, zero);
+    if (s->which == TKV_V) {
+        TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    } else {
+        TKVI_N(unpack_rows_k)(s, src, level);
+        if (s->order) tkvi_sort_by_channel(s, scale);
+        if (s->order) tkvi_sort_by_channel(s, zero);
+    }
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        TKVI_N(row_to_floats)
+        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
+}
+/* ======== kernels/avx512.h ======== */
 /* ======== kernels/convert.inc ======== */
 /*
  * kernels/convert.inc - a template: conversions of metadata to floats, as the scalar functions of core/format.h. Values
@@ -14283,16 +13614,554 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
 }
 /* ======== kernels/avx512.h ======== */
 
-/* >>pieces */
-/* 16 values of an exact side. The branch is predicted: it goes one way for the whole side. */
-TKVI_FLAT_AVX512 __m512 tkvi_load_values_avx512(tkvi_storage type, const uint8_t *row, int at) {
-    if (type == TKVI_AS_F16)
-        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at)));
-    if (type == TKVI_AS_BF16)
-        return _mm512_castsi512_ps(_mm512_slli_epi32(
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(row + 2 * at))), 16));
-    return _mm512_castsi512_ps(tkvi_load_bytes_avx512(row + 4 * at));
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_finite_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
+
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
+        const uint8_t *k[4];
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
+        }
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        for (c = 0; c < pad; c += 16) {
+            TKVI_UNROLL
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= n) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {                      /* the score behind n can be of another row */
+                tkvi_vf_sum4(last, sum[r]);
+                memcpy(to, last, (size_t)tkvi_min(nt, n - t) * sizeof *to);
+            }
+        }
+    }
+}
+
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
+        }
+    }
+}
+
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
+    }                                                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
+    }
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
+
+/* Scores of the first min(left, 4) rows. */
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
+}
+
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    int r;
+    (void)n_limbs;
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
+}
+
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
+    (void)n_limbs;
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
+    }
+}
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
+}
+
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
+        }
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
+    }
+    return seen;
+}
+/* ======== kernels/avx512.h ======== */
+/* ======== kernels/code_rows.inc ======== */
+/*
+ * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
+ * back gives the bits of the format's decode function. Attention multiplies them as it does exact tokens, and moves
+ * the options of a format from the tokens to the query, which costs less:
+ *
+ *     center    q.(y + mean - ref) = q.(y - (ref - mean))
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *
+ * ref goes with the queries. Its rounding, 1e-7 of it, is far below the error of these formats. Sums have another order
+ * than in decode. So attention agrees with decode within rounding, not bit by bit.
+ */
+
+/* Levels of E5M2. Codes of subnormals (exponent 0) are read as if they were normal numbers of half the step: twice the
+ * result, less the smallest normal number, is right for them, and too large for the others. All of it is exact. */
+TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
+    const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
+    const tkvi_vf normal =
+        tkvi_vf_of_bits(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vf_of_bits(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+    const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
+    return tkvi_vf_xor(x, tkvi_vf_of_bits(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
+}
+
+/* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
+                                    const int h) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
+}
+
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
+ * needs of r is read before it: the compiler must assume that a store to x changes r. */
+TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                     const tkvi_code_scales scales, int from, int n, float *x,
+                                     size_t stride) {
+    const int pad = r->s->pad, bits = r->bits, parts = r->parts, shift = r->shift,
+              row_bytes = (int)r->row_bytes;
+    const uintptr_t ahead = r->ahead;
+    const float *scale = r->scale + from * parts, *zero = r->zero + from * parts;
+    const uint8_t *row = r->codes + from * row_bytes, *p;
+    int t, c, h;
+    for (t = from; t < from + n; t++, x += stride, row += row_bytes, scale += parts, zero += parts) {
+        if (ahead) tkvi_ahead(row, row_bytes, ahead);
+        if (ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, ahead);
+        for (c = 0, p = row; c < pad; c += 16, p += 2 * bits) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> shift;
+            const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
+            TKVI_UNROLL
+            for (h = 0; h < 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r->level, kind, bits, p, h);
+                if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
+                else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + c + h), tkvi_vf_load(r->zero + c + h));
+                tkvi_vf_store(x + c + h, y);
+            }
+        }
+    }
+}
+
+/* x: out, tokens from .. from + n - 1 with their outliers, [token][pad], `stride` floats apart. */
+TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
+#define TKVI_CODES_(kind, scales) TKVI_N(codes_to_floats)(r, kind, scales, from, n, x, stride)
+    if (r->kind == TKVI_CODES_INT8) TKVI_CODES_(TKVI_CODES_INT8, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E4M3) TKVI_CODES_(TKVI_CODES_E4M3, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E5M2) TKVI_CODES_(TKVI_CODES_E5M2, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_SCALE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
+    else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
+#undef TKVI_CODES_
+    if (r->slots) tkvi_add_outliers(r, from, n, x, stride);
+}
+
+/* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
+TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                       uintptr_t ahead) {
+    uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
+    int t, c;
+    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
+    if (!r->factors) return 1;
+    memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
+    memset(factor + TKVI_BLOCK * r->parts, 0, 16);
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
+            tkvi_vf_store(r->scale + c,
+                          tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
+    return 1;
+}
+
+/* Rotates a row of `pad` channels as core/rotate.h. */
+TKVI_KERNEL void TKVI_N(rotate_row)(float *x, const float *signs, int dim) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store(x + c, tkvi_vf_xor(tkvi_vf_load(x + c), tkvi_vf_load(signs + c)));
+    (void)TKVI_N(window)(x, NULL, x, log2n);
+    if (n < dim) (void)TKVI_N(window)(x + dim - n, NULL, x + dim - n, log2n);
+}
+
+/* >>RoPE */
+/* tkvi_turn_make for positions from 0 on: the bits of tkvi_cos_sin (core/rope.h). a / 90 is a mul_high(a, 2^38 / 90),
+ * rounded up, and so on: exact below 2^31. */
+TKVI_KERNEL void TKVI_N(turn)(const tkvi_rope *rope, int64_t position, float *cosine, float *sine) {
+    const uint64_t distance = (uint64_t)(position < 0 ? -position : position);
+    const tkvi_vi one = tkvi_vi_splat((int32_t)0x80000000u), none = tkvi_vi_splat(0);
+    const tkvi_vf unit = tkvi_vf_splat(9.3132257461547852e-10f); /* 2^-30 */
+    int32_t angle[TKV_MAX_HEAD_DIM / 2];
+    int j;
+    for (j = 0; j < rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(distance * rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0;
+#define TKVI_OVER_(x, by, n) tkvi_vi_mul_right(x, tkvi_vi_splat((int32_t)(by)), n)
+    for (j = 0; j < rope->pairs; j += TKVI_VF) {
+        const tkvi_vi p = tkvi_vi_load(angle + j);
+        const tkvi_vi quarter = tkvi_vi_right(tkvi_vi_add(p, tkvi_vi_splat(0x20000000)), 30);
+        const tkvi_vi rest = tkvi_vi_sub(p, tkvi_vi_left(quarter, 30));
+        const tkvi_vi minus = tkvi_vi_sub(none, tkvi_vi_right(rest, 31));
+        const tkvi_vi swap = tkvi_vi_sub(none, tkvi_vi_and(quarter, tkvi_vi_splat(1)));
+        tkvi_vi x = tkvi_vi_sub(tkvi_vi_xor(rest, minus), minus), z, s, c, both;
+        x = TKVI_OVER_(x, 0x6487ed51, 29);
+        z = tkvi_vi_mul_right(x, x, 31);
+        c = tkvi_vi_sub(one, TKVI_OVER_(z, 0xb60b60b7u, 38));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x92492493u, 37));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x88888889u, 36));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x2aaaaaabu, 33));
+        c = tkvi_vi_right(tkvi_vi_sub(one, tkvi_vi_mul_right(z, c, 32)), 1);
+        s = tkvi_vi_sub(one, TKVI_OVER_(z, 0x38e38e39u, 36));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x30c30c31u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x66666667u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x2aaaaaabu, 32));
+        s = tkvi_vi_mul_right(x, s, 32);
+        s = tkvi_vi_sub(tkvi_vi_xor(s, minus), minus);
+        both = tkvi_vi_and(tkvi_vi_xor(s, c), swap); /* in the next quarter, cos is -sin and sin is cos */
+        s = tkvi_vi_xor(s, both);
+        c = tkvi_vi_xor(c, both);
+        both = tkvi_vi_sub(none, tkvi_vi_right(quarter, 1));
+        s = tkvi_vi_sub(tkvi_vi_xor(s, both), both);
+        both = tkvi_vi_xor(both, swap);
+        c = tkvi_vi_sub(tkvi_vi_xor(c, both), both);
+        tkvi_vf_store(cosine + j, tkvi_vf_mul(tkvi_vi_to_float(c), unit));
+        tkvi_vf_store(sine + j, tkvi_vf_mul(tkvi_vi_to_float(s), unit));
+    }
+#undef TKVI_OVER_
+    for (j = 0; j < rope->pairs && position < 0; j++) sine[j] = -sine[j];
+}
+
+/* tkvi_turn_apply. */
+TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, const float *sine, float *x) {
+    static const float signs[16] = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    const tkvi_vf sign = tkvi_vf_load(signs);
+    float *y = x + rope->apart;
+    int j;
+    if (rope->pairs % TKVI_VF) {
+        tkvi_turn_apply(rope, cosine, sine, x);
+        return;
+    }
+    for (j = 0; j < 2 * rope->pairs && rope->step == 2; j += TKVI_VF) {
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_swap(a);
+        a = tkvi_vf_mul(a, tkvi_vf_load_twice(cosine + j / 2));
+        b = tkvi_vf_mul(b, tkvi_vf_mul(tkvi_vf_load_twice(sine + j / 2), sign));
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+    }
+    for (j = 0; j < rope->pairs && rope->step == 1; j += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + j), s = tkvi_vf_load(sine + j);
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(y + j), as = tkvi_vf_mul(a, s),
+                bs = tkvi_vf_mul(b, s);
+        a = tkvi_vf_mul(a, c);
+        b = tkvi_vf_mul(b, c);
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_hide(as);
+        tkvi_vf_hide(bs);
+        tkvi_vf_store(x + j, tkvi_vf_sub(a, bs));
+        tkvi_vf_store(y + j, tkvi_vf_add(b, as));
+    }
+}
+
+/* >>reading back */
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                    int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    tkvi_code_rows r;
+    int from, t, c;
+    (void)ops;
+    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    if (r.rotated) TKVI_N(flips)(signs, s->pad);
+    if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
+    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+        float *to = direct ? x : y;
+        const size_t apart = direct ? stride : (size_t)s->pad;
+        TKVI_N(decode_code_rows)(&r, from, count, to, apart);
+        for (t = from; t < from + count; t++, x += stride, to += apart) {
+            if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
+            else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
+            for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
+            if (!s->rope || s->rope->pairs < 1) continue;
+            TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
+            TKVI_N(turn_row)(s->rope, cosine, sine, x);
+        }
+    }
+    return 1;
+}
+
+/* >>attention */
+/* A float side for decoded rows, to be passed to kernels of the exact tiers. */
+static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
+    tkvi_side plain = *s;
+    plain.format = &tkvi_formats[TKV_F32];
+    return plain;
+}
+
+TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *q, const float *ref, int rows, int n, int n_limbs,
+                                   float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
+        memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
+        memcpy(moved + rows * pad, ref, (size_t)pad * sizeof *ref);
+        q = moved;
+        ref = moved + rows * pad;
+    }
+    if (r.means) {
+        TKVI_N(f16_to_f32)(r.means, s->dim, x);
+        for (c = 0; c < s->dim; c++) moved[rows * pad + c] -= x[c];
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
+    if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
+        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        for (i = 1; i < count && rope; i++)
+            TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
+        for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
+        (&plain, (const uint8_t *)x, 0, q + i * pad, ref, rows - i, count, scores + i * TKVI_BLOCK + from);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
+        return;
+    }
+    if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        TKVI_N(exact_v)
+        (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i < rows && r.rotated; i++, out += pad) {
+        TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
+        for (c = 0; c < s->dim; c++) out[c] += x[c];
+    }
+}
+/* ======== kernels/avx512.h ======== */
 
 /* ======== kernels/simd_ops.inc ======== */
 /*
@@ -14311,453 +14180,10 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
                                                TKVI_N(encode_v_tokens),
                                                TKVI_SHARED(encode_groups),
                                                TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decode_rows)),
                                                TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
 /* ======== kernels/avx512.h ======== */
 
-static TKVI_TARGET_AVX512 float tkvi_max64_avx512(const float *s) {
-    __m512 a = _mm512_max_ps(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
-    __m512 b = _mm512_max_ps(_mm512_loadu_ps(s + 32), _mm512_loadu_ps(s + 48));
-    return _mm512_reduce_max_ps(_mm512_max_ps(a, b));
-}
-
-/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. log2 e has two floats, and FMA subtracts
- * n from the exact first product. */
-TKVI_FLAT_AVX512 __m512 tkvi_exp_avx512(__m512 x) {
-    const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
-    const __m512 log2e = _mm512_set1_ps(1.44269502f);
-    const __m512 n = _mm512_cvtepi32_ps(
-        _mm512_cvt_roundps_epi32(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    const __m512 r = _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, log2e, n));
-    const __m512 y = TKVI_EXP2_FRACTION(_mm512_set1_ps, _mm512_fmadd_ps, r);
-    return _mm512_maskz_scalef_ps(some, y, n);
-}
-
-static TKVI_TARGET_AVX512 float tkvi_exp64_avx512(const float *s, float maximum, float *p) {
-    __m512 sum = _mm512_setzero_ps();
-    int t;
-    for (t = 0; t < TKVI_BLOCK; t += 16) {
-        const __m512 y = tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(s + t), _mm512_set1_ps(maximum)));
-        _mm512_storeu_ps(p + t, y);
-        sum = _mm512_add_ps(sum, y);
-    }
-    return _mm512_reduce_add_ps(sum);
-}
-
-/* >>exact tiers */
-/* Scores of nr rows, 4 tokens at a time. Lanes are 16 channels. Tokens beyond n repeat the last one. */
-TKVI_FLAT_AVX512 void tkvi_exact_k4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                           const float *q, const float *ref, int rows, int n, const int nr,
-                                           float *scores) {
-    int row_bytes = s->pad * s->format->bits / 8, t, c, r, j;
-    for (t = 0; t < n; t += 4) {
-        __m512 acc[4][4];
-        const uint8_t *k[4];
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) k[j] = src + tkvi_min(t + j, n - 1) * row_bytes;
-        tkvi_prefetch_bytes(src + t * row_bytes, 4 * row_bytes, ahead);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
-        }
-        for (c = 0; c < s->pad; c += 16) {
-            __m512 x[4], minus = _mm512_loadu_ps(ref + c);
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++)
-                x[j] = _mm512_sub_ps(tkvi_load_values_avx512(s->format->stored, k[j], c), minus);
-            TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_loadu_ps(q + tkvi_min(r, rows - 1) * s->pad + c);
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-            }
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++)
-            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
-    }
-}
-
-/* Scores of the first min(left, 4) rows. */
-static TKVI_TARGET_AVX512 void tkvi_exact_rows_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                        uintptr_t ahead, const float *q, const float *ref,
-                                                        int left, int n, float *scores) {
-    if (left == 1) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 1, scores);
-    else if (left == 2) tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 2, scores);
-    else tkvi_exact_k4_avx512(s, src, ahead, q, ref, left, n, 4, scores);
-}
-
-static TKVI_TARGET_AVX512 void tkvi_exact_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *q, const float *ref,
-                                                   int rows, int n, int n_limbs, float *scores) {
-    int r;
-    (void)n_limbs;
-    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        tkvi_exact_rows_k_avx512(s, src, tkvi_prefetch_distance(src, next), q + r * s->pad, ref, rows - r, n,
-                                 scores + r * TKVI_BLOCK);
-}
-
-/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_exact_v4_avx512(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                           const float *p, int rows, int n, int first, const int nr,
-                                           const int nv, float *out) {
-    int row_bytes = s->pad * s->format->bits / 8, t, r, j;
-    __m512 acc[4][4];
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
-    }
-    for (t = 0; t < n; t++, src += row_bytes) {
-        __m512 x[4];
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) {
-            x[j] = tkvi_load_values_avx512(s->format->stored, src, first + 16 * j);
-            tkvi_prefetch(src + (first + 16 * j) * s->format->bits / 8, ahead);
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-        }
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++)
-            if (r < rows) {
-                float *o = out + r * s->pad + first + 16 * j;
-                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
-            }
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_exact_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                   const uint8_t *next, const float *p, int rows, int n,
-                                                   int n_limbs, float *out) {
-    uintptr_t ahead = tkvi_prefetch_distance(src, next);
-    int r;
-    (void)n_limbs;
-    for (r = 0; r < rows; r += 4) {
-        const float *x = p + r * TKVI_BLOCK;
-        float *o = out + r * s->pad;
-        int left = rows - r, c = 0;
-        for (; c + 64 <= s->pad; c += 64) {
-            if (left == 1) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 1, 4, o);
-            else if (left == 2) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 2, 4, o);
-            else tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 4, o);
-        }
-        for (; c < s->pad; c += 16) tkvi_exact_v4_avx512(s, src, ahead, x, left, n, c, 4, 1, o);
-    }
-}
-
-/* >>decoded: see kernels/decode_x86.h */
-/* Levels of E5M2. Normal codes get the exponent of a float. Subnormal codes are normal numbers as floats, so they are
- * converted from integers. */
-TKVI_FLAT_AVX512 __m512 tkvi_e5m2_avx512(__m512i code) {
-    const __m512i size = _mm512_and_si512(code, _mm512_set1_epi32(127));
-    const __m512i sign = _mm512_slli_epi32(_mm512_sub_epi32(code, size), 24);
-    const __m512i large =
-        _mm512_add_epi32(_mm512_slli_epi32(size, 21), _mm512_set1_epi32((126 + TKVI_E5M2_LOW + 2) << 23));
-    const __m512 subnormal = _mm512_mul_ps(
-        _mm512_cvtepi32_ps(size), _mm512_castsi512_ps(_mm512_set1_epi32((127 + TKVI_E5M2_LOW) << 23)));
-    const __m512i x = _mm512_mask_mov_epi32(large, _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(4)),
-                                            _mm512_castps_si512(subnormal));
-    return _mm512_castsi512_ps(_mm512_or_si512(x, sign));
-}
-
-/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
-TKVI_FLAT_AVX512 __m512 tkvi_e4m3_avx512(__m128i code) {
-    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(code), 8), 1);
-    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
-    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
-}
-
-/* Positions of the codes of a vector: the two bytes that hold each code (pick), and its shift in them. Index 0 and 1:
- * first and second RoPE partners. Index 2: 16 neighbours. */
-typedef struct tkvi_code_fields_avx512 {
-    __m512i pick[3], shift[3];
-    __m512 level;
-} tkvi_code_fields_avx512;
-
-TKVI_FLAT_AVX512 void tkvi_code_fields_of_avx512(const tkvi_code_rows *r, tkvi_code_fields_avx512 *a) {
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    int k;
-    for (k = 0; k < 3; k++) {
-        const int step = k < 2 && r->rope ? r->rope->step : 1;
-        __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32(r->bits * step)), at;
-        if (step == 2) bit = _mm512_add_epi32(bit, _mm512_set1_epi32(k * r->bits));
-        at = _mm512_srli_epi32(bit, 3);
-        a->shift[k] = _mm512_and_si512(bit, _mm512_set1_epi32(7));
-        a->pick[k] = _mm512_add_epi32(at, _mm512_slli_epi32(at, 8));
-        a->pick[k] = _mm512_add_epi32(a->pick[k], _mm512_set1_epi32((int32_t)0x80800100u));
-    }
-    a->level = _mm512_load_ps(r->level);
-}
-
-/* 16 levels. Lanes beyond the last channel have no meaning. The branches are predicted: kind is one for a side. */
-TKVI_FLAT_AVX512 __m512 tkvi_load_levels_avx512(tkvi_code_kind kind, const uint8_t *p,
-                                                const tkvi_code_fields_avx512 *a, const int k) {
-    const __m128i bytes = _mm_loadu_si128((const __m128i *)(const void *)p);
-    __m512i x;
-    if (kind == TKVI_CODES_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-    if (kind == TKVI_CODES_E4M3) return tkvi_e4m3_avx512(bytes);
-    if (kind == TKVI_CODES_E5M2) return tkvi_e5m2_avx512(_mm512_cvtepu8_epi32(bytes));
-    x = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), a->pick[k]), a->shift[k]);
-    return _mm512_permutexvar_ps(x, a->level); /* uses 4 bits of x */
-}
-
-/* Multiplies the factors of 16 channels into the scales of tokens. */
-static TKVI_TARGET_AVX512 void tkvi_fold_factors_avx512(tkvi_code_rows *r) {
-    TKVI_ALIGNED float scale[TKVI_BLOCK];
-    int t;
-    memcpy(scale, r->scale, sizeof scale);
-    for (t = 0; t < TKVI_BLOCK; t++) { /* the next token overwrites the lanes beyond this one's factors */
-        const __mmask16 some = (__mmask16)((1 << r->scales_per_token) - 1);
-        const __m512 x = tkvi_e4m3_avx512(_mm_maskz_loadu_epi8(some, r->factors + t * r->scales_per_token));
-        _mm512_storeu_ps(r->scale + t * r->scales_per_token, _mm512_mul_ps(x, _mm512_set1_ps(scale[t])));
-    }
-}
-
-/* Scores of nr rows with tokens from .. from + n - 1, in the shape of tkvi_exact_k4_avx512. more: outliers, added
- * to the keys. roped: 1: rotates the keys by RoPE. */
-TKVI_FLAT_AVX512 void tkvi_decoded_k4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind,
-                                             const int by_channel, const int roped, int from, int n,
-                                             const float *q, const float *more, int rows, const int nr,
-                                             float *scores) {
-    tkvi_code_fields_avx512 apart;
-    int t, v, r, j;
-    tkvi_code_fields_of_avx512(rd, &apart);
-    for (t = 0; t < n; t += 4) { /* may read tokens beyond n: a record has 64 rows */
-        __m512 acc[4][4];
-        const uint8_t *const k = rd->codes + (size_t)(from + t) * rd->row_bytes;
-        const float *by = rd->scale + (from + t) * rd->scales_per_token, *m = more + 16 * t * rd->n_vectors;
-        const float *cosine = roped ? rd->rope->cosine + t * rd->rope->row : NULL;
-        const float *sine = roped ? rd->rope->sine + t * rd->rope->row : NULL;
-        TKVI_UNROLL
-        for (j = 0; j < 4; j++) tkvi_prefetch_code_row(rd, from + t + j);
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
-        }
-        v = 0;
-        for (; v < (roped ? rd->n_partners : 0); v += 2, cosine += 16, sine += 16, m += 32) {
-            const __m512 by0 = _mm512_load_ps(rd->scale + 16 * v),
-                         by1 = _mm512_load_ps(rd->scale + 16 * v + 16);
-            const __m512 plus0 = _mm512_load_ps(rd->zero + 16 * v);
-            const __m512 plus1 = _mm512_load_ps(rd->zero + 16 * v + 16);
-            __m512 a[4], b[4];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                const __m512 c = _mm512_loadu_ps(cosine + j * rd->rope->row);
-                const __m512 d = _mm512_loadu_ps(sine + j * rd->rope->row);
-                const uint8_t *kj = k + (size_t)j * rd->row_bytes;
-                const float *mj = m + 16 * j * rd->n_vectors;
-                __m512 x = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v], &apart, 0);
-                __m512 y = tkvi_load_levels_avx512(TKVI_CODES_TABLE, kj + rd->vector_at[v + 1], &apart, 1);
-                x = _mm512_add_ps(_mm512_fmadd_ps(x, by0, plus0), _mm512_load_ps(mj));
-                y = _mm512_add_ps(_mm512_fmadd_ps(y, by1, plus1), _mm512_load_ps(mj + 16));
-                a[j] = _mm512_fnmadd_ps(y, d, _mm512_mul_ps(x, c));
-                b[j] = _mm512_fmadd_ps(x, d, _mm512_mul_ps(y, c));
-            }
-            TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                const float *y = q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v;
-                const __m512 y0 = _mm512_load_ps(y), y1 = _mm512_load_ps(y + 16);
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++)
-                    acc[r][j] = _mm512_fmadd_ps(b[j], y1, _mm512_fmadd_ps(a[j], y0, acc[r][j]));
-            }
-        }
-        for (; v < rd->n_vectors; v++, m += 16) {
-            const uint8_t *kv = k + rd->vector_at[v];
-            const float *bv = by + (16 * v >> rd->shift);
-            __m512 x[4];
-            TKVI_UNROLL
-            for (j = 0; j < 4; j++) {
-                x[j] = tkvi_load_levels_avx512(kind, kv + (size_t)j * rd->row_bytes, &apart, 2);
-                if (by_channel) {
-                    x[j] = _mm512_fmadd_ps(x[j], _mm512_load_ps(rd->scale + 16 * v),
-                                           _mm512_load_ps(rd->zero + 16 * v));
-                    x[j] = _mm512_add_ps(x[j], _mm512_load_ps(m + 16 * j * rd->n_vectors));
-                } else x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(bv[j * rd->scales_per_token]));
-            }
-            TKVI_UNROLL
-            for (r = 0; r < nr; r++) {
-                __m512 y = _mm512_load_ps(q + 16 * tkvi_min(r, rows - 1) * rd->n_vectors + 16 * v);
-                TKVI_UNROLL
-                for (j = 0; j < 4; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-            }
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++)
-            if (r < rows) _mm_storeu_ps(scores + r * TKVI_BLOCK + t, tkvi_sum4_avx512(acc[r]));
-    }
-}
-
-/* Kernels for codes with a table of levels, for codes of whole bytes, and for keys of KVQuant without and with
- * RoPE. */
-#define TKVI_DECODED_K_(name, kind, by_channel, roped)                                                       \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_k_avx512(const tkvi_code_rows *rd, int from, int n,         \
-                                                          const float *q, const float *more, int rows,       \
-                                                          float *scores) {                                   \
-        if (rows == 1)                                                                                       \
-            tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 1, scores);          \
-        else tkvi_decoded_k4_avx512(rd, kind, by_channel, roped, from, n, q, more, rows, 4, scores);         \
-    }
-TKVI_DECODED_K_(table, TKVI_CODES_TABLE, 0, 0)
-TKVI_DECODED_K_(bytes, rd->kind, 0, 0)
-TKVI_DECODED_K_(channels, TKVI_CODES_TABLE, 1, 0)
-TKVI_DECODED_K_(rope, TKVI_CODES_TABLE, 1, 1)
-#undef TKVI_DECODED_K_
-
-/* Inverts RoPE on a row in the order of the vectors. */
-TKVI_FLAT_AVX512 void tkvi_rope_row_back_avx512(const tkvi_code_rows *r, const float *cosine,
-                                                const float *sine, float *x) {
-    int v;
-    for (v = 0; v < r->n_partners; v += 2, x += 32) {
-        __m512 c = _mm512_loadu_ps(cosine + 8 * v), s = _mm512_loadu_ps(sine + 8 * v);
-        __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16);
-        _mm512_store_ps(x, _mm512_fmadd_ps(b, s, _mm512_mul_ps(a, c)));
-        _mm512_store_ps(x + 16, _mm512_fnmadd_ps(a, s, _mm512_mul_ps(b, c)));
-    }
-}
-
-static TKVI_TARGET_AVX512 void tkvi_decoded_k_avx512(const tkvi_side *s, const uint8_t *src,
-                                                     const uint8_t *next, const float *q, const float *ref,
-                                                     int rows, int n, int n_limbs, float *scores) {
-    static void (*const kinds[4])(const tkvi_code_rows *rd, int from, int n, const float *q,
-                                  const float *more, int rows, float *scores) = {
-        tkvi_table_k_avx512, tkvi_bytes_k_avx512, tkvi_channels_k_avx512, tkvi_rope_k_avx512};
-    TKVI_ALIGNED float x[TKVI_ROWS * TKVI_VECTOR_FLOATS], less[TKVI_ROWS];
-    TKVI_ALIGNED float more[TKVI_ROPE_NEAR * TKVI_VECTOR_FLOATS]; /* outliers */
-    float *where[TKVI_ROPE_NEAR * TKVI_KVQUANT_SLOTS];
-    TKVI_ALIGNED float first[2][TKV_MAX_HEAD_DIM / 2]; /* cosine and sine of the block's start */
-    tkvi_code_rows rd;
-    int from, r, t, step, kind;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
-        return;
-    }
-    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    if (rd.factors) tkvi_fold_factors_avx512(&rd);
-    tkvi_place_queries(&rd, q, ref, rows, x, less);
-    kind = rd.rope ? 3 : rd.by_channel ? 2 : rd.kind != TKVI_CODES_TABLE;
-    step = rd.by_channel ? TKVI_ROPE_NEAR : TKVI_BLOCK;
-    if (rd.by_channel) memset(more, 0, (size_t)(16 * 16 * rd.n_vectors) * sizeof *more);
-    if (rd.rope) tkvi_rope_start_angles(&rd, first[0], first[1]);
-    for (from = 0; from < n; from += step) {
-        const int count = tkvi_min(step, n - from);
-        int out = rd.slots ? tkvi_scatter_outliers_k(&rd, from, count, more, where) : 0;
-        for (r = 0; r < rows && rd.rope; r++)
-            tkvi_rope_row_back_avx512(&rd, from ? rd.rope->cosine + step * rd.rope->row : first[0],
-                                      from ? rd.rope->sine + step * rd.rope->row : first[1],
-                                      x + 16 * r * rd.n_vectors);
-        for (r = 0; r < rows; r += 4)
-            kinds[kind](&rd, from, count, x + 16 * r * rd.n_vectors, more, rows - r,
-                        scores + r * TKVI_BLOCK + from);
-        while (out > 0) *where[--out] = 0.0f;
-    }
-    for (r = 0; r < rows; r++)
-        for (t = 0; t < TKVI_BLOCK; t += 16) {
-            float *at = scores + r * TKVI_BLOCK + t;
-            _mm512_storeu_ps(at, _mm512_sub_ps(_mm512_loadu_ps(at), _mm512_set1_ps(less[r])));
-        }
-}
-
-/* Outputs of nr rows in nv vectors of 16 channels, over all tokens. */
-TKVI_FLAT_AVX512 void tkvi_decoded_v4_avx512(const tkvi_code_rows *rd, tkvi_code_kind kind, const float *p,
-                                             int rows, int n, int first, const int nr, const int nv,
-                                             float *out) {
-    const uint8_t *src = rd->codes + first * rd->bits / 8;
-    const float *by = rd->scale;
-    tkvi_code_fields_avx512 apart;
-    int t, r, j;
-    __m512 acc[4][4];
-    tkvi_code_fields_of_avx512(rd, &apart);
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) acc[r][j] = _mm512_setzero_ps();
-    }
-    for (t = 0; t < n; t++, src += rd->row_bytes, by += rd->scales_per_token) {
-        __m512 x[4];
-        if (first == 0) tkvi_prefetch_code_row(rd, t);
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++) {
-            x[j] = tkvi_load_levels_avx512(kind, src + 2 * j * rd->bits, &apart, 2);
-            x[j] = _mm512_mul_ps(x[j], _mm512_set1_ps(by[(first + 16 * j) >> rd->shift]));
-        }
-        TKVI_UNROLL
-        for (r = 0; r < nr; r++) {
-            __m512 y = _mm512_set1_ps(p[tkvi_min(r, rows - 1) * TKVI_BLOCK + t]);
-            TKVI_UNROLL
-            for (j = 0; j < nv; j++) acc[r][j] = _mm512_fmadd_ps(x[j], y, acc[r][j]);
-        }
-    }
-    TKVI_UNROLL
-    for (r = 0; r < nr; r++) {
-        TKVI_UNROLL
-        for (j = 0; j < nv; j++)
-            if (r < rows) {
-                float *o = out + r * rd->s->pad + first + 16 * j;
-                _mm512_storeu_ps(o, _mm512_add_ps(_mm512_loadu_ps(o), acc[r][j]));
-            }
-    }
-}
-
-#define TKVI_DECODED_V_(name, kind)                                                                          \
-    static TKVI_TARGET_AVX512 void tkvi_##name##_v_avx512(const tkvi_code_rows *rd, const float *p,          \
-                                                          int rows, int n, float *out) {                     \
-        int c = 0;                                                                                           \
-        for (; c + 64 <= rd->s->pad; c += 64) {                                                              \
-            if (rows == 1) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 1, 4, out);                       \
-            else tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 4, out);                                 \
-        }                                                                                                    \
-        for (; c < rd->s->pad; c += 16) tkvi_decoded_v4_avx512(rd, kind, p, rows, n, c, 4, 1, out);          \
-    }
-TKVI_DECODED_V_(table, TKVI_CODES_TABLE)
-TKVI_DECODED_V_(bytes, rd->kind)
-#undef TKVI_DECODED_V_
-
-static TKVI_TARGET_AVX512 void tkvi_decoded_v_avx512(const tkvi_side *s, const uint8_t *src,
-                                                     const uint8_t *next, const float *p, int rows, int n,
-                                                     int n_limbs, float *out) {
-    static void (*const kinds[2])(const tkvi_code_rows *rd, const float *p, int rows, int n,
-                                  float *out) = {tkvi_table_v_avx512, tkvi_bytes_v_avx512};
-    TKVI_ALIGNED float sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
-    tkvi_code_rows rd;
-    float *o = s->grid && s->rotate ? sum : out;
-    int r, c, t;
-    if (!tkvi_open_code_rows(&rd, s, src, next, &tkvi_simd_ops_avx512)) {
-        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
-        return;
-    }
-    if (rd.factors) tkvi_fold_factors_avx512(&rd);
-    if (o == sum) memset(sum, 0, (size_t)(rows * s->pad) * sizeof(float));
-    for (r = 0; r < rows; r += 4)
-        kinds[rd.kind != TKVI_CODES_TABLE](&rd, p + r * TKVI_BLOCK, rows - r, n, o + r * s->pad);
-    for (r = 0; r < rows && o == sum; r++) {
-        tkvi_rotate_back(sum + r * s->pad, s->dim);
-        for (c = 0; c < s->dim; c++) out[r * s->pad + c] += sum[r * s->pad + c];
-    }
-    if (rd.slots) tkvi_add_outliers_v(&rd, p, rows, n, out);
-    for (r = 0; r < rows && !s->grid; r++) { /* KVQuant: adds the zero points of the tokens */
-        __m512 plus = _mm512_setzero_ps();
-        for (t = 0; t < TKVI_BLOCK; t += 16)
-            plus =
-                _mm512_fmadd_ps(_mm512_load_ps(rd.zero + t), _mm512_loadu_ps(p + r * TKVI_BLOCK + t), plus);
-        plus = _mm512_set1_ps(_mm512_reduce_add_ps(plus));
-        for (c = 0; c < s->pad; c += 16)
-            _mm512_storeu_ps(out + r * s->pad + c,
-                             _mm512_add_ps(_mm512_loadu_ps(out + r * s->pad + c), plus));
-    }
-}
-
-/* >>tiles */
 /* ======== kernels/tiles.inc ======== */
 /*
  * kernels/tiles.inc - a template: integer attention on tiles (kernels/scalar.h) in a vector vocabulary.
@@ -15929,13 +15355,12 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
 }
 
 /* >>softmax, rotation, layout */
-/* exp(s) for a score s of log2 e * s = x, or 0 where x is below -125. */
+/* exp(s) for x = s log2 e, or 0 where x is below -125. It has fewer operations than exp of kernels/softmax.inc. */
 TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
     const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
-    const tkvi_vi n = tkvi_vi_nearest(z);
-    const tkvi_vf r = tkvi_vf_sub(z, tkvi_vi_to_float(n));
-    const tkvi_vf y = tkvi_vf_pow2(TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r), n);
-    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), y);
+    const tkvi_vf n = tkvi_vf_round(z);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, tkvi_vf_sub(z, n));
+    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), tkvi_vf_times_power(y, n));
 }
 
 /* Hides scores of tokens outside low .. high - 1. */
@@ -16060,52 +15485,13 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/avx512.h ======== */
 
-/* Four rows at once. Missing rows repeat the last one. */
-static TKVI_TARGET_AVX512 int tkvi_softmax_step_avx512(const float *s, int rows, float *m, float *sum,
-                                                       float *p) {
-    int first, r, t, seen = 0;
-    for (first = 0; first < rows; first += 4) {
-        const int nr = tkvi_min(4, rows - first);
-        const __mmask8 present = (__mmask8)((1 << nr) - 1);
-        const float *row[4];
-        TKVI_ALIGNED float top[4];
-        __m512 most[4], sums[4];
-        __m128 high;
-        __mmask8 sees;
-        TKVI_UNROLL
-        for (r = 0; r < 4; r++) {
-            row[r] = s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK;
-            most[r] =
-                _mm512_max_ps(_mm512_max_ps(_mm512_loadu_ps(row[r]), _mm512_loadu_ps(row[r] + 16)),
-                              _mm512_max_ps(_mm512_loadu_ps(row[r] + 32), _mm512_loadu_ps(row[r] + 48)));
-            sums[r] = _mm512_setzero_ps();
-        }
-        high = tkvi_max4_avx512(most);
-        sees = _mm_mask_cmp_ps_mask(present, high, _mm_set1_ps(TKVI_HIDDEN), _CMP_GT_OQ);
-        seen += (int)sees;
-        high = _mm_max_ps(high, _mm_maskz_loadu_ps(
-                                    present, m + first)); /* a row that sees no key gets exp(-1e30 - 0) = 0 */
-        _mm_mask_storeu_ps(m + first, sees, high);
-        _mm_store_ps(top, _mm_maskz_mov_ps(sees, high));
-        for (r = 0; r < nr; r++)
-            for (t = 0; t < TKVI_BLOCK; t += 16) {
-                const __m512 y =
-                    tkvi_exp_avx512(_mm512_sub_ps(_mm512_loadu_ps(row[r] + t), _mm512_set1_ps(top[r])));
-                _mm512_storeu_ps(p + (first + r) * TKVI_BLOCK + t, y);
-                sums[r] = _mm512_add_ps(sums[r], y);
-            }
-        _mm_mask_storeu_ps(sum + first, present, tkvi_sum4_avx512(sums));
-    }
-    return seen;
-}
-
 static const tkvi_kernels tkvi_kernels_avx512 = {
     TKV_ISA_AVX512,
     "avx512",
     {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_k_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx512)},
     {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
-     TKVI_HAS_CODE_ROWS ? tkvi_decoded_v_avx512 : TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx512)},
     &tkvi_simd_ops_avx512,
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
@@ -16134,6 +15520,14 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -16159,6 +15553,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -16175,6 +15572,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -16240,7 +15638,6 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_ABOVE_
 #undef TKVI_ANY_ABOVE_
 #undef tkvi_vm_any
-#undef tkvi_vf_pow2
 #undef TKVI_SQUARE
 #undef tkvi_transpose_square
 #undef tkvi_vi_mul
@@ -16278,10 +15675,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_xor
 #undef tkvi_vf_load_first
 #undef tkvi_vf_store_first
-#undef tkvi_vf_max_across
 #undef tkvi_vf_hide
 #undef tkvi_vf_butterflies
-#undef tkvi_vf_load_f16
 #undef tkvi_vf_store_f16
 #undef tkvi_vi_load_i8
 #undef tkvi_vb_add
@@ -16339,6 +15734,18 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
 #undef TKVI_SHARED
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
+#undef tkvi_vi_xor
+#undef tkvi_vi_mul_right
+#undef tkvi_vb_gather4
+#undef tkvi_vb_transpose4
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
+#undef tkvi_vf_load_finite_f16
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -16395,9 +15802,21 @@ TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
 TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
 
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return vrndnq_f32(x); } /* ties to even */
+
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    return vfmaq_f32(vfmaq_f32(vnegq_f32(n), x, vdupq_n_f32(1.44269502f)), x, vdupq_n_f32(1.92596299e-8f));
+}
+
 /* y where x >= least, 0 elsewhere. */
 TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
+}
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const float32x2_t x = vld1_f32(p);
+    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
 }
 
 /* Transposes 4 x 4 floats. */
@@ -16450,7 +15869,6 @@ TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x)
 TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
-
 TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
 
 /* Four signed bytes. */
@@ -16556,10 +15974,53 @@ TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
     v[3] = vreinterpretq_s32_s64(vzip2q_s64(c, d));
 }
 
+TKVI_FLAT_128 void tkvi_transpose_bytes_128(tkvi_b16 *v) {
+    tkvi_i4 x[4];
+    int i;
+    for (i = 0; i < 4; i++) x[i] = vreinterpretq_s32_u8(v[i]);
+    tkvi_transpose4_128(x);
+    for (i = 0; i < 4; i++) v[i] = vreinterpretq_u8_s32(x[i]);
+}
+
 TKVI_FLAT_128 tkvi_i4 tkvi_pack4_128(const tkvi_i4 *v) {
     const int16x8_t a = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
     const int16x8_t b = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
     return vreinterpretq_s32_s8(vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const uint32x4_t x = vreinterpretq_u32_s32(a), y = vreinterpretq_u32_s32(b);
+    const uint64x2_t low = vshlq_u64(vmull_u32(vget_low_u32(x), vget_low_u32(y)), vdupq_n_s64(-n));
+    const uint64x2_t high = vshlq_u64(vmull_high_u32(x, y), vdupq_n_s64(-n));
+    return vreinterpretq_s32_u32(vuzp1q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high)));
+}
+
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p)), 7);
+    return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
+                     vdupq_n_f32(4.0f));
+}
+
+/* Looks up four codes, the first from bit `from` of p on. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+    static const int32_t lane[4] = {0, 1, 2, 3};
+    const uint8_t *b = (const uint8_t *)level;
+    const int32x4_t shift = vmlaq_s32(vdupq_n_s32(-from), vld1q_s32(lane), vdupq_n_s32(-bits));
+    uint8x16x4_t table;
+    uint32x4_t x;
+    uint32_t word;
+    memcpy(&word, p, 4);
+    table.val[0] = vld1q_u8(b);
+    table.val[1] = vld1q_u8(b + 16);
+    table.val[2] = vld1q_u8(b + 32);
+    table.val[3] = vld1q_u8(b + 48);
+    x = vandq_u32(vshlq_u32(vdupq_n_u32(word), shift), vdupq_n_u32(15));
+    x = vmlaq_u32(vdupq_n_u32(0x03020100u), x, vdupq_n_u32(0x04040404u));
+    return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(x)));
 }
 
 /* >>bytes */
@@ -16595,6 +16056,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 
 /* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
  * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
+#define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
 #define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))
@@ -16776,6 +16238,11 @@ TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
 }
 TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const v128_t x = wasm_v128_load64_zero(p);
+    return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
+}
 
 /* Transposes 4 x 4 floats. */
 TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
@@ -16803,6 +16270,15 @@ TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
 TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
     x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
+}
+
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return wasm_f32x4_nearest(x); } /* ties to even */
+
+/* x log2 e - n, without FMA: (x - n ln 2) log2 e. ln 2 has two floats, and n times the first one is exact. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    const tkvi_f4 r = tkvi_madd_128(x, n, wasm_f32x4_const_splat(-0.693359375f));
+    return wasm_f32x4_mul(tkvi_madd_128(r, n, wasm_f32x4_const_splat(2.12194440e-4f)),
+                          wasm_f32x4_const_splat(1.44269504f));
 }
 
 /* y where x >= least, 0 elsewhere. */
@@ -16864,6 +16340,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x
 #define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
 TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
 TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
 
 TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
@@ -16875,8 +16352,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
 }
-
-TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
 
 /* Four signed bytes. */
 TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
@@ -16904,6 +16379,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
 #define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
 #define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
+#define tkvi_transpose_bytes_128(v) tkvi_transpose4_128(v)
 #define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
     wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
 #define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
@@ -16965,6 +16441,31 @@ TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
     v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
 }
 
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
+    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
+    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
+}
+
+/* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p), 20);
+    return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
+                          wasm_i32x4_const_splat(0x78800000));
+}
+
+/* Looks up four codes, the first from bit `from` of p on. There is no vector instruction for a table of 64 bytes. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+    uint32_t x;
+    memcpy(&x, p, 4);
+    x >>= from;
+    return wasm_f32x4_make(level[x & 15], level[x >> bits & 15], level[x >> 2 * bits & 15],
+                           level[x >> 3 * bits & 15]);
+}
+
 /* >>bytes */
 TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
 TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
@@ -17000,6 +16501,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 }
 
 /* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+#define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
 #define tkvi_vb_biased(x) (x)
@@ -17123,9 +16625,22 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vf_load_f16(p) tkvi_load_f16_128(p)
 #define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
 #define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
+#define tkvi_vf_swap(x) tkvi_swap_128(x)             /* neighbours */
+#define tkvi_vf_load_twice(p) tkvi_load_twice_128(p) /* 2 floats, each in two neighbours */
+#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_128(p)
+/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
+#define tkvi_vf_load_table(level, p, h, bits)                                                                \
+    tkvi_load_table_floats_128(level, (p) + (h) * (bits) / 8, (h) * (bits) % 8, bits)
+#define tkvi_vf_sum_across(x) tkvi_sum_across_128(x)
+#define tkvi_vf_load_finite_f16(p) tkvi_load_finite_f16_128(p)
+#define tkvi_vf_load_bf16(p) tkvi_load_bf16_128(p)
+#define tkvi_vf_round(x) tkvi_round_128(x)
+#define tkvi_vf_exponent_rest(x, n) tkvi_exponent_rest_128(x, n) /* x log2 e - n */
+/* y 2^n. The exponent of y plus n must be that of a normal number. */
+#define tkvi_vf_times_power(y, n)                                                                            \
+    tkvi_as_float_128(tkvi_add_ints_128(tkvi_as_ints_128(y), TKVI_LEFT_INTS_128(tkvi_nearest_128(n), 23)))
+#define tkvi_vf_zero_below(y, x, least) tkvi_zero_below_128(y, x, least) /* y where x >= least, 0 elsewhere */
 
-#define tkvi_vf_pow2(x, n) /* x 2^n, a normal number */                                                      \
-    tkvi_as_float_128(tkvi_add_ints_128(tkvi_as_ints_128(x), TKVI_LEFT_INTS_128(n, 23)))
 #define TKVI_SQUARE 4 /* size of the matrix that tkvi_transpose_square transposes */
 #define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_128(x, x_stride, y, y_stride)
 
@@ -17135,6 +16650,8 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
 #define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
 #define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
+#define tkvi_vi_xor(a, b) tkvi_xor_ints_128(a, b)
+#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_128(a, b, n) /* a b >> n, without signs */
 #define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
 #define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
 #define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
@@ -17148,6 +16665,8 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 /* >>bytes */
 #define tkvi_vb_load(p) tkvi_load_bytes_128(p)
 #define tkvi_vb_store(p, x) tkvi_store_bytes_128(p, x)
+#define tkvi_vb_gather4(p, step) tkvi_load_bytes_128(p)
+#define tkvi_vb_transpose4(v) tkvi_transpose_bytes_128(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
 #define tkvi_vb_scatter4(p, step, x) ((void)(step), tkvi_store_bytes_128(p, x))
 #define tkvi_vb_splat(x) tkvi_splat_bytes_128(x)
 #define tkvi_vb_and(a, b) tkvi_and_128(a, b)
@@ -17169,6 +16688,11 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_spread(x) (x)
 
 #define tkvi_hide(sum) ((void)0)
+/* >>exact tiers */
+#define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
+#define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
+#define TKVI_EXACT_LAST 4    /* in the last pass of V */
+
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #define tkvi_keep_wide(sum)
@@ -17489,6 +17013,196 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
     }
 }
 /* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/values.inc ======== */
+/*
+ * kernels/values.inc - a template: decodes a side of tiles to floats. The results have the same bits as those of
+ * formats/tiles.h. It needs kernels/codes.inc and kernels/rotate.inc.
+ *
+ * First, all codes (or levels) become rows of bytes, [token][channel]. Then rows become floats, with one product
+ * and one sum each. The product is exact, so FMA changes no bit under any compiler flags. Rotated rows are rotated
+ * back, as in core/rotate.h.
+ *
+ *   V   A plane of a tile has 16 channels of four tokens. Its bytes are sorted by token, 16 bytes each.
+ *   K   A plane has 16 tokens of four channels, which can be anywhere in the head. Its bytes are sorted by channel,
+ *       into columns of 64 tokens. Then 16 columns at a time are transposed into rows.
+ *
+ * A vector has parts of 16 bytes, and sorting stays within a part. So a column does not have its tokens in order: byte
+ * 16 k + 4 p + j is token 16 p + 4 k + j.
+ */
+
+/* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
+ * x[0 .. 3]. */
+TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
+    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    int k;
+    TKVI_UNROLL
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    tkvi_vb_transpose4(x);
+}
+
+/* Sorts the codes of a tile of K into four columns. */
+TKVI_KERNEL void TKVI_N(sort_columns)(const uint8_t *code, uint8_t *const *column) {
+    int i, p;
+    for (i = 0; i < TKVI_BLOCK; i += TKVI_VB) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) x[p] = tkvi_vb_load(code + 64 * p + i);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (p = 0; p < 4; p++) tkvi_vb_store(column[p] + i, x[p]);
+    }
+}
+
+/* Sorts the codes of a tile of V into the rows of 16 tokens, `stride` bytes apart, as levels. lower: NULL: level =
+ * code. upper: NULL, or the levels of the second channels of pairs, which go to the next 16 bytes of a row. */
+TKVI_KERNEL void TKVI_N(sort_slab)(const uint8_t *code, const int8_t *lower, const int8_t *upper,
+                                   uint8_t *row, int stride) {
+    int p, k;
+    for (p = 0; p < 4; p += TKVI_VB / 16, row += TKVI_VB / 4 * stride) {
+        tkvi_vb x[4];
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++) x[k] = tkvi_vb_gather4(code + 64 * p + 16 * k, 64);
+        TKVI_N(sort_codes)(x);
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_scatter4(row + k * stride, 4 * stride,
+                             lower ? tkvi_vb_look_up(tkvi_vb_table(lower), x[k]) : x[k]);
+        if (!upper) continue;
+        TKVI_UNROLL
+        for (k = 0; k < 4; k++)
+            tkvi_vb_scatter4(row + k * stride + 16, 4 * stride, tkvi_vb_look_up(tkvi_vb_table(upper), x[k]));
+    }
+}
+
+/* Interleaves the bytes of vectors at distance h. Distances 8, 4, 2, 1 in this order transpose 16 x 16 bytes. */
+TKVI_OP void TKVI_N(interleave_bytes)(tkvi_vb *x, const int h) {
+    int i;
+    TKVI_UNROLL
+    for (i = 0; i < 8; i++) {
+        tkvi_vb *a = x + i / h * h + i, low = tkvi_vb_zip1(a[0], a[h]);
+        a[h] = tkvi_vb_zip2(a[0], a[h]);
+        a[0] = low;
+    }
+}
+
+/* Transposes columns of 64 tokens into rows of `pad` channels. */
+TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8_t *level) {
+    int c, k, i;
+    for (c = 0; c < pad; c += 16)
+        for (k = 0; k < 4; k += TKVI_VB / 16) {
+            uint8_t *to = level + 4 * k * pad + c;
+            tkvi_vb x[16];
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) x[i] = tkvi_vb_load(column + TKVI_BLOCK * (c + i) + 16 * k);
+            TKVI_N(interleave_bytes)(x, 8);
+            TKVI_N(interleave_bytes)(x, 4);
+            TKVI_N(interleave_bytes)(x, 2);
+            TKVI_N(interleave_bytes)(x, 1);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i++) tkvi_vb_scatter4(to + (i / 4 * 16 + i % 4) * pad, 4 * pad, x[i]);
+        }
+}
+
+/* level: out, [token][pad]. */
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
+    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+    int width, i, k, position = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
+            TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+            uint8_t *column[4];
+            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            TKVI_N(unpack_tile)(src, width, code);
+            TKVI_N(sort_columns)(code, column);
+        }
+    for (; position < s->pad; position++) /* channels without codes */
+        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
+    TKVI_N(transpose_columns)(columns, s->pad, level);
+}
+
+/* Rows of other tokens than first .. first + n - 1 can stay as they are. */
+static void TKVI_N(unpack_rows_v)(const tkvi_side *s, const uint8_t *src, int first, int n, uint8_t *level) {
+    int width, i, slab = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int channels = tkvi_slab_channels(s, width);
+        const int8_t *lower = s->levels ? s->levels + tkvi_level_table(s, width, 0) : NULL;
+        const int8_t *upper = channels == 32 ? s->levels + tkvi_level_table(s, width, 1) : NULL;
+        for (i = 0; i < s->tiles.n[width]; i++, src += TKVI_TILE_BYTES(width)) {
+            const int from = i % 4 * 16;
+            if (from < first + n && from + 16 > first) {
+                TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+                TKVI_N(unpack_tile)(src, width, code);
+                TKVI_N(sort_slab)(code, lower, upper, level + from * s->pad + slab, s->pad);
+            }
+            if (i % 4 == 3) slab += channels;
+        }
+    }
+}
+
+/* Converts the levels of a row to floats, and stores the first n. scale, zero: K: [channel], V: [group][64], here of a
+ * token. */
+TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, const float *scale,
+                                      const float *zero, const int k, const int with_sign, int n, float *to) {
+    int c, end;
+    for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
+        const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
+        for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
+                                                         : tkvi_vi_load_u8(level + c));
+            tkvi_vf_store_first(to + c,
+                                k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
+                                  : tkvi_vf_madd(x, by, plus),
+                                n - c);
+        }
+    }
+}
+
+/* Replaces y by its rotation back, before the signs. `to`: out, the first dim values with their signs. */
+TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, float *to) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    if (n < dim) (void)TKVI_N(window)(y + dim - n, NULL, y + dim - n, log2n);
+    (void)TKVI_N(window)(y, NULL, y, log2n);
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+}
+
+/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
+TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
+                                       const float *zero, int n, float *to) {
+    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
+    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
+    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
+    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+}
+
+static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                                 int n, float *x, size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated;
+    int t;
+    if (s->dim < 16) {
+        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+        return;
+    }
+    s->format->side[s->which].meta(s, src, ops, scale, zero);
+    if (s->which == TKV_V) {
+        TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    } else {
+        TKVI_N(unpack_rows_k)(s, src, level);
+        if (s->order) tkvi_sort_by_channel(s, scale);
+        if (s->order) tkvi_sort_by_channel(s, zero);
+    }
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        TKVI_N(row_to_floats)
+        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/encode.inc ======== */
 /*
  * kernels/encode.inc - a template: encodes K columns (formats/a.h) and V tokens (formats/r.h). It gives the bytes of
@@ -18118,7 +17832,555 @@ TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_
 }
 /* ======== kernels/vectors_128.h ======== */
 
-#define tkvi_decode_tiles_128 tkvi_decode_tiles_scalar /* not written for them yet */
+/* ======== kernels/exact.inc ======== */
+/*
+ * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
+ *
+ * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ */
+/* Finite values at .. at + TKVI_VF - 1 of a row. */
+TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
+    if (type == TKVI_AS_F16) return tkvi_vf_load_finite_f16(row + 2 * at);
+    if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
+    return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
+}
+
+/* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
+TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *q, const float *ref,
+                                  int rows, int n, float *scores) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size;
+    ptrdiff_t second = row_bytes, third = 2 * row_bytes, fourth = 3 * row_bytes;
+    const float *row[4];
+    int t, c, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (t = 0; t < n; t += nt, src += nt * row_bytes) {
+        tkvi_vf sum[4][4];
+        const uint8_t *k[4];
+        if (t + nt > n) {
+            second = tkvi_min(1, n - 1 - t) * row_bytes;
+            third = tkvi_min(2, n - 1 - t) * row_bytes;
+            fourth = tkvi_min(3, n - 1 - t) * row_bytes;
+        }
+        k[0] = src, k[1] = src + second, k[2] = src + third, k[3] = src + fourth;
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        for (c = 0; c < pad; c += 16) {
+            TKVI_UNROLL
+            for (j = 0; j < nt * size; j += 4) tkvi_ahead(src + j * pad + 4 * c, 64, ahead);
+            TKVI_UNROLL
+            for (i = 0; i < 16; i += TKVI_VF) {
+                const tkvi_vf minus = tkvi_vf_load(ref + c + i);
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
+                    TKVI_UNROLL
+                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            if (nt < 4) sum[r][3] = sum[r][0];
+            if (nt == 4 || t + 4 <= n) {
+                tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
+            } else {                      /* the score behind n can be of another row */
+                tkvi_vf_sum4(last, sum[r]);
+                memcpy(to, last, (size_t)tkvi_min(nt, n - t) * sizeof *to);
+            }
+        }
+    }
+}
+
+/* Outputs of nr rows in n_passes times nv vectors of channels, over all tokens. Tokens beyond n repeat the last one, by
+ * weights of zero. */
+TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const int nv, int n_passes, int pad,
+                                  const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
+                                  float *out) {
+    const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const float *row[4];
+    int t, r, i, j;
+    TKVI_UNROLL
+    for (r = 0; r < nr; r++) row[r] = p + tkvi_min(r, rows - 1) * TKVI_BLOCK;
+    for (; n_passes > 0; n_passes--, src += width * size, out += width) {
+        const uint8_t *at = src;
+        ptrdiff_t step[4];
+        tkvi_vf sum[4][4];
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
+        }
+        TKVI_UNROLL
+        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
+            if (t + 4 > n) {
+                TKVI_UNROLL
+                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+            }
+            TKVI_UNROLL
+            for (i = 0; i < 4; i++) {
+                const uint8_t *v = at + step[i];
+                tkvi_vf x[4];
+                TKVI_UNROLL
+                for (j = 0; j < width * size; j += 64) tkvi_ahead(v + j, 64, ahead);
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) x[j] = TKVI_N(load_values)(type, v, j * TKVI_VF);
+                TKVI_UNROLL
+                for (r = 0; r < nr; r++) {
+                    const tkvi_vf y = tkvi_vf_splat(row[r][t + i]);
+                    TKVI_UNROLL
+                    for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
+                    tkvi_use(y)
+                }
+                TKVI_UNROLL
+                for (j = 0; j < nv; j++) { tkvi_use(x[j]) }
+            }
+        }
+        TKVI_UNROLL
+        for (r = 0; r < nr; r++) {
+            TKVI_UNROLL
+            for (j = 0; j < nv; j++)
+                if (r < rows) {
+                    float *o = out + r * pad + j * TKVI_VF;
+                    tkvi_vf_store(o, tkvi_vf_add(tkvi_vf_load(o), sum[r][j]));
+                }
+        }
+    }
+}
+
+/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+#define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
+                                       const float *ref, int rows, int n, float *scores) {                   \
+        TKVI_N(exact_k_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
+    }                                                                                                        \
+    TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
+                                       const float *p, int rows, int n, float *out) {                        \
+        TKVI_N(exact_v_pass)                                                                                 \
+        (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
+    }
+/* Channels of V that are left over. */
+#define TKVI_EXACT_LAST_(t, type)                                                                            \
+    TKVI_KERNEL void TKVI_N(t##_v_last)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,          \
+                                        const float *p, int rows, int n, float *out) {                       \
+        TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
+    }
+#define TKVI_EXACT_ALL_(t, type)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
+TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
+TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
+
+/* Scores of the first min(left, 4) rows. */
+TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead, const float *q,
+                                      const float *ref, int left, int n, float *scores) {
+    static void (*const pass[3][3])(int, const uint8_t *, uintptr_t, const float *, const float *, int, int,
+                                    float *) = {{TKVI_N(f32_k1), TKVI_N(f32_k2), TKVI_N(f32_k4)},
+                                                {TKVI_N(f16_k1), TKVI_N(f16_k2), TKVI_N(f16_k4)},
+                                                {TKVI_N(bf16_k1), TKVI_N(bf16_k2), TKVI_N(bf16_k4)}};
+    pass[s->format->stored][tkvi_min(left, 3) - 1](s->pad, src, ahead, q, ref, left, n, scores);
+}
+
+TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    const uintptr_t ahead = tkvi_distance(src, next);
+    int r;
+    (void)n_limbs;
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    for (r = 0; r < rows; r += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK)
+        TKVI_N(exact_rows_k)(s, src, ahead, q, ref, rows - r, n, scores);
+}
+
+/* A pass has four vectors of channels, or TKVI_EXACT_VECTORS; the last ones have TKVI_EXACT_LAST. */
+TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                                 int rows, int n, int n_limbs, float *out) {
+    static void (*const pass[3][4])(int, int, const uint8_t *, uintptr_t, const float *, int, int,
+                                    float *) = {
+        {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
+        {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
+        {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
+    const uintptr_t ahead = tkvi_distance(src, next);
+    const tkvi_storage type = s->format->stored;
+    const int pad = s->pad, vectors = pad / TKVI_VF;
+    (void)n_limbs;
+    for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
+        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        int n_passes = vectors / each, c, left;
+        while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
+        c = n_passes * each * TKVI_VF;
+        left = (vectors - n_passes * each) / TKVI_EXACT_LAST;
+        pass[type][tkvi_min(rows, 3) - 1](n_passes, pad, src, ahead, p, rows, n, out);
+        if (left) pass[type][3](left, pad, src + c * s->format->bits / 8, ahead, p, rows, n, out + c);
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/softmax.inc ======== */
+/*
+ * kernels/softmax.inc - a template: the online softmax of kernels/scalar.h in a vector vocabulary.
+ */
+/* exp(x) for x <= 0, and 0 for x < -87. It is 2^n 2^r with n + r = x log2 e. */
+TKVI_OP tkvi_vf TKVI_N(exp)(tkvi_vf x) {
+    const tkvi_vf z = tkvi_vf_max(x, tkvi_vf_splat(-87.0f)); /* 2^n stays a normal number */
+    const tkvi_vf n = tkvi_vf_round(tkvi_vf_mul(z, tkvi_vf_splat(1.44269502f)));
+    const tkvi_vf r = tkvi_vf_exponent_rest(z, n);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r);
+    return tkvi_vf_zero_below(tkvi_vf_times_power(y, n), x, -87.0f);
+}
+
+/* Maxima of 64 scores by lanes. */
+TKVI_OP tkvi_vf TKVI_N(max_lanes)(const float *s) {
+    tkvi_vf most = tkvi_vf_load(s);
+    int t;
+    TKVI_UNROLL
+    for (t = TKVI_VF; t < TKVI_BLOCK; t += TKVI_VF) most = tkvi_vf_max(most, tkvi_vf_load(s + t));
+    return most;
+}
+
+/* p = exp(s - maximum). Returns the sums by lanes. */
+TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
+    const tkvi_vf most = tkvi_vf_splat(maximum);
+    tkvi_vf sum = tkvi_vf_splat(0.0f);
+    int t;
+    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        tkvi_vf_store(p + t, y);
+        sum = tkvi_vf_add(sum, y);
+    }
+    return sum;
+}
+
+TKVI_KERNEL float TKVI_N(max64)(const float *s) { return tkvi_vf_max_across(TKVI_N(max_lanes)(s)); }
+
+TKVI_KERNEL float TKVI_N(exp64)(const float *s, float maximum, float *p) {
+    return tkvi_vf_sum_across(TKVI_N(exp_lanes)(s, maximum, p));
+}
+
+/* Four rows at once. Missing rows repeat the last one. */
+TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *sum, float *p) {
+    int first, r, seen = 0;
+    for (first = 0; first < rows; first += 4) {
+        const int nr = tkvi_min(4, rows - first);
+        tkvi_vf lanes[4];
+        float most[4], sums[4];
+        TKVI_UNROLL
+        for (r = 0; r < 4; r++) lanes[r] = TKVI_N(max_lanes)(s + (first + tkvi_min(r, nr - 1)) * TKVI_BLOCK);
+        tkvi_vf_max4(most, lanes);
+        for (r = 0; r < nr; r++) {
+            const int is_hidden = TKVI_IS_HIDDEN(most[r]);
+            if (m[first + r] > most[r]) most[r] = m[first + r];
+            if (is_hidden) most[r] = 0.0f; /* exp(TKVI_HIDDEN) is 0 */
+            else m[first + r] = most[r];
+            seen += !is_hidden;
+        }
+        for (r = 0; r < nr; r++)
+            lanes[r] = TKVI_N(exp_lanes)(s + (first + r) * TKVI_BLOCK, most[r], p + (first + r) * TKVI_BLOCK);
+        tkvi_vf_sum4(sums, lanes);
+        for (r = 0; r < nr; r++) sum[first + r] = sums[r];
+    }
+    return seen;
+}
+/* ======== kernels/vectors_128.h ======== */
+/* ======== kernels/code_rows.inc ======== */
+/*
+ * kernels/code_rows.inc - a template: rows of codes (kernels/code_rows.h) become floats, 16 tokens at a time. Reading
+ * back gives the bits of the format's decode function. Attention multiplies them as it does exact tokens, and moves
+ * the options of a format from the tokens to the query, which costs less:
+ *
+ *     center    q.(y + mean - ref) = q.(y - (ref - mean))
+ *     rotate    q.(rotate back y) = (rotate q).y. The output of V is rotated back after the sum.
+ *     RoPE      q.(k rotated by start + t) = (q rotated back by start).(k rotated by t). Tables hold positions
+ *               0 .. 15. After every 16 tokens the query is rotated back by 16 more.
+ *
+ * ref goes with the queries. Its rounding, 1e-7 of it, is far below the error of these formats. Sums have another order
+ * than in decode. So attention agrees with decode within rounding, not bit by bit.
+ */
+
+/* Levels of E5M2. Codes of subnormals (exponent 0) are read as if they were normal numbers of half the step: twice the
+ * result, less the smallest normal number, is right for them, and too large for the others. All of it is exact. */
+TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
+    const tkvi_vi size = tkvi_vi_and(code, tkvi_vi_splat(127));
+    const tkvi_vf normal =
+        tkvi_vf_of_bits(tkvi_vi_add(tkvi_vi_left(size, 21), tkvi_vi_splat((126 + TKVI_E5M2_LOW + 2) << 23)));
+    const tkvi_vf least = tkvi_vf_of_bits(tkvi_vi_splat((127 + TKVI_E5M2_LOW + 2) << 23));
+    const tkvi_vf x = tkvi_vf_min(normal, tkvi_vf_sub(tkvi_vf_add(normal, normal), least));
+    return tkvi_vf_xor(x, tkvi_vf_of_bits(tkvi_vi_left(tkvi_vi_sub(code, size), 24)));
+}
+
+/* Levels of the channels from h on, a multiple of TKVI_VF, of the 16 channels whose codes begin at p. */
+TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
+                                    const int h) {
+    if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
+}
+
+/* Decodes n tokens, without outliers, rotation and means. Products are exact, so FMA changes no bit. What the loop
+ * needs of r is read before it: the compiler must assume that a store to x changes r. */
+TKVI_OP void TKVI_N(codes_to_floats)(const tkvi_code_rows *r, const tkvi_code_kind kind,
+                                     const tkvi_code_scales scales, int from, int n, float *x,
+                                     size_t stride) {
+    const int pad = r->s->pad, bits = r->bits, parts = r->parts, shift = r->shift,
+              row_bytes = (int)r->row_bytes;
+    const uintptr_t ahead = r->ahead;
+    const float *scale = r->scale + from * parts, *zero = r->zero + from * parts;
+    const uint8_t *row = r->codes + from * row_bytes, *p;
+    int t, c, h;
+    for (t = from; t < from + n; t++, x += stride, row += row_bytes, scale += parts, zero += parts) {
+        if (ahead) tkvi_ahead(row, row_bytes, ahead);
+        if (ahead && t % 4 == 0 && (size_t)(16 * t) < r->s->meta_bytes)
+            tkvi_ahead(r->codes + r->s->code_bytes + 16 * t, 1, ahead);
+        for (c = 0, p = row; c < pad; c += 16, p += 2 * bits) {
+            const int part = scales == TKVI_LINE_BY_CHANNEL ? 0 : c >> shift;
+            const tkvi_vf by = tkvi_vf_splat(scale[part]), plus = tkvi_vf_splat(zero[part]);
+            TKVI_UNROLL
+            for (h = 0; h < 16; h += TKVI_VF) {
+                tkvi_vf y = TKVI_N(load_levels)(r->level, kind, bits, p, h);
+                if (scales == TKVI_SCALE_BY_TOKEN) y = tkvi_vf_mul(y, by);
+                else if (scales == TKVI_LINE_BY_TOKEN) y = tkvi_vf_madd(y, by, plus);
+                else y = tkvi_vf_madd(y, tkvi_vf_load(r->scale + c + h), tkvi_vf_load(r->zero + c + h));
+                tkvi_vf_store(x + c + h, y);
+            }
+        }
+    }
+}
+
+/* x: out, tokens from .. from + n - 1 with their outliers, [token][pad], `stride` floats apart. */
+TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
+#define TKVI_CODES_(kind, scales) TKVI_N(codes_to_floats)(r, kind, scales, from, n, x, stride)
+    if (r->kind == TKVI_CODES_INT8) TKVI_CODES_(TKVI_CODES_INT8, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E4M3) TKVI_CODES_(TKVI_CODES_E4M3, TKVI_SCALE_BY_TOKEN);
+    else if (r->kind == TKVI_CODES_E5M2) TKVI_CODES_(TKVI_CODES_E5M2, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_SCALE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_SCALE_BY_TOKEN);
+    else if (r->scales == TKVI_LINE_BY_TOKEN) TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_TOKEN);
+    else TKVI_CODES_(TKVI_CODES_TABLE, TKVI_LINE_BY_CHANNEL);
+#undef TKVI_CODES_
+    if (r->slots) tkvi_add_outliers(r, from, n, x, stride);
+}
+
+/* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
+TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                       uintptr_t ahead) {
+    uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
+    int t, c;
+    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
+    if (!r->factors) return 1;
+    memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
+    memset(factor + TKVI_BLOCK * r->parts, 0, 16);
+    for (t = 0; t < TKVI_BLOCK; t++)
+        for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
+            tkvi_vf_store(r->scale + c,
+                          tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
+    return 1;
+}
+
+/* Rotates a row of `pad` channels as core/rotate.h. */
+TKVI_KERNEL void TKVI_N(rotate_row)(float *x, const float *signs, int dim) {
+    const int log2n = tkvi_log2_floor(dim), n = 1 << log2n;
+    int c;
+    for (c = 0; c < dim; c += TKVI_VF)
+        tkvi_vf_store(x + c, tkvi_vf_xor(tkvi_vf_load(x + c), tkvi_vf_load(signs + c)));
+    (void)TKVI_N(window)(x, NULL, x, log2n);
+    if (n < dim) (void)TKVI_N(window)(x + dim - n, NULL, x + dim - n, log2n);
+}
+
+/* >>RoPE */
+/* tkvi_turn_make for positions from 0 on: the bits of tkvi_cos_sin (core/rope.h). a / 90 is a mul_high(a, 2^38 / 90),
+ * rounded up, and so on: exact below 2^31. */
+TKVI_KERNEL void TKVI_N(turn)(const tkvi_rope *rope, int64_t position, float *cosine, float *sine) {
+    const uint64_t distance = (uint64_t)(position < 0 ? -position : position);
+    const tkvi_vi one = tkvi_vi_splat((int32_t)0x80000000u), none = tkvi_vi_splat(0);
+    const tkvi_vf unit = tkvi_vf_splat(9.3132257461547852e-10f); /* 2^-30 */
+    int32_t angle[TKV_MAX_HEAD_DIM / 2];
+    int j;
+    for (j = 0; j < rope->pairs; j++) angle[j] = (int32_t)(uint32_t)(distance * rope->frequency[j] >> 32);
+    for (; j % 16 != 0; j++) angle[j] = 0;
+#define TKVI_OVER_(x, by, n) tkvi_vi_mul_right(x, tkvi_vi_splat((int32_t)(by)), n)
+    for (j = 0; j < rope->pairs; j += TKVI_VF) {
+        const tkvi_vi p = tkvi_vi_load(angle + j);
+        const tkvi_vi quarter = tkvi_vi_right(tkvi_vi_add(p, tkvi_vi_splat(0x20000000)), 30);
+        const tkvi_vi rest = tkvi_vi_sub(p, tkvi_vi_left(quarter, 30));
+        const tkvi_vi minus = tkvi_vi_sub(none, tkvi_vi_right(rest, 31));
+        const tkvi_vi swap = tkvi_vi_sub(none, tkvi_vi_and(quarter, tkvi_vi_splat(1)));
+        tkvi_vi x = tkvi_vi_sub(tkvi_vi_xor(rest, minus), minus), z, s, c, both;
+        x = TKVI_OVER_(x, 0x6487ed51, 29);
+        z = tkvi_vi_mul_right(x, x, 31);
+        c = tkvi_vi_sub(one, TKVI_OVER_(z, 0xb60b60b7u, 38));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x92492493u, 37));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x88888889u, 36));
+        c = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, c, 31), 0x2aaaaaabu, 33));
+        c = tkvi_vi_right(tkvi_vi_sub(one, tkvi_vi_mul_right(z, c, 32)), 1);
+        s = tkvi_vi_sub(one, TKVI_OVER_(z, 0x38e38e39u, 36));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x30c30c31u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x66666667u, 35));
+        s = tkvi_vi_sub(one, TKVI_OVER_(tkvi_vi_mul_right(z, s, 31), 0x2aaaaaabu, 32));
+        s = tkvi_vi_mul_right(x, s, 32);
+        s = tkvi_vi_sub(tkvi_vi_xor(s, minus), minus);
+        both = tkvi_vi_and(tkvi_vi_xor(s, c), swap); /* in the next quarter, cos is -sin and sin is cos */
+        s = tkvi_vi_xor(s, both);
+        c = tkvi_vi_xor(c, both);
+        both = tkvi_vi_sub(none, tkvi_vi_right(quarter, 1));
+        s = tkvi_vi_sub(tkvi_vi_xor(s, both), both);
+        both = tkvi_vi_xor(both, swap);
+        c = tkvi_vi_sub(tkvi_vi_xor(c, both), both);
+        tkvi_vf_store(cosine + j, tkvi_vf_mul(tkvi_vi_to_float(c), unit));
+        tkvi_vf_store(sine + j, tkvi_vf_mul(tkvi_vi_to_float(s), unit));
+    }
+#undef TKVI_OVER_
+    for (j = 0; j < rope->pairs && position < 0; j++) sine[j] = -sine[j];
+}
+
+/* tkvi_turn_apply. */
+TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, const float *sine, float *x) {
+    static const float signs[16] = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    const tkvi_vf sign = tkvi_vf_load(signs);
+    float *y = x + rope->apart;
+    int j;
+    if (rope->pairs % TKVI_VF) {
+        tkvi_turn_apply(rope, cosine, sine, x);
+        return;
+    }
+    for (j = 0; j < 2 * rope->pairs && rope->step == 2; j += TKVI_VF) {
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_swap(a);
+        a = tkvi_vf_mul(a, tkvi_vf_load_twice(cosine + j / 2));
+        b = tkvi_vf_mul(b, tkvi_vf_mul(tkvi_vf_load_twice(sine + j / 2), sign));
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_store(x + j, tkvi_vf_add(a, b));
+    }
+    for (j = 0; j < rope->pairs && rope->step == 1; j += TKVI_VF) {
+        const tkvi_vf c = tkvi_vf_load(cosine + j), s = tkvi_vf_load(sine + j);
+        tkvi_vf a = tkvi_vf_load(x + j), b = tkvi_vf_load(y + j), as = tkvi_vf_mul(a, s),
+                bs = tkvi_vf_mul(b, s);
+        a = tkvi_vf_mul(a, c);
+        b = tkvi_vf_mul(b, c);
+        tkvi_vf_hide(a);
+        tkvi_vf_hide(b);
+        tkvi_vf_hide(as);
+        tkvi_vf_hide(bs);
+        tkvi_vf_store(x + j, tkvi_vf_sub(a, bs));
+        tkvi_vf_store(y + j, tkvi_vf_add(b, as));
+    }
+}
+
+/* >>reading back */
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                                    int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+    float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    tkvi_code_rows r;
+    int from, t, c;
+    (void)ops;
+    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    if (r.rotated) TKVI_N(flips)(signs, s->pad);
+    if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
+    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+        float *to = direct ? x : y;
+        const size_t apart = direct ? stride : (size_t)s->pad;
+        TKVI_N(decode_code_rows)(&r, from, count, to, apart);
+        for (t = from; t < from + count; t++, x += stride, to += apart) {
+            if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
+            else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
+            for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
+            if (!s->rope || s->rope->pairs < 1) continue;
+            TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
+            TKVI_N(turn_row)(s->rope, cosine, sine, x);
+        }
+    }
+    return 1;
+}
+
+/* >>attention */
+/* A float side for decoded rows, to be passed to kernels of the exact tiers. */
+static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
+    tkvi_side plain = *s;
+    plain.format = &tkvi_formats[TKV_F32];
+    return plain;
+}
+
+TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *q, const float *ref, int rows, int n, int n_limbs,
+                                   float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
+        return;
+    }
+    if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
+    if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
+        memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
+        memcpy(moved + rows * pad, ref, (size_t)pad * sizeof *ref);
+        q = moved;
+        ref = moved + rows * pad;
+    }
+    if (r.means) {
+        TKVI_N(f16_to_f32)(r.means, s->dim, x);
+        for (c = 0; c < s->dim; c++) moved[rows * pad + c] -= x[c];
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
+    if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
+        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        for (i = 1; i < count && rope; i++)
+            TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
+        for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
+        (&plain, (const uint8_t *)x, 0, q + i * pad, ref, rows - i, count, scores + i * TKVI_BLOCK + from);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
+                                   const float *p, int rows, int n, int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    const tkvi_side plain = TKVI_N(scratch_side)(s);
+    const int pad = s->pad;
+    tkvi_code_rows r;
+    int from, i, c;
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
+        return;
+    }
+    if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
+        TKVI_N(exact_v)
+        (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
+    }
+    if (r.rotated) TKVI_N(flips)(signs, pad);
+    for (i = 0; i < rows && r.rotated; i++, out += pad) {
+        TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
+        for (c = 0; c < s->dim; c++) out[c] += x[c];
+    }
+}
+/* ======== kernels/vectors_128.h ======== */
+
 /* ======== kernels/simd_ops.inc ======== */
 /*
  * kernels/simd_ops.inc - a template: the table of an instruction set's steps of formats (core/format.h). TKVI_SHARED
@@ -18136,156 +18398,9 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
                                                TKVI_N(encode_v_tokens),
                                                TKVI_SHARED(encode_groups),
                                                TKVI_N(decode_tiles),
+                                               TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decode_rows)),
                                                TKVI_IF(TKVI_HAS_MOVES, TKVI_N(turn_rows))};
 /* ======== kernels/vectors_128.h ======== */
-#undef tkvi_decode_tiles_128
-
-static float tkvi_max64_128(const float *s) {
-    tkvi_f4 m = tkvi_load_128(s);
-    int t;
-    for (t = 4; t < TKVI_BLOCK; t += 4) m = tkvi_max_128(m, tkvi_load_128(s + t));
-    return tkvi_max_across_128(m);
-}
-
-/* exp(x) = 2^n exp(r), |r| <= ln 2 / 2. The polynomial is from expf of Cephes. */
-static float tkvi_exp64_128(const float *s, float maximum, float *p) {
-    static const float factors[5] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                                     5.0000001201e-1f};
-    tkvi_f4 sum = tkvi_splat_128(0.0f);
-    int t, k;
-    for (t = 0; t < TKVI_BLOCK; t += 4) {
-        tkvi_f4 from = tkvi_sub_128(tkvi_load_128(s + t), tkvi_splat_128(maximum)), r, f, y;
-        tkvi_f4 x = tkvi_max_128(from, tkvi_splat_128(-87.0f)); /* 2^n stays a normal number */
-        tkvi_i4 n = tkvi_nearest_128(tkvi_mul_128(x, tkvi_splat_128(1.44269504f)));
-        f = tkvi_to_float_128(n);
-        r = tkvi_madd_128(x, f, tkvi_splat_128(-0.693359375f));
-        r = tkvi_madd_128(r, f, tkvi_splat_128(2.12194440e-4f));
-        y = tkvi_splat_128(1.9875691500e-4f);
-        for (k = 0; k < 5; k++) y = tkvi_madd_128(tkvi_splat_128(factors[k]), y, r);
-        y = tkvi_madd_128(tkvi_add_128(r, tkvi_splat_128(1.0f)), y, tkvi_mul_128(r, r));
-        n = TKVI_LEFT_INTS_128(tkvi_add_ints_128(n, tkvi_splat_ints_128(127)), 23);
-        y = tkvi_zero_below_128(tkvi_mul_128(y, tkvi_as_float_128(n)), from, -87.0f);
-        tkvi_store_128(p + t, y);
-        sum = tkvi_add_128(sum, y);
-    }
-    return tkvi_sum_across_128(sum);
-}
-
-/* Rows in the next pass: the largest power of 2 that is at most `left` and `most`. */
-static int tkvi_rows_in_pass_128(int left, int most) {
-    int n = most;
-    while (n > left) n /= 2;
-    return n;
-}
-
-/* >>exact tiers: x0 .. x3 hold 4 channels of 4 tokens (K), or 16 channels of one token (V). */
-#define TKVI_ROWS4_(X) X(0) X(1) X(2) X(3)
-#define TKVI_NONE4_(r) tkvi_f4 a##r = tkvi_splat_128(0.0f), b##r = a##r, c##r = a##r, d##r = a##r;
-#define TKVI_MADD4_(r, from)                                                                                 \
-    if (r < nr) {                                                                                            \
-        y = from;                                                                                            \
-        a##r = tkvi_madd_128(a##r, x0, y);                                                                   \
-        b##r = tkvi_madd_128(b##r, x1, y);                                                                   \
-        c##r = tkvi_madd_128(c##r, x2, y);                                                                   \
-        d##r = tkvi_madd_128(d##r, x3, y);                                                                   \
-    }
-#define TKVI_MADD4_K_(r) TKVI_MADD4_(r, tkvi_load_128(q + r * pad + i))
-#define TKVI_MADD4_V_(r) TKVI_MADD4_(r, tkvi_splat_128(p[r * TKVI_BLOCK + t]))
-#define TKVI_SAVE4_K_(r)                                                                                     \
-    if (r < nr) tkvi_store_128(scores + r * TKVI_BLOCK + t, tkvi_sum4_128(a##r, b##r, c##r, d##r));
-#define TKVI_SAVE4_V_(r)                                                                                     \
-    if (r < nr) {                                                                                            \
-        o = out + r * pad + i;                                                                               \
-        tkvi_store_128(o, tkvi_add_128(tkvi_load_128(o), a##r));                                             \
-        tkvi_store_128(o + 4, tkvi_add_128(tkvi_load_128(o + 4), b##r));                                     \
-        tkvi_store_128(o + 8, tkvi_add_128(tkvi_load_128(o + 8), c##r));                                     \
-        tkvi_store_128(o + 12, tkvi_add_128(tkvi_load_128(o + 12), d##r));                                   \
-    }
-
-/* Values i .. i + 3 of a row. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_values_128(const tkvi_storage type, const uint8_t *row, int i) {
-    if (type == TKVI_AS_F16) return tkvi_load_finite_f16_128(row + 2 * i);
-    if (type == TKVI_AS_BF16) return tkvi_load_bf16_128(row + 2 * i);
-    return tkvi_load_128((const float *)(const void *)(row + 4 * i));
-}
-
-/* Tokens beyond n repeat the last one. */
-TKVI_FLAT_128 void tkvi_exact_k4_128(const tkvi_storage type, const int nr, const tkvi_side *s,
-                                     const uint8_t *src, const float *q, const float *ref, int n,
-                                     float *scores) {
-    const int pad = s->pad, bytes = pad * (type == TKVI_AS_F32 ? 4 : 2);
-    int t, i;
-    for (t = 0; t < n; t += 4) {
-        const uint8_t *k0 = src + t * bytes, *k1 = src + tkvi_min(t + 1, n - 1) * bytes;
-        const uint8_t *k2 = src + tkvi_min(t + 2, n - 1) * bytes, *k3 = src + tkvi_min(t + 3, n - 1) * bytes;
-        TKVI_ROWS4_(TKVI_NONE4_)
-        for (i = 0; i < pad; i += 4) {
-            tkvi_f4 y = tkvi_load_128(ref + i);
-            tkvi_f4 x0 = tkvi_sub_128(tkvi_load_values_128(type, k0, i), y);
-            tkvi_f4 x1 = tkvi_sub_128(tkvi_load_values_128(type, k1, i), y);
-            tkvi_f4 x2 = tkvi_sub_128(tkvi_load_values_128(type, k2, i), y);
-            tkvi_f4 x3 = tkvi_sub_128(tkvi_load_values_128(type, k3, i), y);
-            TKVI_ROWS4_(TKVI_MADD4_K_)
-        }
-        TKVI_ROWS4_(TKVI_SAVE4_K_)
-    }
-}
-
-TKVI_FLAT_128 void tkvi_exact_v4_128(const tkvi_storage type, const int nr, const tkvi_side *s,
-                                     const uint8_t *src, const float *p, int n, float *out) {
-    const int pad = s->pad, bytes = pad * (type == TKVI_AS_F32 ? 4 : 2);
-    int t, i;
-    for (i = 0; i < pad; i += 16) {
-        const uint8_t *v = src;
-        float *o;
-        TKVI_ROWS4_(TKVI_NONE4_)
-        for (t = 0; t < n; t++, v += bytes) {
-            tkvi_f4 x0 = tkvi_load_values_128(type, v, i), x1 = tkvi_load_values_128(type, v, i + 4);
-            tkvi_f4 x2 = tkvi_load_values_128(type, v, i + 8), x3 = tkvi_load_values_128(type, v, i + 12), y;
-            TKVI_ROWS4_(TKVI_MADD4_V_)
-        }
-        TKVI_ROWS4_(TKVI_SAVE4_V_)
-    }
-}
-
-#define TKVI_EXACT_128_(t, type)                                                                             \
-    static void tkvi_##t##_k_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *q, const float *ref, int rows, int n, int n_limbs,             \
-                                 float *scores) {                                                            \
-        int r, pass;                                                                                         \
-        (void)next;                                                                                          \
-        (void)n_limbs;                                                                                       \
-        if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));                  \
-        for (r = 0; r < rows; r += pass, q += pass * s->pad, scores += pass * TKVI_BLOCK) {                  \
-            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
-            if (pass == 4) tkvi_exact_k4_128(type, 4, s, src, q, ref, n, scores);                            \
-            else if (pass == 2) tkvi_exact_k4_128(type, 2, s, src, q, ref, n, scores);                       \
-            else tkvi_exact_k4_128(type, 1, s, src, q, ref, n, scores);                                      \
-        }                                                                                                    \
-    }                                                                                                        \
-    static void tkvi_##t##_v_128(const tkvi_side *s, const uint8_t *src, const uint8_t *next,                \
-                                 const float *p, int rows, int n, int n_limbs, float *out) {                 \
-        int r, pass;                                                                                         \
-        (void)next;                                                                                          \
-        (void)n_limbs;                                                                                       \
-        for (r = 0; r < rows; r += pass, p += pass * TKVI_BLOCK, out += pass * s->pad) {                     \
-            pass = tkvi_rows_in_pass_128(rows - r, 4);                                                       \
-            if (pass == 4) tkvi_exact_v4_128(type, 4, s, src, p, n, out);                                    \
-            else if (pass == 2) tkvi_exact_v4_128(type, 2, s, src, p, n, out);                               \
-            else tkvi_exact_v4_128(type, 1, s, src, p, n, out);                                              \
-        }                                                                                                    \
-    }
-TKVI_EXACT_128_(f32, TKVI_AS_F32)
-TKVI_EXACT_128_(f16, TKVI_AS_F16)
-TKVI_EXACT_128_(bf16, TKVI_AS_BF16)
-#undef TKVI_EXACT_128_
-#undef TKVI_ROWS4_
-#undef TKVI_NONE4_
-#undef TKVI_MADD4_
-#undef TKVI_MADD4_K_
-#undef TKVI_MADD4_V_
-#undef TKVI_SAVE4_K_
-#undef TKVI_SAVE4_V_
 
 /* ======== kernels/tiles.inc ======== */
 /*
@@ -19458,13 +19573,12 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
 }
 
 /* >>softmax, rotation, layout */
-/* exp(s) for a score s of log2 e * s = x, or 0 where x is below -125. */
+/* exp(s) for x = s log2 e, or 0 where x is below -125. It has fewer operations than exp of kernels/softmax.inc. */
 TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
     const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
-    const tkvi_vi n = tkvi_vi_nearest(z);
-    const tkvi_vf r = tkvi_vf_sub(z, tkvi_vi_to_float(n));
-    const tkvi_vf y = tkvi_vf_pow2(TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, r), n);
-    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), y);
+    const tkvi_vf n = tkvi_vf_round(z);
+    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, tkvi_vf_sub(z, n));
+    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), tkvi_vf_times_power(y, n));
 }
 
 /* Hides scores of tokens outside low .. high - 1. */
@@ -19589,17 +19703,13 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/vectors_128.h ======== */
 
-static int tkvi_softmax_step_128(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_128, tkvi_exp64_128, s, rows, m, sum, p);
-}
-
 static const tkvi_kernels tkvi_kernels_128 = {
     TKVI_ISA_128,
     TKVI_NAME_128,
-    {tkvi_f32_k_128, tkvi_f16_k_128, tkvi_bf16_k_128, tkvi_tiles_k_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k)},
-    {tkvi_f32_v_128, tkvi_f16_v_128, tkvi_bf16_v_128, tkvi_tiles_v_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v)},
+    {tkvi_exact_k_128, tkvi_exact_k_128, tkvi_exact_k_128, tkvi_tiles_k_128,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_128)},
+    {tkvi_exact_v_128, tkvi_exact_v_128, tkvi_exact_v_128, tkvi_tiles_v_128,
+     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_128)},
     &tkvi_simd_ops_128,
     tkvi_exp64_128,
     tkvi_max64_128,
@@ -19628,6 +19738,14 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
 #undef tkvi_vf_max4
+#undef tkvi_vf_sum_across
+#undef tkvi_vf_max_across
+#undef tkvi_vf_load_f16
+#undef tkvi_vf_load_bf16
+#undef tkvi_vf_round
+#undef tkvi_vf_exponent_rest
+#undef tkvi_vf_times_power
+#undef tkvi_vf_zero_below
 #undef tkvi_vi_load
 #undef tkvi_vi_store
 #undef tkvi_vi_splat
@@ -19653,6 +19771,9 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
 #undef tkvi_distance
+#undef TKVI_EXACT_TOKENS
+#undef TKVI_EXACT_VECTORS
+#undef TKVI_EXACT_LAST
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -19669,6 +19790,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_store_weights_k
 #undef tkvi_store_weights_v
 #undef tkvi_keep
+#undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_sums
 #undef tkvi_sums_zero
@@ -19734,7 +19856,6 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_ABOVE_
 #undef TKVI_ANY_ABOVE_
 #undef tkvi_vm_any
-#undef tkvi_vf_pow2
 #undef TKVI_SQUARE
 #undef tkvi_transpose_square
 #undef tkvi_vi_mul
@@ -19772,10 +19893,8 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_xor
 #undef tkvi_vf_load_first
 #undef tkvi_vf_store_first
-#undef tkvi_vf_max_across
 #undef tkvi_vf_hide
 #undef tkvi_vf_butterflies
-#undef tkvi_vf_load_f16
 #undef tkvi_vf_store_f16
 #undef tkvi_vi_load_i8
 #undef tkvi_vb_add
@@ -19833,6 +19952,18 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vh_sum
 #undef tkvi_vh_total
 #undef TKVI_SHARED
+#undef tkvi_vf_swap
+#undef tkvi_vf_load_twice
+#undef tkvi_vf_load_e4m3
+#undef tkvi_vf_load_table
+#undef tkvi_vi_xor
+#undef tkvi_vi_mul_right
+#undef tkvi_vb_gather4
+#undef tkvi_vb_transpose4
+#undef TKVI_EXACT_PASS_
+#undef TKVI_EXACT_LAST_
+#undef TKVI_EXACT_ALL_
+#undef tkvi_vf_load_finite_f16
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */

@@ -801,12 +801,41 @@ typedef struct decode_case {
     int dim, kind, width, first, n, stride;
 } decode_case;
 
-/* Kinds: 0 a random side, 1 a random side with rotated values, 2 A or R, 3 an exact format. */
+/* A side of a format stored by tokens, with random options and RoPE. */
+static void init_row_side(tkv_rng *rng, const decode_case *c, tkv_side which, random_side *m) {
+    static const tkv_format formats[10] = {TKV_INT8,     TKV_INT4,      TKV_FP8_E4M3,  TKV_FP8_E5M2,
+                                           TKV_FP4,      TKV_SUBSPACE4, TKV_SUBSPACE2, TKV_KVQUANT4,
+                                           TKV_KVQUANT3, TKV_KVQUANT2};
+    static tkv_format_options options;
+    static tkvi_own_rope rope;
+    tkv_rope r;
+    memset(m, 0, sizeof *m);
+    memset(&options, 0, sizeof options);
+    options.group_size = tkv_rng_below(rng, 2) ? 64 : 32;
+    options.rotate = tkv_rng_below(rng, 4);
+    options.center_k = tkv_rng_below(rng, 2);
+    options.subspaces = 1 + tkv_rng_below(rng, 16);
+    options.kvquant = 2 * tkv_rng_below(rng, 8);
+    tkvi_side_make(&m->s, &tkvi_formats[formats[tkv_rng_below(rng, 10)]], which, c->dim, TKVI_BLOCK, &options,
+                   0, NULL);
+    m->s.start = (int32_t)tkv_rng_below(rng, 200000) - 100000;
+    memset(&r, 0, sizeof r);
+    r.dim = 2 * tkv_rng_below(rng, c->dim / 2 + 1);
+    if (tkv_rng_below(rng, 2)) r.dim = c->dim / 2 * 2;
+    r.interleaved = tkv_rng_below(rng, 2);
+    if (which == TKV_K && r.dim > 0 && m->s.format->family->undoes_rope)
+        m->s.rope = tkvi_own_rope_make(&rope, &r);
+}
+
+/* Kinds: 0 a random side, 1 a random side with rotated values, 2 A or R, 3 an exact format, 4 a format stored by
+ * tokens. */
 static void init_decode_side(tkv_rng *rng, const decode_case *c, tkv_side which, random_side *m,
                              tkvi_format *rotated) {
     if (c->kind == 2) {
         static const int half_bits[5] = {2, 3, 4, 6, 8};
         init_shared_side(rng, m, which, c->dim, which == TKV_V ? half_bits[tkv_rng_below(rng, 5)] : 0, 3.0);
+    } else if (c->kind == 4) {
+        init_row_side(rng, c, which, m);
     } else if (c->kind == 3) {
         static const tkv_format exact[3] = {TKV_F32, TKV_F16, TKV_BF16};
         memset(m, 0, sizeof *m);
@@ -840,6 +869,13 @@ static int decodes_like_scalar(const tkvi_simd_ops *ops, const decode_case *c, t
     if (c->kind < 3) fill_side(&rng, &m.s, src, TKVI_BLOCK, seed % 3 ? 1.0 : 30.0, seed % 5 ? 3.0 : 600.0);
     for (i = 0; c->kind == 3 && i < m.s.bytes; i++)
         src[i] = (uint8_t)tkv_rng_below(&rng, 120); /* all values are finite */
+    if (c->kind == 4) {
+        static float values[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+        for (i = 0; i < (size_t)(TKVI_BLOCK * c->dim); i++)
+            values[i] = (float)(tkv_rng_gauss(&rng) * (tkv_rng_below(&rng, 40) ? 1.0 : 30.0));
+        tkvi_encode_side(&m.s, &tkvi_simd_ops_scalar, values, (size_t)c->dim, TKVI_BLOCK, src);
+        for (i = 0; i < m.s.code_bytes; i++) src[i] = (uint8_t)tkv_rng_below(&rng, 256); /* all codes */
+    }
     tkvi_values(&m.s, ops, src, c->first, c->n, x, (size_t)c->stride);
     tkvi_decode_side(&m.s, src, c->first, c->n, want, (size_t)c->stride);
     same = memcmp(x, want, size * sizeof(float)) == 0;
@@ -857,7 +893,7 @@ TEST(decode_any_tokens) {
             const tkv_side which = k % 2 ? TKV_V : TKV_K;
             decode_case c;
             c.dim = k % 3 ? dims[tkv_rng_below(&rng, 8)] : 1 + tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
-            c.kind = tkv_rng_below(&rng, 4);
+            c.kind = tkv_rng_below(&rng, 5);
             c.width = tkv_rng_below(&rng, 3) ? widths[tkv_rng_below(&rng, 7)] : 0;
             c.first = tkv_rng_below(&rng, 3) ? 0 : tkv_rng_below(&rng, TKVI_BLOCK);
             c.n =

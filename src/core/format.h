@@ -15,7 +15,7 @@
  *                     meta; decode is tkvi_decode_tiles.
  *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
  *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
- *                     kernels/decode_x86.h is faster than decode, for the formats that it supports.
+ *                     kernels/code_rows.h is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.
@@ -63,7 +63,10 @@ typedef struct tkvi_simd_ops {
     /* KIVI: codes and metadata of all groups of a side (formats/kivi.h). */
     void (*encode_groups)(const struct tkvi_side *s, const float *x, size_t stride, int n,
                           uint8_t (*code)[TKVI_TILE_CODES], uint8_t *meta);
-    tkvi_decoder decode_tiles;                    /* formats/tiles.h */
+    tkvi_decoder decode_tiles; /* formats/tiles.h */
+    /* Formats stored by tokens. Returns 0 for a side that it does not support. NULL: supports none. */
+    int (*decode_rows)(const struct tkvi_side *s, const struct tkvi_simd_ops *ops, const uint8_t *src,
+                       int first, int n, float *x, size_t stride);
     void (*turn_rows)(const tkvi_turned_rows *t); /* core/rope.h */
 } tkvi_simd_ops;
 
@@ -90,6 +93,11 @@ typedef struct tkvi_columns {
 /* Tokens t and t + 2 share 32 bits, so that one shift puts the codes of four tokens in order. */
 static int16_t *tkvi_column_u(tkvi_columns *c, int l, int t) {
     return &c->u[t / 4 * 2 + t % 2][l][t % 4 / 2];
+}
+
+static int tkvi_decode_rows(const struct tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
+                            int first, int n, float *x, size_t stride) {
+    return ops->decode_rows && ops->decode_rows(s, ops, src, first, n, x, stride);
 }
 
 static void tkvi_f16_to_f32_scalar(const uint8_t *src, int n, float *dst) {

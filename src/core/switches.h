@@ -71,7 +71,7 @@
 #define TKVI_HAS_STATES 1
 #endif
 
-/* Formats that attention decodes: any of them, and those that kernels/decode_x86.h reads. */
+/* Formats that attention decodes: any of them, and those that kernels/code_rows.h reads. */
 #define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
 #define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */

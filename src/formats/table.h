@@ -80,6 +80,7 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {tkvi_f16_to_f32_scalar,
                                                    tkvi_encode_v_tokens_scalar,
                                                    tkvi_encode_groups_scalar,
                                                    tkvi_decode_tiles_scalar,
+                                                   NULL,
                                                    TKVI_IF(TKVI_HAS_MOVES, tkvi_turn_rows_scalar)};
 
 /* In the order of tkv_format. */

@@ -140,7 +140,7 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     tkvi_token_at at = tkvi_token_places(s);
     float level[256];
     int t, c;
-    (void)ops;
+    if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
     for (c = 0; c < 1 << grid->bits; c++) level[c] = grid->level(c);
     for (t = first; t < first + n; t++) {
         const uint8_t *codes = src + (size_t)t * at.row;

@@ -40,14 +40,6 @@
 #define TKVI_UNROLL
 #endif
 
-/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd belong to an instruction set. */
-#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
-    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
-                        splat(5.550733743e-02f)),                                                            \
-                   r, splat(2.402224208e-01f)),                                                              \
-              r, splat(6.931469776e-01f)),                                                                   \
-         r, splat(1.0f))
-
 /* Keeps a compiler from holding the memory at p in registers from here on. */
 #if defined(__GNUC__) || defined(__clang__)
 #define tkvi_forget_memory(p) __asm__ volatile("" : : "r"(p) : "memory")
@@ -96,25 +88,16 @@ typedef struct tkvi_kernels {
     const struct tkvi_prefill *prefill; /* kernels for many rows, or NULL */
 } tkvi_kernels;
 
+/* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are operations of a vocabulary. */
+#define TKVI_EXP2_FRACTION(splat, madd, r)                                                                   \
+    madd(madd(madd(madd(madd(splat(1.326472728e-03f), r, splat(9.671512657e-03f)), r,                        \
+                        splat(5.550733743e-02f)),                                                            \
+                   r, splat(2.402224208e-01f)),                                                              \
+              r, splat(6.931469776e-01f)),                                                                   \
+         r, splat(1.0f))
+
 #define TKVI_HIDDEN (-1e30f) /* score of an unseen key; finite, because -ffast-math has no infinities */
 #define TKVI_IS_HIDDEN(s) (!((s) > TKVI_HIDDEN))
-
-static int tkvi_softmax_rows(float (*max64)(const float *), float (*exp64)(const float *, float, float *),
-                             const float *s, int rows, float *m, float *sum, float *p) {
-    int r, seen = 0;
-    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
-        float most = max64(s);
-        sum[r] = 0.0f;
-        if (TKVI_IS_HIDDEN(most)) {
-            memset(p, 0, TKVI_BLOCK * sizeof(float));
-            continue;
-        }
-        m[r] = most > m[r] ? most : m[r];
-        sum[r] = exp64(s, m[r], p);
-        seen++;
-    }
-    return seen;
-}
 
 /* Limbs to ask a kernel for. 2: every weight has two. 1: the kernel decides by the width of tiles and by the
  * weights. */
@@ -321,7 +304,7 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
         }
 }
 
-/* >>decoded: any format, through its decode function only. x86 falls back to it (kernels/decode_x86.h). */
+/* >>decoded: any format, through its decode function only. Kernels fall back to it (kernels/code_rows.inc). */
 #define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
 
 /* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */
@@ -396,7 +379,19 @@ static float tkvi_max64_scalar(const float *s) {
 }
 
 static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *sum, float *p) {
-    return tkvi_softmax_rows(tkvi_max64_scalar, tkvi_exp64_scalar, s, rows, m, sum, p);
+    int r, seen = 0;
+    for (r = 0; r < rows; r++, s += TKVI_BLOCK, p += TKVI_BLOCK) {
+        float most = tkvi_max64_scalar(s);
+        sum[r] = 0.0f;
+        if (TKVI_IS_HIDDEN(most)) {
+            memset(p, 0, TKVI_BLOCK * sizeof(float));
+            continue;
+        }
+        m[r] = most > m[r] ? most : m[r];
+        sum[r] = tkvi_exp64_scalar(s, m[r], p);
+        seen++;
+    }
+    return seen;
 }
 
 static const tkvi_kernels tkvi_kernels_scalar = {

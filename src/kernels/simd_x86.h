@@ -75,6 +75,51 @@ TKVI_FLAT_AVX2 __m256 tkvi_butterflies_avx2(__m256 x) {
     return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
 }
 
+TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes8_avx2(const uint8_t *p) {
+    return _mm_loadl_epi64((const __m128i *)(const void *)p);
+}
+
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
+TKVI_FLAT_AVX2 __m256 tkvi_load_e4m3_avx2(const uint8_t *p) {
+    __m128i x = _mm_srai_epi16(_mm_slli_epi16(_mm_cvtepu8_epi16(tkvi_load_bytes8_avx2(p)), 8), 1);
+    x = _mm_and_si128(x, _mm_set1_epi16((int16_t)0xbfff));
+    return _mm256_mul_ps(_mm256_cvtph_ps(x), _mm256_set1_ps(4.0f));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_load_table_floats_avx2(const float *level, const uint8_t *p, int bits) {
+    const __m256i step =
+        _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(bits));
+    const __m256i x = _mm256_srlv_epi32(_mm256_set1_epi32(tkvi_load_int_x86(p)), step);
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(level), x); /* uses 3 bits of x */
+    if (bits < 4) return low;
+    return _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(_mm256_loadu_ps(level + 8), x),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
+}
+
+TKVI_FLAT_AVX2 __m256 tkvi_load_twice_avx2(const float *p) {
+    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
+                                    _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+}
+
+/* n: 1 .. 63 */
+TKVI_FLAT_AVX2 __m256i tkvi_mul_right_avx2(__m256i a, __m256i b, const int n) {
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(a, b), n);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+    return _mm256_blend_epi32(even, n > 32 ? _mm256_srli_epi64(odd, n - 32) : _mm256_slli_epi64(odd, 32 - n),
+                              0xaa);
+}
+
+TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(tkvi_load_bytes16_avx2(p)),
+                                   tkvi_load_bytes16_avx2(p + distance), 1);
+}
+
 TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -185,6 +230,42 @@ TKVI_FLAT_AVX2 void tkvi_transpose_avx2(const float *x, int x_stride, float *y, 
 #ifdef TKVI_AVX512
 TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
     return _mm512_loadu_si512((const void *)p);
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_load_e4m3_avx512(const uint8_t *p) {
+    __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(p)), 8), 1);
+    x = _mm256_and_si256(x, _mm256_set1_epi16((int16_t)0xbfff));
+    return _mm512_mul_ps(_mm512_cvtph_ps(x), _mm512_set1_ps(4.0f));
+}
+
+/* Reads 16 bytes. Picks the two bytes that hold a code, and shifts them. */
+TKVI_FLAT_AVX512 __m512 tkvi_load_table_floats_avx512(const float *level, const uint8_t *p, int bits) {
+    const __m512i bit = _mm512_mullo_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(bits));
+    const __m512i at = _mm512_mullo_epi32(_mm512_srli_epi32(bit, 3), _mm512_set1_epi32(0x0101));
+    const __m512i pick = _mm512_add_epi32(at, _mm512_set1_epi32((int32_t)0x80800100u));
+    const __m512i x = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(tkvi_load_bytes16_avx2(p)), pick);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, _mm512_and_si512(bit, _mm512_set1_epi32(7))),
+                                 _mm512_loadu_ps(level)); /* uses 4 bits of the index */
+}
+
+TKVI_FLAT_AVX512 __m512 tkvi_load_twice_avx512(const float *p) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+                                 _mm512_castps256_ps512(_mm256_loadu_ps(p)));
+}
+
+/* n: 1 .. 63 */
+TKVI_FLAT_AVX512 __m512i tkvi_mul_right_avx512(__m512i a, __m512i b, const int n) {
+    const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(a, b), (unsigned char)n);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+    return _mm512_mask_mov_epi32(even, 0xaaaa,
+                                 n > 32 ? _mm512_srli_epi64(odd, (unsigned char)(n - 32))
+                                        : _mm512_slli_epi64(odd, (unsigned char)(32 - n)));
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(tkvi_load_parts_avx2(p, distance)),
+                              tkvi_load_parts_avx2(p + 2 * distance, distance), 1);
 }
 
 /* Horizontal sums and maxima of four vectors. */

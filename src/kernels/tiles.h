@@ -1,5 +1,6 @@
 /*
- * kernels/tiles.h - shared by the instances of kernels/tiles.inc: parameters of folding and of products.
+ * kernels/tiles.h - shared by the instances of kernels/tiles.inc and kernels/values.inc: parameters of folding and of
+ * products; the order of metadata.
  */
 #ifndef TKVI_KERNELS_TILES_H
 #define TKVI_KERNELS_TILES_H
@@ -59,5 +60,14 @@ typedef struct tkvi_weights_k {
     TKVI_ALIGNED int8_t w[4 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
 } tkvi_weights_k;
+
+/* Decoding: sorts metadata of K from positions to channels. */
+static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
+    float plain[2 * TKV_MAX_HEAD_DIM];
+    int g, i;
+    memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
+    for (g = 0; g < s->groups; g++)
+        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
+}
 
 #endif /* TKVI_KERNELS_TILES_H */
