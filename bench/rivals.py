@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""Compares the speed of attention with llama.cpp's ggml, on the same shapes, in turns, in one run, on one thread.
+"""Compares the speed of attention with the ggml of llama.cpp and of ik_llama.cpp, on the same shapes, in turns, in one run,
+on one thread.
 
     make build/bench/attend build/bench/prefill
     CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python
     python3 bench/rivals.py --csv build/rivals.csv
 
     --ggml DIR        folder of libggml-base and libggml-cpu (the package's)
+    --ik DIR          folder of ik_llama.cpp's libggml, built with -DBUILD_SHARED_LIBS=ON -DGGML_IQK_FA_ALL_QUANTS=ON
+                      -DGGML_OPENMP=OFF; without it, ik_llama.cpp is left out
+    --isa avx2        our kernels (auto); build the others for the same set
     --only decode     tables, separated by commas: decode, chunk, prompt
     --ctx 4096,32768  tokens of decode
     --rounds 3        rounds; a round measures each row once, and times are medians over rounds
@@ -17,7 +21,7 @@ The shape is head_dim 128, 32 query and 8 KV heads. Times are CPU time.
     chunk    512 causal queries over 4,096 tokens; ms
     prompt   4,096 tokens into an empty cache, in chunks of 512, appends included; ms
 
-The rows of tieredkv come from build/bench/attend and build/bench/prefill. ggml has two paths. `flash` is
+The rows of tieredkv come from build/bench/attend and build/bench/prefill. ik_llama.cpp has `flash` only. ggml has two paths. `flash` is
 ggml_flash_attn_ext. `plain` is mul_mat, soft_max_ext and mul_mat, with V stored transposed. Both have the layout of
 llama.cpp's cache: the heads of a token are neighbours. llama.cpp itself does not use `plain` with quantized V. Errors
 are relative L2 distances from double precision on the values before coding (Gaussian; 1,000 or 1,024 tokens).
@@ -41,7 +45,8 @@ COLD = 96 << 20
 INSTALL = 'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python'
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8}  # enum ggml_type; the file format fixes these numbers
 COLUMNS = ["what", "ctx", "engine", "path", "format", "bytes", "time", "unit", "error", "read_gb_s"]
-OURS = {"decode": "f16,q8,kivi4,a40/r40,a30/r30,tiers", "chunk": "f16,q8,kivi4,a30/r30,tiers", "prompt": "f16,tiers"}
+OURS = {"decode": "f16,q8,kivi4,a40/r40,a30/r30,tiers,a30/r20,kivi2",
+        "chunk": "f16,q8,kivi4,a30/r30,tiers,kivi2", "prompt": "f16,tiers"}
 
 
 # >>ggml: the functions that this program uses
@@ -52,7 +57,7 @@ class InitParams(ctypes.Structure):
 P, I64, INT, SIZE, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_size_t, ctypes.c_float
 FUNCTIONS = {
     "ggml_init": (P, InitParams), "ggml_free": (None, P), "ggml_get_data": (P, P), "ggml_version": (ctypes.c_char_p,),
-    "ggml_row_size": (SIZE, INT, I64), "ggml_quantize_chunk": (SIZE, INT, P, P, I64, I64, I64, P),
+    "ggml_row_size": (SIZE, INT, I64), "ggml_quantize_chunk": (SIZE, INT, P, P, I64, I64, I64, P, P),
     "ggml_new_tensor_3d": (P, P, INT, I64, I64, I64), "ggml_permute": (P, P, P, INT, INT, INT, INT),
     "ggml_view_3d": (P, P, P, I64, I64, I64, SIZE, SIZE, SIZE), "ggml_cpy": (P, P, P, P),
     "ggml_mul_mat": (P, P, P, P), "ggml_soft_max_ext_inplace": (P, P, P, P, F32, F32),
@@ -64,16 +69,21 @@ FUNCTIONS = {
 
 
 class Ggml:
-    def __init__(self, folder):
+    """A ggml: that of llama.cpp ("ggml", in two libraries), or that of ik_llama.cpp ("ik", in one)."""
+
+    def __init__(self, name, folder):
+        self.name, self.paths = name, ("flash", "plain") if name == "ggml" else ("flash",)
         libraries = []
-        for name in ("base", "cpu"):
+        for part in ("ggml-base", "ggml-cpu") if name == "ggml" else ("ggml",):
             found = sorted(path for end in ("so", "dylib", "dll")
-                           for path in glob.glob(os.path.join(folder, "*ggml-%s.%s" % (name, end))))
+                           for path in glob.glob(os.path.join(folder, "*%s.%s" % (part, end))))
             if not found:
-                sys.exit("no libggml-%s in %s" % (name, folder))
-            libraries.append(ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL))
+                sys.exit("no lib%s in %s" % (part, folder))
+            libraries.append(ctypes.CDLL(found[0]))  # with names of its own: both have the same functions
         for name, (result, *arguments) in FUNCTIONS.items():
             library = next((lib for lib in libraries if hasattr(lib, name)), None)
+            if not library and name == "ggml_version":
+                continue  # ik_llama.cpp has none
             if not library:
                 sys.exit("this ggml has no %s" % name)
             function = getattr(library, name)
@@ -132,7 +142,8 @@ class Graph:
         np = self.np
         values = np.ascontiguousarray(values, dtype=np.float32)
         out = np.empty((len(values), self.g.row_size(self.type, values.shape[1])), dtype=np.uint8)
-        self.g.quantize_chunk(self.type, values.ctypes.data, out.ctypes.data, 0, len(values), values.shape[1], None)
+        self.g.quantize_chunk(self.type, values.ctypes.data, out.ctypes.data, 0, len(values), values.shape[1], None,
+                              None)  # ik_llama.cpp has one more argument
         return np.tile(out, (-(-n // len(out)), 1))[:n]
 
     def store(self, layer, filled):
@@ -217,7 +228,7 @@ def progress(text):
     sys.stderr.flush()
 
 
-def ours(what, ctx):
+def ours(what, ctx, isa):
     for name in OURS[what].split(","):
         progress("%s %d: %s" % (what, ctx, name))
         if what == "decode":
@@ -225,7 +236,7 @@ def ours(what, ctx):
         else:
             command = ["prefill", "--only", what, "--runs", "1"]
         path = os.path.join(ROOT, "build", "bench", command[0])
-        run = subprocess.run([path] + command[1:] + ["--formats", name, "--csv"], stdout=subprocess.PIPE,
+        run = subprocess.run([path] + command[1:] + ["--formats", name, "--isa", isa, "--csv"], stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, universal_newlines=True)
         if run.returncode:
             sys.exit(run.stderr)
@@ -241,17 +252,18 @@ def ours(what, ctx):
 def theirs(ggml, what, ctx, errors):
     queries = 1 if what == "decode" else CHUNK
     for kind in TYPES:
-        for path in ("flash", "plain"):
+        for path in ggml.paths:
             if what == "prompt" and path == "plain" and kind != "f16":
                 continue  # 32 tokens of a transposed V share a scale, so a single token cannot be stored
-            progress("%s %d: ggml %s %s" % (what, ctx, path, kind))
-            if (path, kind) not in errors:
+            progress("%s %d: %s %s %s" % (what, ctx, ggml.name, path, kind))
+            if (ggml.name, path, kind) not in errors:
                 short = Graph(ggml, path, kind, 1024, 4, 1)
                 short.compute()
-                errors[path, kind] = short.error()
+                errors[ggml.name, path, kind] = short.error()
                 short.free()
-                if errors[path, kind] > 0.3:
-                    sys.exit("wrong results of ggml: %s %s, %g" % (path, kind, errors[path, kind]))
+                if errors[ggml.name, path, kind] > 0.3:
+                    sys.exit("wrong results of %s: %s %s, %g" % (ggml.name, path, kind,
+                                                                 errors[ggml.name, path, kind]))
             layer = 2 * ctx * KV_HEADS * ggml.row_size(TYPES[kind], DIM)
             layers = COLD // layer + 1 if what == "decode" else 1
             graph = Graph(ggml, path, kind, ctx, queries, layers, what == "prompt")
@@ -262,8 +274,8 @@ def theirs(ggml, what, ctx, errors):
                 value = statistics.median(seconds) / (layers * ctx * KV_HEADS) * 1e9
             else:
                 value = min(seconds) * 1e3
-            yield {"what": what, "ctx": ctx, "engine": "ggml", "path": path, "format": kind, "bytes": graph.bytes,
-                   "time": value, "unit": "ns" if what == "decode" else "ms", "error": errors[path, kind],
+            yield {"what": what, "ctx": ctx, "engine": ggml.name, "path": path, "format": kind, "bytes": graph.bytes,
+                   "time": value, "unit": "ns" if what == "decode" else "ms", "error": errors[ggml.name, path, kind],
                    "read_gb_s": None}
             graph.free()
 
@@ -294,10 +306,10 @@ def table(rows):
                 "%.1f" % row["bytes"] if row["bytes"] else "", row["time"], row["unit"], base / row["time"],
                 row["error"]))
             if row["engine"] == "tieredkv":
-                slower += [(row, other) for other in same if other["engine"] == "ggml" and other["time"] < row["time"]]
+                slower += [(row, other) for other in same if other["engine"] != "tieredkv" and other["time"] < row["time"]]
     for row, other in slower:
-        print("slower: %s at %d: ggml %s %s takes %.1f %s, tieredkv %s %.1f (%.2fx)" % (
-            row["what"], row["ctx"], other["path"], other["format"], other["time"], row["unit"], row["format"],
+        print("slower: %s at %d: %s %s %s takes %.1f %s, tieredkv %s %.1f (%.2fx)" % (
+            row["what"], row["ctx"], other["engine"], other["path"], other["format"], other["time"], row["unit"], row["format"],
             row["time"], row["time"] / other["time"]))
     if not slower:
         print("tieredkv is never slower in this table")
@@ -306,6 +318,8 @@ def table(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ggml")
+    parser.add_argument("--ik")
+    parser.add_argument("--isa", default="auto")
     parser.add_argument("--only", default="decode,chunk,prompt")
     parser.add_argument("--ctx", default="4096,32768")
     parser.add_argument("--rounds", type=int, default=3)
@@ -316,18 +330,19 @@ def main():
             sys.exit("build/bench/%s is missing: make build/bench/%s" % (program, program))
     if not importlib.util.find_spec("numpy"):
         sys.exit("numpy is missing: pip install numpy")
-    ggml = Ggml(args.ggml or package_folder())
+    rivals = [Ggml("ggml", args.ggml or package_folder())] + ([Ggml("ik", args.ik)] if args.ik else [])
     rows, errors = [], {}
     shapes = [("decode", int(ctx)) for ctx in args.ctx.split(",")] + [("chunk", PROMPT), ("prompt", PROMPT)]
     shapes = [shape for shape in shapes if shape[0] in args.only.split(",")]
     for _ in range(args.rounds):
         for what, ctx in shapes:
-            rows += ours(what, ctx)
-            rows += theirs(ggml, what, ctx, errors)
+            rows += ours(what, ctx, args.isa)
+            for rival in rivals:
+                rows += theirs(rival, what, ctx, errors)
     progress("")
     rows = sorted(medians(rows), key=lambda row: shapes.index((row["what"], row["ctx"])))
-    print("tieredkv and ggml %s: head_dim %d, %d query and %d KV heads, 1 thread, medians of %d rounds" % (
-        ggml.version().decode(), DIM, HEADS, KV_HEADS, args.rounds))
+    print("tieredkv, ggml %s%s: head_dim %d, %d query and %d KV heads, 1 thread, medians of %d rounds" % (
+        rivals[0].version().decode(), " and ik_llama.cpp" if args.ik else "", DIM, HEADS, KV_HEADS, args.rounds))
     table(rows)
     if args.csv:
         with open(args.csv, "w", newline="") as f:
