@@ -10291,6 +10291,7 @@ TKVI_OP void TKVI_N(store_grid)(tkvi_vf low, tkvi_vf range, float top, uint8_t *
     tkvi_vf_store_f16(scale_at, tkvi_vf_div(range, tkvi_vf_splat(top)));
     tkvi_vf_store_f16(zero_at, tkvi_vf_add(low, tkvi_vf_splat(0.0f)));
     *scale = tkvi_vf_load_f16(scale_at);
+    tkvi_vf_hide(*scale); /* clang 14 compares it lane by lane otherwise */
     *zero = tkvi_vf_load_f16(zero_at);
 }
 
@@ -17716,6 +17717,7 @@ TKVI_OP void TKVI_N(store_grid)(tkvi_vf low, tkvi_vf range, float top, uint8_t *
     tkvi_vf_store_f16(scale_at, tkvi_vf_div(range, tkvi_vf_splat(top)));
     tkvi_vf_store_f16(zero_at, tkvi_vf_add(low, tkvi_vf_splat(0.0f)));
     *scale = tkvi_vf_load_f16(scale_at);
+    tkvi_vf_hide(*scale); /* clang 14 compares it lane by lane otherwise */
     *zero = tkvi_vf_load_f16(zero_at);
 }
 
