@@ -3218,9 +3218,8 @@ extern "C" {
 #define TKVI_HAS_STATES 1
 #endif
 
-/* Formats that attention decodes: any of them, and those that kernels/code_rows.h reads. */
-#define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
-#define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
+/* Formats that attention decodes. */
+#define TKVI_HAS_DECODED (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */
 #define TKVI_HAS_BLOCKS_OUTSIDE_RAM (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
 
@@ -5212,8 +5211,8 @@ static void tkvi_set_member_int(void *base, size_t offset, int x) {
  *                     Widths, channel order and table of levels are free. The format writes layout, encode and
  *                     meta; decode is tkvi_decode_tiles.
  *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
- *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
- *                     kernels/code_rows.h is faster than decode, for the formats that it supports.
+ *                     time. If each token has a grid and a scale, formats/token.h has all three functions.
+ *                     kernels/code_rows.inc is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.
@@ -6644,7 +6643,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  *
  * tkv_encode_block has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the
  * block's minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones
- * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/code_rows.h).
+ * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED, kernels/code_rows.inc).
  */
 #ifndef TKVI_FORMATS_KVQUANT_H
 #define TKVI_FORMATS_KVQUANT_H

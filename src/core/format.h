@@ -14,8 +14,8 @@
  *                     Widths, channel order and table of levels are free. The format writes layout, encode and
  *                     meta; decode is tkvi_decode_tiles.
  *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
- *                     time. If each token has a grid and a scale, formats/token.h has all three functions. On x86,
- *                     kernels/code_rows.h is faster than decode, for the formats that it supports.
+ *                     time. If each token has a grid and a scale, formats/token.h has all three functions.
+ *                     kernels/code_rows.inc is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
  * then the V side, of one head.

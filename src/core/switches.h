@@ -71,9 +71,8 @@
 #define TKVI_HAS_STATES 1
 #endif
 
-/* Formats that attention decodes: any of them, and those that kernels/code_rows.h reads. */
-#define TKVI_HAS_CODE_ROWS (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS)
-#define TKVI_HAS_DECODED (TKVI_HAS_CODE_ROWS || TKVI_HAS_SUBSPACE)
+/* Formats that attention decodes. */
+#define TKVI_HAS_DECODED (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */
 #define TKVI_HAS_BLOCKS_OUTSIDE_RAM (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
 

@@ -31,7 +31,7 @@
  *
  * tkv_encode_block has no table of a layer. K then ends with | radius fp16 [dim] | middle fp16 [dim] |, from the
  * block's minimum and maximum, so there are no outliers. Levels are those of a normal distribution, or even ones
- * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED; on x86 by kernels/code_rows.h).
+ * with UNIFORM. NORM does nothing. Attention decodes (TKVI_AS_DECODED, kernels/code_rows.inc).
  */
 #ifndef TKVI_FORMATS_KVQUANT_H
 #define TKVI_FORMATS_KVQUANT_H
