@@ -7957,8 +7957,11 @@ static float tkvi_round_k(const tkvi_side *s, const float *w, int n_limbs, int *
     return two > 0.0f ? most / (float)TKVI_TWO_LIMBS_MAX : 0.0f;
 }
 
-/* The largest weight of V in one limb. Levels of a table are signed bytes, which leaves seven bits for weights. */
-static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V; }
+/* The largest weight of V in one limb. Levels of a table, and codes of one bit, are multiplied as signed bytes, which
+ * leaves seven bits for weights. */
+static int tkvi_top_v(const tkvi_side *s) {
+    return s->levels || s->tiles.n[1] > 0 ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V;
+}
 
 static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, TKVI_BLOCK), squares = 0.0f, by;
@@ -9158,7 +9161,7 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
  * n, and by m more for the second half. */
 #define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
 #define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_flip(x) _mm256_xor_si256(x, tkvi_splat_bytes_avx2(128)) /* plus or minus 128 */
 #define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
 #define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
 
@@ -9172,7 +9175,7 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
+#define TKVI_BIAS 0     /* products take 8-bit codes minus this */
 #define TKVI_V_PARTS 1  /* passes of a slab */
 #define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
 #define TKVI_K_PASSES 4
@@ -9222,8 +9225,6 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 #define tkvi_wide_zero() _mm256_setzero_si256()
 #define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
 #define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
 #define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
 #define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
@@ -9353,7 +9354,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_vb_right
 #undef tkvi_vb_tail
 #undef tkvi_vb_right_half
-#undef tkvi_vb_biased
+#undef tkvi_vb_flip
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
@@ -9395,8 +9396,6 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_wide_zero
 #undef tkvi_even
 #undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
 #undef tkvi_wide_even
 #undef tkvi_wide_odd
 #undef tkvi_dot_wide
@@ -9411,14 +9410,13 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_FOUR_
 #undef TKVI_K_SUMS_
 #undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
+#undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
+#undef TKVI_K_SAVE_
+#undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
 #undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
 #undef TKVI_K_LOAD_
 #undef TKVI_K_RUN_
 #undef TKVI_K_WIDE_RUN_
@@ -9428,15 +9426,14 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
 #undef TKVI_V_DOT_
 #undef TKVI_V_DOT_LEVELS_
 #undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SUM_
 #undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_SAVE_
+#undef TKVI_V_SAVE_LEVELS_
+#undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 #undef TKVI_EXACT_PASS_
@@ -9682,7 +9679,7 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_vb_right_half(x, column, n, m)                                                                  \
     _mm512_srlv_epi16(                                                                                       \
         x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_flip(x) _mm512_xor_si512(x, tkvi_splat_bytes_avx512(128)) /* plus or minus 128 */
 #define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
 #define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
 
@@ -9736,8 +9733,6 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 #define tkvi_wide_zero() _mm512_setzero_si512()
 #define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
 #define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
 #define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
 #define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
 #define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
@@ -9866,7 +9861,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_vb_right
 #undef tkvi_vb_tail
 #undef tkvi_vb_right_half
-#undef tkvi_vb_biased
+#undef tkvi_vb_flip
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
@@ -9908,8 +9903,6 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef tkvi_wide_zero
 #undef tkvi_even
 #undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
 #undef tkvi_wide_even
 #undef tkvi_wide_odd
 #undef tkvi_dot_wide
@@ -9924,14 +9917,13 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_FOUR_
 #undef TKVI_K_SUMS_
 #undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
+#undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
+#undef TKVI_K_SAVE_
+#undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
 #undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
 #undef TKVI_K_LOAD_
 #undef TKVI_K_RUN_
 #undef TKVI_K_WIDE_RUN_
@@ -9941,15 +9933,14 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
 #undef TKVI_V_DOT_
 #undef TKVI_V_DOT_LEVELS_
 #undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SUM_
 #undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_SAVE_
+#undef TKVI_V_SAVE_LEVELS_
+#undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 #undef TKVI_EXACT_PASS_
@@ -10272,7 +10263,8 @@ typedef struct tkvi_fold_args {
     const float *ref;              /* K */
     const int32_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
     float centre;                  /* V: tkvi_centre of the codes */
-    int middle;                    /* V: twice the centre of the codes that are multiplied */
+    int middle,
+        wide_middle;     /* V: twice the centre of the codes that narrow and wide weights are multiplied by */
     int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
     int wide;            /* K: the first `wide` weights always have two limbs */
     int least; /* K: at least so many weights have 16 bits; rows that need one limb have multiples of 128 */
@@ -10294,11 +10286,12 @@ typedef struct tkvi_products_k {
     uintptr_t ahead;            /* see tkvi_prefetch */
     int is_wide;                /* 1: tiles of least_wide bits and more have wide weights */
     int least_wide, most_width; /* most_width: of the widest tiles */
+    int unpacks;                /* 1: wide weights meet tiles that are neither of 4 nor of 8 bits */
     const int8_t *w;
     const int16_t *wide_w;
     int second_group; /* bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
     tkvi_fold fold[2];
-    float *scores;
+    int32_t *sums; /* out: [row][64] */
 } tkvi_products_k;
 
 typedef struct tkvi_products_v {
@@ -10310,9 +10303,10 @@ typedef struct tkvi_products_v {
     const int8_t *w;
     const int16_t *wide_w;
     tkvi_fold fold;
-    float *out;
-    int out_stride;
+    int32_t *sums; /* out: [row][TKVI_V_STRIDE] */
 } tkvi_products_v;
+
+#define TKVI_V_STRIDE (TKV_MAX_HEAD_DIM + 16) /* a pass may have a slab too many */
 
 /* Weights of one group and up to four rows. */
 typedef struct tkvi_weights_k {
@@ -10409,7 +10403,7 @@ typedef struct tkvi_weights_k {
  * n, and by m more for the second half. */
 #define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
 #define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_flip(x) _mm256_xor_si256(x, tkvi_splat_bytes_avx2(128)) /* plus or minus 128 */
 #define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
 #define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
 
@@ -10423,7 +10417,7 @@ typedef struct tkvi_weights_k {
 
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
+#define TKVI_BIAS 0     /* products take 8-bit codes minus this */
 #define TKVI_V_PARTS 1  /* passes of a slab */
 #define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
 #define TKVI_K_PASSES 4
@@ -10473,8 +10467,6 @@ typedef struct tkvi_weights_k {
 #define tkvi_wide_zero() _mm256_setzero_si256()
 #define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
 #define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
 #define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
 #define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
@@ -11498,7 +11490,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
-        const int32_t all = totals[r] * a->middle;
+        const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
         f->base[r] = all >> 1;
         f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
     }
@@ -11524,15 +11516,39 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
-    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
-    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
-    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
-    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+ * multiple of 16. */
+TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
+    const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
+    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
+    int i, j;
+    for (i = 0; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            tkvi_vf_store(out + j,
+                          tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
+        }
+    }
 }
 
-/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
-#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+    int r, g;
+    for (r = 0; r < nr; r++)
+        for (g = 0; g < 2; g++) {
+            const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
+            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+        }
+}
+
+TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, float *out) {
+    int r;
+    for (r = 0; r < nr; r++) TKVI_N(answer)
+    (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
+}
+
+/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+#define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
     if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
@@ -11543,19 +11559,12 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
-#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
-#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+#define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
+#define TKVI_K_SAVE_(sum, p, r)                                                                              \
     more = tkvi_widen_k(sum);                                                                                \
     if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
-#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
-    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
-#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
-    TKVI_N(store_answer)                                                                                     \
-    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
 #define TKVI_K_LOAD_(width, first)                                                                           \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
     if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
@@ -11573,54 +11582,64 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         TKVI_K_LOAD_(width, first)                                                                           \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
-            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
             even[p] = tkvi_even(x[p]);                                                                       \
             odd[p] = tkvi_odd(x[p]);                                                                         \
         }                                                                                                    \
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
+/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+#define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
+TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
+    const uint8_t *tile = d->codes;
+    int width, m, i;
+    for (width = d->most_width; width >= d->least_wide; width--)
+        for (m = d->s->tiles.n[width]; m > 0; m--, tile += TKVI_TILE_BYTES(width))
+            if (TKVI_K_IS_UNPACKED_(width)) {
+                TKVI_N(unpack_tile)(tile, width, to);
+                for (i = 0; TKVI_BIAS && i < TKVI_TILE_CODES; i += TKVI_VB)
+                    tkvi_vb_store(to + i, tkvi_vb_flip(tkvi_vb_load(to + i)));
+                to += TKVI_TILE_CODES;
+            }
+}
+
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     int pass, width, p, m;
-    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
-        const tkvi_fold *f = d->fold + (first >= 2);
         const int group = first >= 2 ? d->second_group : 0;
-        float *scores = d->scores + 16 * first + column / 4;
+        int32_t *sums = d->sums + 16 * first + column / 4;
         const uintptr_t ahead =
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
-        const uint8_t *at = d->codes + column;
+        const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: total has sums */
+        int used = d->is_wide; /* 1: d->sums has sums */
         width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
+            const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
+                codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
                 if (width == 4) {
                     TKVI_K_WIDE_RUN_(4, first)
-                } else if (width == 8) {
-                    TKVI_K_WIDE_RUN_(8, first)
-                } else if (width == 3 && first == 0) {
-                    TKVI_K_WIDE_RUN_(3, 0)
-                } else if (width == 3) {
-                    TKVI_K_WIDE_RUN_(3, 2)
                 } else {
-                    TKVI_K_WIDE_RUN_(width, first)
+                    if (TKVI_K_IS_UNPACKED_(width)) at = buffer;
+                    if (TKVI_K_IS_UNPACKED_(width)) buffer += m * TKVI_TILE_CODES;
+                    TKVI_K_WIDE_RUN_(8, first)
+                    at = codes;
                 }
             }
-            if (!TKVI_HAS_NARROW || width == 0) {
-                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
-                continue;
-            }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
         if (TKVI_HAS_NARROW) {
             tkvi_vb u = tkvi_vb_splat(0);
@@ -11632,7 +11651,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
                     m = left * each <= room ? left : room / each;
                     if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
                         TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
                         room = TKVI_SUM_MAX;
                         used = 1;
@@ -11652,7 +11671,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                         TKVI_K_RUN_(1, first)
                     }
                 }
-            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
+            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
         }
     }
 }
@@ -11683,8 +11702,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
 #endif
 #endif
-#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
-#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
@@ -11701,18 +11719,17 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
     tkvi_keep_wide(sum)
 #define TKVI_V_SPILL_(sum, v, r)                                                                             \
-    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_v(sum));                                                     \
     sum = tkvi_sums_zero();
-#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
-    if (v < n_vectors) {                                                                                     \
+#define TKVI_V_SAVE_(sum, v, r)                                                                              \
+    {                                                                                                        \
         tkvi_vi more = tkvi_widen_v(sum);                                                                    \
-        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
-        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+        if (spills) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_V_SUM_(v, r)));                               \
+        tkvi_vi_store(TKVI_V_SUM_(v, r), more);                                                              \
     }
-#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
-#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
+#define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
+
 /* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
@@ -11724,14 +11741,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 
 /* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
 TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int width, const int nr, float *out) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
-    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+                                 const int width, const int nr, int32_t *sums) {
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767 && d->n > 32; /* 16-bit sums hold two tiles */
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
-    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -11743,12 +11758,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_, TKVI_V_EACH_)
 }
 
 /* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
 TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int nr, float *out) {
+                                 const int nr, int32_t *sums) {
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
@@ -11763,13 +11778,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_LEVELS_, TKVI_V_EACH_)
 }
 
-/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+/* A pass by wide weights. */
 TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                               int n_vectors, const int width, const int is_signed, const int nr,
-                               float *out) {
+                               const int width, const int nr, int32_t *sums) {
     const int16_t *w = d->wide_w;
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
@@ -11782,33 +11796,33 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
                 tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
-                if (is_signed) {
-                    even[v] = tkvi_even_levels(c);
-                    odd[v] = tkvi_odd_levels(c);
-                } else {
-                    if (width == 8) c = tkvi_vb_biased(c);
-                    even[v] = tkvi_even(c);
-                    odd[v] = tkvi_odd(c);
-                }
+                if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+                even[v] = tkvi_even(c);
+                odd[v] = tkvi_odd(c);
             }
             TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_WIDE_, TKVI_V_EACH_)
 }
 
-/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+/* Unpacks the tiles of a slab to bytes: codes or levels as pass_levels takes them, or 8-bit codes for wide weights.
+ * upper: 1: the levels of the second channels of pairs. */
 TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
                                      uint8_t *code) {
+    tkvi_vb table = tkvi_vb_splat(0);
     int i, j;
+    if (d->s->levels) table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+    if (d->is_wide) table = tkvi_vb_flip(table);
     for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
-        if (d->s->levels) {
-            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+        if (d->s->levels)
             for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
                 tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
-        }
+        else if (TKVI_BIAS && d->is_wide)
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_flip(tkvi_vb_load(code + j)));
     }
 }
 
@@ -11816,26 +11830,22 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
 TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
     const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
-    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
-        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
         const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
         const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
         for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
-            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (is_wide) {
-                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
-                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
-                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
-            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
-            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
-            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+            int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
+            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
         }
     }
 }
@@ -11864,6 +11874,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
     tkvi_fold_args a;
     tkvi_products_k d;
     int width, g, c = 0, i, most_width = 0;
@@ -11890,6 +11901,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
+    d.sums = sums;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
@@ -11907,8 +11919,10 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         if (s->groups == 1) d.fold[1] = d.fold[0];
         d.is_wide = a.least > 0;
         d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        d.scores = scores;
+        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
         dot[nr - 1](&d);
+        TKVI_N(answer_k)(&d, nr, scores);
         d.ahead = 0; /* the first rows have prefetched everything */
     }
 }
@@ -11922,6 +11936,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
     TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_V_STRIDE];
     tkvi_fold_args a;
     tkvi_products_v d;
     int width, i, r, g, slab = 0;
@@ -11936,11 +11951,14 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.n = n;
     d.w = w;
     d.wide_w = wide_w;
-    d.out_stride = s->pad;
+    d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1;
+        a.wide_middle = a.middle;
+        if (s->levels) a.wide_middle = 256 - 2 * TKVI_BIAS; /* twice 128: unpack_slab flips their signs */
+        if (width == 8) a.wide_middle -= 2 * TKVI_BIAS;
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
@@ -11955,8 +11973,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
                 const int nr = tkvi_min(rows - r, 4);
                 a.x = p + r * TKVI_BLOCK;
                 d.is_wide = fold[nr - 1](&a, &d.fold);
-                d.out = out + r * s->pad + 16 * slab;
                 dot[nr - 1](&d);
+                TKVI_N(answer_v)(&d, nr, s->pad, out + r * s->pad + 16 * slab);
                 d.ahead = 0;
             }
             d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
@@ -12208,7 +12226,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vb_right
 #undef tkvi_vb_tail
 #undef tkvi_vb_right_half
-#undef tkvi_vb_biased
+#undef tkvi_vb_flip
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
@@ -12250,8 +12268,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_wide_zero
 #undef tkvi_even
 #undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
 #undef tkvi_wide_even
 #undef tkvi_wide_odd
 #undef tkvi_dot_wide
@@ -12266,14 +12282,13 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_FOUR_
 #undef TKVI_K_SUMS_
 #undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
+#undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
+#undef TKVI_K_SAVE_
+#undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
 #undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
 #undef TKVI_K_LOAD_
 #undef TKVI_K_RUN_
 #undef TKVI_K_WIDE_RUN_
@@ -12283,15 +12298,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
 #undef TKVI_V_DOT_
 #undef TKVI_V_DOT_LEVELS_
 #undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SUM_
 #undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_SAVE_
+#undef TKVI_V_SAVE_LEVELS_
+#undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 #undef TKVI_EXACT_PASS_
@@ -12402,7 +12416,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vb_right_half(x, column, n, m)                                                                  \
     _mm512_srlv_epi16(                                                                                       \
         x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_flip(x) _mm512_xor_si512(x, tkvi_splat_bytes_avx512(128)) /* plus or minus 128 */
 #define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
 #define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
 
@@ -12456,8 +12470,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_wide_zero() _mm512_setzero_si512()
 #define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
 #define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
 #define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
 #define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
 #define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
@@ -13252,7 +13264,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
-        const int32_t all = totals[r] * a->middle;
+        const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
         f->base[r] = all >> 1;
         f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
     }
@@ -13278,15 +13290,39 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
-    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
-    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
-    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
-    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+ * multiple of 16. */
+TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
+    const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
+    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
+    int i, j;
+    for (i = 0; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            tkvi_vf_store(out + j,
+                          tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
+        }
+    }
 }
 
-/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
-#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+    int r, g;
+    for (r = 0; r < nr; r++)
+        for (g = 0; g < 2; g++) {
+            const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
+            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+        }
+}
+
+TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, float *out) {
+    int r;
+    for (r = 0; r < nr; r++) TKVI_N(answer)
+    (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
+}
+
+/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+#define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
     if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
@@ -13297,19 +13333,12 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
-#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
-#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+#define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
+#define TKVI_K_SAVE_(sum, p, r)                                                                              \
     more = tkvi_widen_k(sum);                                                                                \
     if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
-#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
-    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
-#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
-    TKVI_N(store_answer)                                                                                     \
-    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
 #define TKVI_K_LOAD_(width, first)                                                                           \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
     if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
@@ -13327,54 +13356,64 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         TKVI_K_LOAD_(width, first)                                                                           \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
-            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
             even[p] = tkvi_even(x[p]);                                                                       \
             odd[p] = tkvi_odd(x[p]);                                                                         \
         }                                                                                                    \
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
+/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+#define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
+TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
+    const uint8_t *tile = d->codes;
+    int width, m, i;
+    for (width = d->most_width; width >= d->least_wide; width--)
+        for (m = d->s->tiles.n[width]; m > 0; m--, tile += TKVI_TILE_BYTES(width))
+            if (TKVI_K_IS_UNPACKED_(width)) {
+                TKVI_N(unpack_tile)(tile, width, to);
+                for (i = 0; TKVI_BIAS && i < TKVI_TILE_CODES; i += TKVI_VB)
+                    tkvi_vb_store(to + i, tkvi_vb_flip(tkvi_vb_load(to + i)));
+                to += TKVI_TILE_CODES;
+            }
+}
+
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     int pass, width, p, m;
-    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
-        const tkvi_fold *f = d->fold + (first >= 2);
         const int group = first >= 2 ? d->second_group : 0;
-        float *scores = d->scores + 16 * first + column / 4;
+        int32_t *sums = d->sums + 16 * first + column / 4;
         const uintptr_t ahead =
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
-        const uint8_t *at = d->codes + column;
+        const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: total has sums */
+        int used = d->is_wide; /* 1: d->sums has sums */
         width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
+            const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
+                codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
                 if (width == 4) {
                     TKVI_K_WIDE_RUN_(4, first)
-                } else if (width == 8) {
-                    TKVI_K_WIDE_RUN_(8, first)
-                } else if (width == 3 && first == 0) {
-                    TKVI_K_WIDE_RUN_(3, 0)
-                } else if (width == 3) {
-                    TKVI_K_WIDE_RUN_(3, 2)
                 } else {
-                    TKVI_K_WIDE_RUN_(width, first)
+                    if (TKVI_K_IS_UNPACKED_(width)) at = buffer;
+                    if (TKVI_K_IS_UNPACKED_(width)) buffer += m * TKVI_TILE_CODES;
+                    TKVI_K_WIDE_RUN_(8, first)
+                    at = codes;
                 }
             }
-            if (!TKVI_HAS_NARROW || width == 0) {
-                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
-                continue;
-            }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
         if (TKVI_HAS_NARROW) {
             tkvi_vb u = tkvi_vb_splat(0);
@@ -13386,7 +13425,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
                     m = left * each <= room ? left : room / each;
                     if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
                         TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
                         room = TKVI_SUM_MAX;
                         used = 1;
@@ -13406,7 +13445,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                         TKVI_K_RUN_(1, first)
                     }
                 }
-            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
+            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
         }
     }
 }
@@ -13437,8 +13476,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
 #endif
 #endif
-#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
-#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
@@ -13455,18 +13493,17 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
     tkvi_keep_wide(sum)
 #define TKVI_V_SPILL_(sum, v, r)                                                                             \
-    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_v(sum));                                                     \
     sum = tkvi_sums_zero();
-#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
-    if (v < n_vectors) {                                                                                     \
+#define TKVI_V_SAVE_(sum, v, r)                                                                              \
+    {                                                                                                        \
         tkvi_vi more = tkvi_widen_v(sum);                                                                    \
-        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
-        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+        if (spills) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_V_SUM_(v, r)));                               \
+        tkvi_vi_store(TKVI_V_SUM_(v, r), more);                                                              \
     }
-#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
-#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
+#define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
+
 /* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
@@ -13478,14 +13515,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 
 /* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
 TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int width, const int nr, float *out) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
-    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+                                 const int width, const int nr, int32_t *sums) {
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767 && d->n > 32; /* 16-bit sums hold two tiles */
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
-    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -13497,12 +13532,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_, TKVI_V_EACH_)
 }
 
 /* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
 TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int nr, float *out) {
+                                 const int nr, int32_t *sums) {
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
@@ -13517,13 +13552,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_LEVELS_, TKVI_V_EACH_)
 }
 
-/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+/* A pass by wide weights. */
 TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                               int n_vectors, const int width, const int is_signed, const int nr,
-                               float *out) {
+                               const int width, const int nr, int32_t *sums) {
     const int16_t *w = d->wide_w;
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
@@ -13536,33 +13570,33 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
                 tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
-                if (is_signed) {
-                    even[v] = tkvi_even_levels(c);
-                    odd[v] = tkvi_odd_levels(c);
-                } else {
-                    if (width == 8) c = tkvi_vb_biased(c);
-                    even[v] = tkvi_even(c);
-                    odd[v] = tkvi_odd(c);
-                }
+                if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+                even[v] = tkvi_even(c);
+                odd[v] = tkvi_odd(c);
             }
             TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_WIDE_, TKVI_V_EACH_)
 }
 
-/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+/* Unpacks the tiles of a slab to bytes: codes or levels as pass_levels takes them, or 8-bit codes for wide weights.
+ * upper: 1: the levels of the second channels of pairs. */
 TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
                                      uint8_t *code) {
+    tkvi_vb table = tkvi_vb_splat(0);
     int i, j;
+    if (d->s->levels) table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+    if (d->is_wide) table = tkvi_vb_flip(table);
     for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
-        if (d->s->levels) {
-            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+        if (d->s->levels)
             for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
                 tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
-        }
+        else if (TKVI_BIAS && d->is_wide)
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_flip(tkvi_vb_load(code + j)));
     }
 }
 
@@ -13570,26 +13604,22 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
 TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
     const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
-    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
-        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
         const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
         const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
         for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
-            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (is_wide) {
-                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
-                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
-                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
-            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
-            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
-            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+            int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
+            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
         }
     }
 }
@@ -13618,6 +13648,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
     tkvi_fold_args a;
     tkvi_products_k d;
     int width, g, c = 0, i, most_width = 0;
@@ -13644,6 +13675,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
+    d.sums = sums;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
@@ -13661,8 +13693,10 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         if (s->groups == 1) d.fold[1] = d.fold[0];
         d.is_wide = a.least > 0;
         d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        d.scores = scores;
+        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
         dot[nr - 1](&d);
+        TKVI_N(answer_k)(&d, nr, scores);
         d.ahead = 0; /* the first rows have prefetched everything */
     }
 }
@@ -13676,6 +13710,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
     TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_V_STRIDE];
     tkvi_fold_args a;
     tkvi_products_v d;
     int width, i, r, g, slab = 0;
@@ -13690,11 +13725,14 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.n = n;
     d.w = w;
     d.wide_w = wide_w;
-    d.out_stride = s->pad;
+    d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1;
+        a.wide_middle = a.middle;
+        if (s->levels) a.wide_middle = 256 - 2 * TKVI_BIAS; /* twice 128: unpack_slab flips their signs */
+        if (width == 8) a.wide_middle -= 2 * TKVI_BIAS;
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
@@ -13709,8 +13747,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
                 const int nr = tkvi_min(rows - r, 4);
                 a.x = p + r * TKVI_BLOCK;
                 d.is_wide = fold[nr - 1](&a, &d.fold);
-                d.out = out + r * s->pad + 16 * slab;
                 dot[nr - 1](&d);
+                TKVI_N(answer_v)(&d, nr, s->pad, out + r * s->pad + 16 * slab);
                 d.ahead = 0;
             }
             d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
@@ -14086,7 +14124,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vb_right
 #undef tkvi_vb_tail
 #undef tkvi_vb_right_half
-#undef tkvi_vb_biased
+#undef tkvi_vb_flip
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
@@ -14128,8 +14166,6 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_wide_zero
 #undef tkvi_even
 #undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
 #undef tkvi_wide_even
 #undef tkvi_wide_odd
 #undef tkvi_dot_wide
@@ -14144,14 +14180,13 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_FOUR_
 #undef TKVI_K_SUMS_
 #undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
+#undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
+#undef TKVI_K_SAVE_
+#undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
 #undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
 #undef TKVI_K_LOAD_
 #undef TKVI_K_RUN_
 #undef TKVI_K_WIDE_RUN_
@@ -14161,15 +14196,14 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
 #undef TKVI_V_DOT_
 #undef TKVI_V_DOT_LEVELS_
 #undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SUM_
 #undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_SAVE_
+#undef TKVI_V_SAVE_LEVELS_
+#undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 #undef TKVI_EXACT_PASS_
@@ -14317,7 +14351,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
-#define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))
 #define TKVI_K_PLANES 4
 #define TKVI_K_PASSES 4
 #define TKVI_K_FIRST(pass) 0
@@ -14352,8 +14385,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_wide_sums tkvi_limb_sums
 #define tkvi_even(codes) (codes)
 #define tkvi_odd(codes) (codes)
-#define tkvi_even_levels(x) (x)
-#define tkvi_odd_levels(x) (x)
 #define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
 #define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
@@ -14547,6 +14578,7 @@ TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_stor
 TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
@@ -14581,7 +14613,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
-#define tkvi_vb_biased(x) (x)
 #define TKVI_K_PLANES 2
 #define TKVI_K_PASSES 8
 #define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
@@ -14614,8 +14645,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_wide_zero() wasm_i32x4_const_splat(0)
 #define tkvi_even(codes) wasm_v128_and(codes, wasm_i16x8_const_splat(255))
 #define tkvi_odd(codes) wasm_u16x8_shr(codes, 8)
-#define tkvi_even_levels(x) wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8)
-#define tkvi_odd_levels(x) wasm_i16x8_shr(x, 8)
 #define tkvi_wide_even(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride))
 #define tkvi_wide_odd(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride) + 2)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
@@ -14712,6 +14741,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
  * more for the second half. */
 #define tkvi_vb_tail(p, column) tkvi_load_bytes_128((p) - (column) / 32 * 32)
 #define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_flip(x) tkvi_xor_128(x, tkvi_splat_bytes_128(128)) /* plus or minus 128 */
 #define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
 #define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
 
@@ -15282,7 +15312,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
-        const int32_t all = totals[r] * a->middle;
+        const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
         f->base[r] = all >> 1;
         f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
     }
@@ -15308,15 +15338,39 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
-    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
-    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
-    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
-    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+ * multiple of 16. */
+TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
+    const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
+    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
+    int i, j;
+    for (i = 0; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            tkvi_vf_store(out + j,
+                          tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
+        }
+    }
 }
 
-/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
-#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+    int r, g;
+    for (r = 0; r < nr; r++)
+        for (g = 0; g < 2; g++) {
+            const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
+            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+        }
+}
+
+TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, float *out) {
+    int r;
+    for (r = 0; r < nr; r++) TKVI_N(answer)
+    (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
+}
+
+/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+#define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
     if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
@@ -15327,19 +15381,12 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
-#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
-#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+#define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
+#define TKVI_K_SAVE_(sum, p, r)                                                                              \
     more = tkvi_widen_k(sum);                                                                                \
     if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
-#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
-    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
-#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
-    TKVI_N(store_answer)                                                                                     \
-    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
 #define TKVI_K_LOAD_(width, first)                                                                           \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
     if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
@@ -15357,54 +15404,64 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         TKVI_K_LOAD_(width, first)                                                                           \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
-            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
             even[p] = tkvi_even(x[p]);                                                                       \
             odd[p] = tkvi_odd(x[p]);                                                                         \
         }                                                                                                    \
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
+/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+#define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
+TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
+    const uint8_t *tile = d->codes;
+    int width, m, i;
+    for (width = d->most_width; width >= d->least_wide; width--)
+        for (m = d->s->tiles.n[width]; m > 0; m--, tile += TKVI_TILE_BYTES(width))
+            if (TKVI_K_IS_UNPACKED_(width)) {
+                TKVI_N(unpack_tile)(tile, width, to);
+                for (i = 0; TKVI_BIAS && i < TKVI_TILE_CODES; i += TKVI_VB)
+                    tkvi_vb_store(to + i, tkvi_vb_flip(tkvi_vb_load(to + i)));
+                to += TKVI_TILE_CODES;
+            }
+}
+
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     int pass, width, p, m;
-    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
-        const tkvi_fold *f = d->fold + (first >= 2);
         const int group = first >= 2 ? d->second_group : 0;
-        float *scores = d->scores + 16 * first + column / 4;
+        int32_t *sums = d->sums + 16 * first + column / 4;
         const uintptr_t ahead =
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
-        const uint8_t *at = d->codes + column;
+        const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: total has sums */
+        int used = d->is_wide; /* 1: d->sums has sums */
         width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
+            const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
+                codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
                 if (width == 4) {
                     TKVI_K_WIDE_RUN_(4, first)
-                } else if (width == 8) {
-                    TKVI_K_WIDE_RUN_(8, first)
-                } else if (width == 3 && first == 0) {
-                    TKVI_K_WIDE_RUN_(3, 0)
-                } else if (width == 3) {
-                    TKVI_K_WIDE_RUN_(3, 2)
                 } else {
-                    TKVI_K_WIDE_RUN_(width, first)
+                    if (TKVI_K_IS_UNPACKED_(width)) at = buffer;
+                    if (TKVI_K_IS_UNPACKED_(width)) buffer += m * TKVI_TILE_CODES;
+                    TKVI_K_WIDE_RUN_(8, first)
+                    at = codes;
                 }
             }
-            if (!TKVI_HAS_NARROW || width == 0) {
-                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
-                continue;
-            }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
         if (TKVI_HAS_NARROW) {
             tkvi_vb u = tkvi_vb_splat(0);
@@ -15416,7 +15473,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
                     m = left * each <= room ? left : room / each;
                     if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
                         TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
                         room = TKVI_SUM_MAX;
                         used = 1;
@@ -15436,7 +15493,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                         TKVI_K_RUN_(1, first)
                     }
                 }
-            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
+            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
         }
     }
 }
@@ -15467,8 +15524,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
 #endif
 #endif
-#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
-#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
@@ -15485,18 +15541,17 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
     tkvi_keep_wide(sum)
 #define TKVI_V_SPILL_(sum, v, r)                                                                             \
-    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_v(sum));                                                     \
     sum = tkvi_sums_zero();
-#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
-    if (v < n_vectors) {                                                                                     \
+#define TKVI_V_SAVE_(sum, v, r)                                                                              \
+    {                                                                                                        \
         tkvi_vi more = tkvi_widen_v(sum);                                                                    \
-        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
-        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+        if (spills) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_V_SUM_(v, r)));                               \
+        tkvi_vi_store(TKVI_V_SUM_(v, r), more);                                                              \
     }
-#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
-#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
+#define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
+
 /* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
@@ -15508,14 +15563,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 
 /* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
 TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int width, const int nr, float *out) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
-    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+                                 const int width, const int nr, int32_t *sums) {
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767 && d->n > 32; /* 16-bit sums hold two tiles */
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
-    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -15527,12 +15580,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_, TKVI_V_EACH_)
 }
 
 /* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
 TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int nr, float *out) {
+                                 const int nr, int32_t *sums) {
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
@@ -15547,13 +15600,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_LEVELS_, TKVI_V_EACH_)
 }
 
-/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+/* A pass by wide weights. */
 TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                               int n_vectors, const int width, const int is_signed, const int nr,
-                               float *out) {
+                               const int width, const int nr, int32_t *sums) {
     const int16_t *w = d->wide_w;
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
@@ -15566,33 +15618,33 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
                 tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
-                if (is_signed) {
-                    even[v] = tkvi_even_levels(c);
-                    odd[v] = tkvi_odd_levels(c);
-                } else {
-                    if (width == 8) c = tkvi_vb_biased(c);
-                    even[v] = tkvi_even(c);
-                    odd[v] = tkvi_odd(c);
-                }
+                if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+                even[v] = tkvi_even(c);
+                odd[v] = tkvi_odd(c);
             }
             TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_WIDE_, TKVI_V_EACH_)
 }
 
-/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+/* Unpacks the tiles of a slab to bytes: codes or levels as pass_levels takes them, or 8-bit codes for wide weights.
+ * upper: 1: the levels of the second channels of pairs. */
 TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
                                      uint8_t *code) {
+    tkvi_vb table = tkvi_vb_splat(0);
     int i, j;
+    if (d->s->levels) table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+    if (d->is_wide) table = tkvi_vb_flip(table);
     for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
-        if (d->s->levels) {
-            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+        if (d->s->levels)
             for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
                 tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
-        }
+        else if (TKVI_BIAS && d->is_wide)
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_flip(tkvi_vb_load(code + j)));
     }
 }
 
@@ -15600,26 +15652,22 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
 TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
     const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
-    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
-        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
         const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
         const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
         for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
-            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (is_wide) {
-                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
-                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
-                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
-            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
-            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
-            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+            int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
+            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
         }
     }
 }
@@ -15648,6 +15696,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
     tkvi_fold_args a;
     tkvi_products_k d;
     int width, g, c = 0, i, most_width = 0;
@@ -15674,6 +15723,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
+    d.sums = sums;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
@@ -15691,8 +15741,10 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         if (s->groups == 1) d.fold[1] = d.fold[0];
         d.is_wide = a.least > 0;
         d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        d.scores = scores;
+        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
         dot[nr - 1](&d);
+        TKVI_N(answer_k)(&d, nr, scores);
         d.ahead = 0; /* the first rows have prefetched everything */
     }
 }
@@ -15706,6 +15758,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
     TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_V_STRIDE];
     tkvi_fold_args a;
     tkvi_products_v d;
     int width, i, r, g, slab = 0;
@@ -15720,11 +15773,14 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.n = n;
     d.w = w;
     d.wide_w = wide_w;
-    d.out_stride = s->pad;
+    d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1;
+        a.wide_middle = a.middle;
+        if (s->levels) a.wide_middle = 256 - 2 * TKVI_BIAS; /* twice 128: unpack_slab flips their signs */
+        if (width == 8) a.wide_middle -= 2 * TKVI_BIAS;
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
@@ -15739,8 +15795,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
                 const int nr = tkvi_min(rows - r, 4);
                 a.x = p + r * TKVI_BLOCK;
                 d.is_wide = fold[nr - 1](&a, &d.fold);
-                d.out = out + r * s->pad + 16 * slab;
                 dot[nr - 1](&d);
+                TKVI_N(answer_v)(&d, nr, s->pad, out + r * s->pad + 16 * slab);
                 d.ahead = 0;
             }
             d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
@@ -15812,7 +15868,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vb_right
 #undef tkvi_vb_tail
 #undef tkvi_vb_right_half
-#undef tkvi_vb_biased
+#undef tkvi_vb_flip
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
@@ -15854,8 +15910,6 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_wide_zero
 #undef tkvi_even
 #undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
 #undef tkvi_wide_even
 #undef tkvi_wide_odd
 #undef tkvi_dot_wide
@@ -15870,14 +15924,13 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_FOUR_
 #undef TKVI_K_SUMS_
 #undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
+#undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
+#undef TKVI_K_SAVE_
+#undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
 #undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
 #undef TKVI_K_LOAD_
 #undef TKVI_K_RUN_
 #undef TKVI_K_WIDE_RUN_
@@ -15887,15 +15940,14 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
 #undef TKVI_V_DOT_
 #undef TKVI_V_DOT_LEVELS_
 #undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SUM_
 #undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_SAVE_
+#undef TKVI_V_SAVE_LEVELS_
+#undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 #undef TKVI_EXACT_PASS_
