@@ -9171,7 +9171,9 @@ static void tkvi_decode_tile_rows(const tkvi_row_ops *v, const tkvi_side *s, con
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 3  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 3 /* vectors of V in a pass, for four rows */
-#define TKVI_EXACT_LAST 2    /* in the last pass of V */
+/* Types that are used less have less code: two rows are four, two tokens of V go together. */
+#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
+#define TKVI_EXACT_LAST 2 /* in the last pass of V */
 
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
@@ -9362,6 +9364,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
+#undef TKVI_EXACT_IS_SHORT
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -9436,6 +9439,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_ROW_
 #undef TKVI_EXACT_PASS_
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
@@ -9689,7 +9693,9 @@ static void tkvi_decode_tiles_avx2(const tkvi_side *s, const tkvi_simd_ops *ops,
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
-#define TKVI_EXACT_LAST 1    /* in the last pass of V */
+/* Types that are used less have less code: two rows are four, two tokens of V go together. */
+#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
+#define TKVI_EXACT_LAST 1 /* in the last pass of V */
 
 /* >>products of four codes by four weights */
 #define TKVI_HAS_NARROW 1
@@ -9869,6 +9875,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
+#undef TKVI_EXACT_IS_SHORT
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -9943,6 +9950,7 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
 #undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_ROW_
 #undef TKVI_EXACT_PASS_
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
@@ -10413,7 +10421,9 @@ typedef struct tkvi_weights_k {
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 3  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 3 /* vectors of V in a pass, for four rows */
-#define TKVI_EXACT_LAST 2    /* in the last pass of V */
+/* Types that are used less have less code: two rows are four, two tokens of V go together. */
+#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
+#define TKVI_EXACT_LAST 2 /* in the last pass of V */
 
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
@@ -11088,7 +11098,8 @@ static const tkvi_simd_ops tkvi_simd_ops_avx2 = {tkvi_f16_to_f32_avx2,
 /*
  * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
  *
- * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ * The storage type and the number of rows are constants of an instance: 1, 2 and 4 rows, or 1 and 4 of types that
+ * TKVI_EXACT_IS_SHORT names. Missing rows repeat the last one.
  */
 /* Finite values at .. at + TKVI_VF - 1 of a row. */
 TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
@@ -11096,6 +11107,9 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
+
+/* Row r, or the last one. A constant where it can be. */
+#define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
 /* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
 TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
@@ -11106,7 +11120,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
     const float *row[4];
     int t, c, r, i, j;
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (r = 0; r < nr; r++) row[r] = q + TKVI_EXACT_ROW_(r) * pad;
     for (t = 0; t < n; t += nt, src += nt * row_bytes) {
         tkvi_vf sum[4][4];
         const uint8_t *k[4];
@@ -11143,7 +11157,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
         }
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            float *to = scores + TKVI_EXACT_ROW_(r) * TKVI_BLOCK + t, last[4];
             if (nt < 4) sum[r][3] = sum[r][0];
             if (nt == 4 || t + 4 <= TKVI_BLOCK) {
                 tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
@@ -11161,6 +11175,7 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
                                   const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
                                   float *out) {
     const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const int nt = TKVI_EXACT_IS_SHORT(type) ? 2 : 4; /* tokens at a time */
     const float *row[4];
     int t, r, i, j;
     TKVI_UNROLL
@@ -11175,14 +11190,14 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
             for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
         TKVI_UNROLL
-        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
-        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
-            if (t + 4 > n) {
+        for (i = 0; i < nt; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += nt, at += nt * row_bytes) {
+            if (t + nt > n) {
                 TKVI_UNROLL
-                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+                for (i = 1; i < nt; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
             }
             TKVI_UNROLL
-            for (i = 0; i < 4; i++) {
+            for (i = 0; i < nt; i++) {
                 const uint8_t *v = at + step[i];
                 tkvi_vf x[4];
                 TKVI_UNROLL
@@ -11212,16 +11227,19 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
     }
 }
 
-/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+/* >>functions. One for each storage type and number of rows, in which all registers are for one loop. */
 #define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
     TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
                                        const float *ref, int rows, int n, float *scores) {                   \
-        TKVI_N(exact_k_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type)) TKVI_N(t##_k4)(pad, src, ahead, q, ref, rows, n, scores);  \
+        else TKVI_N(exact_k_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
     }                                                                                                        \
     TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
                                        const float *p, int rows, int n, float *out) {                        \
-        TKVI_N(exact_v_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type))                                                            \
+            TKVI_N(t##_v4)(n_passes, pad, src, ahead, p, rows, n, out);                                      \
+        else TKVI_N(exact_v_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
     }
 /* Channels of V that are left over. */
@@ -11231,8 +11249,8 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
         TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
     }
 #define TKVI_EXACT_ALL_(t, type)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+    TKVI_EXACT_PASS_(t, type, 4)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 1) TKVI_EXACT_LAST_(t, type)
 TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
 TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
 TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
@@ -11270,7 +11288,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
     for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
-        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        const int each = rows > 2 || (rows == 2 && TKVI_EXACT_IS_SHORT(type)) ? TKVI_EXACT_VECTORS : 4;
         int n_passes = vectors / each, c, left;
         while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
         c = n_passes * each * TKVI_VF;
@@ -11307,10 +11325,12 @@ TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
     const tkvi_vf most = tkvi_vf_splat(maximum);
     tkvi_vf sum = tkvi_vf_splat(0.0f);
     int t;
-    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
-        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
-        tkvi_vf_store(p + t, y);
-        sum = tkvi_vf_add(sum, y);
+    for (t = 0; t < TKVI_BLOCK; t += 2 * TKVI_VF) {
+        const tkvi_vf x = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t + TKVI_VF), most));
+        tkvi_vf_store(p + t, x);
+        tkvi_vf_store(p + t + TKVI_VF, y);
+        sum = tkvi_vf_add(sum, tkvi_vf_add(x, y));
     }
     return sum;
 }
@@ -11367,17 +11387,19 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
     int32_t middles[4];
+    const int32_t *centre2 = a->centre2;
+    const int n = a->n;
     int i, j, r, wide = a->least, limit[4];
     TKVI_UNROLL
     for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
-    for (i = 0; i < a->n; i += TKVI_VF) {
+    for (i = 0; i < n; i += TKVI_VF) {
         const tkvi_vf scale = tkvi_vf_load(a->scale + i);
-        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
-        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
-                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
+        const tkvi_vf centre = tkvi_vf_mul(tkvi_vi_to_float(tkvi_vi_load(centre2 + i)), tkvi_vf_splat(0.5f));
+        const tkvi_vf zero =
+            tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -11410,18 +11432,18 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
                 k[j] = tkvi_vi_nearest(y);
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
-                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
             if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
             tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
         }
-        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+        for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
             TKVI_UNROLL
             for (j = 0; j < 16 / TKVI_VF; j++) {
                 const int at = i + j * TKVI_VF;
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
-                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
             tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
         }
@@ -12234,6 +12256,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
+#undef TKVI_EXACT_IS_SHORT
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -12308,6 +12331,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_ROW_
 #undef TKVI_EXACT_PASS_
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
@@ -12426,7 +12450,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
-#define TKVI_EXACT_LAST 1    /* in the last pass of V */
+/* Types that are used less have less code: two rows are four, two tokens of V go together. */
+#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
+#define TKVI_EXACT_LAST 1 /* in the last pass of V */
 
 /* >>products of four codes by four weights */
 #define TKVI_HAS_NARROW 1
@@ -12862,7 +12888,8 @@ static const tkvi_simd_ops tkvi_simd_ops_avx512 = {tkvi_f16_to_f32_avx512,
 /*
  * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
  *
- * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ * The storage type and the number of rows are constants of an instance: 1, 2 and 4 rows, or 1 and 4 of types that
+ * TKVI_EXACT_IS_SHORT names. Missing rows repeat the last one.
  */
 /* Finite values at .. at + TKVI_VF - 1 of a row. */
 TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
@@ -12870,6 +12897,9 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
+
+/* Row r, or the last one. A constant where it can be. */
+#define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
 /* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
 TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
@@ -12880,7 +12910,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
     const float *row[4];
     int t, c, r, i, j;
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (r = 0; r < nr; r++) row[r] = q + TKVI_EXACT_ROW_(r) * pad;
     for (t = 0; t < n; t += nt, src += nt * row_bytes) {
         tkvi_vf sum[4][4];
         const uint8_t *k[4];
@@ -12917,7 +12947,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
         }
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            float *to = scores + TKVI_EXACT_ROW_(r) * TKVI_BLOCK + t, last[4];
             if (nt < 4) sum[r][3] = sum[r][0];
             if (nt == 4 || t + 4 <= TKVI_BLOCK) {
                 tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
@@ -12935,6 +12965,7 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
                                   const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
                                   float *out) {
     const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const int nt = TKVI_EXACT_IS_SHORT(type) ? 2 : 4; /* tokens at a time */
     const float *row[4];
     int t, r, i, j;
     TKVI_UNROLL
@@ -12949,14 +12980,14 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
             for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
         TKVI_UNROLL
-        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
-        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
-            if (t + 4 > n) {
+        for (i = 0; i < nt; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += nt, at += nt * row_bytes) {
+            if (t + nt > n) {
                 TKVI_UNROLL
-                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+                for (i = 1; i < nt; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
             }
             TKVI_UNROLL
-            for (i = 0; i < 4; i++) {
+            for (i = 0; i < nt; i++) {
                 const uint8_t *v = at + step[i];
                 tkvi_vf x[4];
                 TKVI_UNROLL
@@ -12986,16 +13017,19 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
     }
 }
 
-/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+/* >>functions. One for each storage type and number of rows, in which all registers are for one loop. */
 #define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
     TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
                                        const float *ref, int rows, int n, float *scores) {                   \
-        TKVI_N(exact_k_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type)) TKVI_N(t##_k4)(pad, src, ahead, q, ref, rows, n, scores);  \
+        else TKVI_N(exact_k_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
     }                                                                                                        \
     TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
                                        const float *p, int rows, int n, float *out) {                        \
-        TKVI_N(exact_v_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type))                                                            \
+            TKVI_N(t##_v4)(n_passes, pad, src, ahead, p, rows, n, out);                                      \
+        else TKVI_N(exact_v_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
     }
 /* Channels of V that are left over. */
@@ -13005,8 +13039,8 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
         TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
     }
 #define TKVI_EXACT_ALL_(t, type)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+    TKVI_EXACT_PASS_(t, type, 4)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 1) TKVI_EXACT_LAST_(t, type)
 TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
 TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
 TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
@@ -13044,7 +13078,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
     for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
-        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        const int each = rows > 2 || (rows == 2 && TKVI_EXACT_IS_SHORT(type)) ? TKVI_EXACT_VECTORS : 4;
         int n_passes = vectors / each, c, left;
         while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
         c = n_passes * each * TKVI_VF;
@@ -13081,10 +13115,12 @@ TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
     const tkvi_vf most = tkvi_vf_splat(maximum);
     tkvi_vf sum = tkvi_vf_splat(0.0f);
     int t;
-    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
-        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
-        tkvi_vf_store(p + t, y);
-        sum = tkvi_vf_add(sum, y);
+    for (t = 0; t < TKVI_BLOCK; t += 2 * TKVI_VF) {
+        const tkvi_vf x = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t + TKVI_VF), most));
+        tkvi_vf_store(p + t, x);
+        tkvi_vf_store(p + t + TKVI_VF, y);
+        sum = tkvi_vf_add(sum, tkvi_vf_add(x, y));
     }
     return sum;
 }
@@ -13141,17 +13177,19 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
     int32_t middles[4];
+    const int32_t *centre2 = a->centre2;
+    const int n = a->n;
     int i, j, r, wide = a->least, limit[4];
     TKVI_UNROLL
     for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
-    for (i = 0; i < a->n; i += TKVI_VF) {
+    for (i = 0; i < n; i += TKVI_VF) {
         const tkvi_vf scale = tkvi_vf_load(a->scale + i);
-        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
-        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
-                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
+        const tkvi_vf centre = tkvi_vf_mul(tkvi_vi_to_float(tkvi_vi_load(centre2 + i)), tkvi_vf_splat(0.5f));
+        const tkvi_vf zero =
+            tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -13184,18 +13222,18 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
                 k[j] = tkvi_vi_nearest(y);
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
-                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
             if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
             tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
         }
-        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+        for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
             TKVI_UNROLL
             for (j = 0; j < 16 / TKVI_VF; j++) {
                 const int at = i + j * TKVI_VF;
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
-                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
             tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
         }
@@ -14132,6 +14170,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
+#undef TKVI_EXACT_IS_SHORT
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -14206,6 +14245,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_ROW_
 #undef TKVI_EXACT_PASS_
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
@@ -14748,7 +14788,8 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
-#define TKVI_EXACT_LAST 4    /* in the last pass of V */
+#define TKVI_EXACT_IS_SHORT(type) 0
+#define TKVI_EXACT_LAST 4 /* in the last pass of V */
 
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
@@ -14910,7 +14951,8 @@ static const tkvi_simd_ops tkvi_simd_ops_128 = {tkvi_f16_to_f32_128,
 /*
  * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
  *
- * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ * The storage type and the number of rows are constants of an instance: 1, 2 and 4 rows, or 1 and 4 of types that
+ * TKVI_EXACT_IS_SHORT names. Missing rows repeat the last one.
  */
 /* Finite values at .. at + TKVI_VF - 1 of a row. */
 TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
@@ -14918,6 +14960,9 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
+
+/* Row r, or the last one. A constant where it can be. */
+#define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
 /* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
 TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
@@ -14928,7 +14973,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
     const float *row[4];
     int t, c, r, i, j;
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (r = 0; r < nr; r++) row[r] = q + TKVI_EXACT_ROW_(r) * pad;
     for (t = 0; t < n; t += nt, src += nt * row_bytes) {
         tkvi_vf sum[4][4];
         const uint8_t *k[4];
@@ -14965,7 +15010,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
         }
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            float *to = scores + TKVI_EXACT_ROW_(r) * TKVI_BLOCK + t, last[4];
             if (nt < 4) sum[r][3] = sum[r][0];
             if (nt == 4 || t + 4 <= TKVI_BLOCK) {
                 tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
@@ -14983,6 +15028,7 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
                                   const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
                                   float *out) {
     const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const int nt = TKVI_EXACT_IS_SHORT(type) ? 2 : 4; /* tokens at a time */
     const float *row[4];
     int t, r, i, j;
     TKVI_UNROLL
@@ -14997,14 +15043,14 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
             for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
         TKVI_UNROLL
-        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
-        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
-            if (t + 4 > n) {
+        for (i = 0; i < nt; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += nt, at += nt * row_bytes) {
+            if (t + nt > n) {
                 TKVI_UNROLL
-                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+                for (i = 1; i < nt; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
             }
             TKVI_UNROLL
-            for (i = 0; i < 4; i++) {
+            for (i = 0; i < nt; i++) {
                 const uint8_t *v = at + step[i];
                 tkvi_vf x[4];
                 TKVI_UNROLL
@@ -15034,16 +15080,19 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
     }
 }
 
-/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+/* >>functions. One for each storage type and number of rows, in which all registers are for one loop. */
 #define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
     TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
                                        const float *ref, int rows, int n, float *scores) {                   \
-        TKVI_N(exact_k_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type)) TKVI_N(t##_k4)(pad, src, ahead, q, ref, rows, n, scores);  \
+        else TKVI_N(exact_k_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
     }                                                                                                        \
     TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
                                        const float *p, int rows, int n, float *out) {                        \
-        TKVI_N(exact_v_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type))                                                            \
+            TKVI_N(t##_v4)(n_passes, pad, src, ahead, p, rows, n, out);                                      \
+        else TKVI_N(exact_v_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
     }
 /* Channels of V that are left over. */
@@ -15053,8 +15102,8 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
         TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
     }
 #define TKVI_EXACT_ALL_(t, type)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+    TKVI_EXACT_PASS_(t, type, 4)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 1) TKVI_EXACT_LAST_(t, type)
 TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
 TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
 TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
@@ -15092,7 +15141,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
     for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
-        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        const int each = rows > 2 || (rows == 2 && TKVI_EXACT_IS_SHORT(type)) ? TKVI_EXACT_VECTORS : 4;
         int n_passes = vectors / each, c, left;
         while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
         c = n_passes * each * TKVI_VF;
@@ -15129,10 +15178,12 @@ TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
     const tkvi_vf most = tkvi_vf_splat(maximum);
     tkvi_vf sum = tkvi_vf_splat(0.0f);
     int t;
-    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
-        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
-        tkvi_vf_store(p + t, y);
-        sum = tkvi_vf_add(sum, y);
+    for (t = 0; t < TKVI_BLOCK; t += 2 * TKVI_VF) {
+        const tkvi_vf x = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t + TKVI_VF), most));
+        tkvi_vf_store(p + t, x);
+        tkvi_vf_store(p + t + TKVI_VF, y);
+        sum = tkvi_vf_add(sum, tkvi_vf_add(x, y));
     }
     return sum;
 }
@@ -15189,17 +15240,19 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
     int32_t middles[4];
+    const int32_t *centre2 = a->centre2;
+    const int n = a->n;
     int i, j, r, wide = a->least, limit[4];
     TKVI_UNROLL
     for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
-    for (i = 0; i < a->n; i += TKVI_VF) {
+    for (i = 0; i < n; i += TKVI_VF) {
         const tkvi_vf scale = tkvi_vf_load(a->scale + i);
-        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
-        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
-                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
+        const tkvi_vf centre = tkvi_vf_mul(tkvi_vi_to_float(tkvi_vi_load(centre2 + i)), tkvi_vf_splat(0.5f));
+        const tkvi_vf zero =
+            tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -15232,18 +15285,18 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
                 k[j] = tkvi_vi_nearest(y);
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
-                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
             if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
             tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
         }
-        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+        for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
             TKVI_UNROLL
             for (j = 0; j < 16 / TKVI_VF; j++) {
                 const int at = i + j * TKVI_VF;
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
-                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
             tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
         }
@@ -15876,6 +15929,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
+#undef TKVI_EXACT_IS_SHORT
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -15950,6 +16004,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
+#undef TKVI_EXACT_ROW_
 #undef TKVI_EXACT_PASS_
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
