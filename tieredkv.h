@@ -7981,8 +7981,11 @@ static float tkvi_round_k(const tkvi_side *s, const float *w, int n_limbs, int *
     return two > 0.0f ? most / (float)TKVI_TWO_LIMBS_MAX : 0.0f;
 }
 
-/* The largest weight of V in one limb. Levels of a table are signed bytes, which leaves seven bits for weights. */
-static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V; }
+/* The largest weight of V in one limb. Levels of a table, and codes of one bit, are multiplied as signed bytes, which
+ * leaves seven bits for weights. */
+static int tkvi_top_v(const tkvi_side *s) {
+    return s->levels || s->tiles.n[1] > 0 ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V;
+}
 
 static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, TKVI_BLOCK), squares = 0.0f, by;
@@ -8978,7 +8981,8 @@ typedef struct tkvi_fold_args {
     const float *ref;              /* K */
     const int32_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
     float centre;                  /* V: tkvi_centre of the codes */
-    int middle;                    /* V: twice the centre of the codes that are multiplied */
+    int middle,
+        wide_middle;     /* V: twice the centre of the codes that narrow and wide weights are multiplied by */
     int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
     int wide;            /* K: the first `wide` weights always have two limbs */
     int least; /* K: at least so many weights have 16 bits; rows that need one limb have multiples of 128 */
@@ -9000,11 +9004,12 @@ typedef struct tkvi_products_k {
     uintptr_t ahead;            /* see tkvi_prefetch */
     int is_wide;                /* 1: tiles of least_wide bits and more have wide weights */
     int least_wide, most_width; /* most_width: of the widest tiles */
+    int unpacks;                /* 1: wide weights meet tiles that are neither of 4 nor of 8 bits */
     const int8_t *w;
     const int16_t *wide_w;
     int second_group; /* bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
     tkvi_fold fold[2];
-    float *scores;
+    int32_t *sums; /* out: [row][64] */
 } tkvi_products_k;
 
 typedef struct tkvi_products_v {
@@ -9016,9 +9021,10 @@ typedef struct tkvi_products_v {
     const int8_t *w;
     const int16_t *wide_w;
     tkvi_fold fold;
-    float *out;
-    int out_stride;
+    int32_t *sums; /* out: [row][TKVI_V_STRIDE] */
 } tkvi_products_v;
+
+#define TKVI_V_STRIDE (TKV_MAX_HEAD_DIM + 16) /* a pass may have a slab too many */
 
 /* Weights of one group and up to four rows. */
 typedef struct tkvi_weights_k {
@@ -9204,7 +9210,7 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
  * n, and by m more for the second half. */
 #define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
 #define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_flip(x) _mm256_xor_si256(x, tkvi_splat_bytes_avx2(128)) /* plus or minus 128 */
 #define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
 #define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
 #define tkvi_vb_add(a, b) _mm256_add_epi8(a, b)
@@ -9224,11 +9230,13 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 3  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 3 /* vectors of V in a pass, for four rows */
-#define TKVI_EXACT_LAST 2    /* in the last pass of V */
+/* Types that are used less have less code: two rows are four, two tokens of V go together. */
+#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
+#define TKVI_EXACT_LAST 2 /* in the last pass of V */
 
 /* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
 #define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
+#define TKVI_BIAS 0     /* products take 8-bit codes minus this */
 #define TKVI_V_PARTS 1  /* passes of a slab */
 #define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
 #define TKVI_K_PASSES 4
@@ -9279,8 +9287,6 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_wide_zero() _mm256_setzero_si256()
 #define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
 #define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm256_srai_epi16(x, 8)
 #define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
 #define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
@@ -10411,7 +10417,8 @@ TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_
 /*
  * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
  *
- * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ * The storage type and the number of rows are constants of an instance: 1, 2 and 4 rows, or 1 and 4 of types that
+ * TKVI_EXACT_IS_SHORT names. Missing rows repeat the last one.
  */
 /* Finite values at .. at + TKVI_VF - 1 of a row. */
 TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
@@ -10419,6 +10426,9 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
+
+/* Row r, or the last one. A constant where it can be. */
+#define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
 /* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
 TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
@@ -10429,7 +10439,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
     const float *row[4];
     int t, c, r, i, j;
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (r = 0; r < nr; r++) row[r] = q + TKVI_EXACT_ROW_(r) * pad;
     for (t = 0; t < n; t += nt, src += nt * row_bytes) {
         tkvi_vf sum[4][4];
         const uint8_t *k[4];
@@ -10466,7 +10476,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
         }
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            float *to = scores + TKVI_EXACT_ROW_(r) * TKVI_BLOCK + t, last[4];
             if (nt < 4) sum[r][3] = sum[r][0];
             if (nt == 4 || t + 4 <= n) {
                 tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
@@ -10484,6 +10494,7 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
                                   const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
                                   float *out) {
     const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const int nt = TKVI_EXACT_IS_SHORT(type) ? 2 : 4; /* tokens at a time */
     const float *row[4];
     int t, r, i, j;
     TKVI_UNROLL
@@ -10498,14 +10509,14 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
             for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
         TKVI_UNROLL
-        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
-        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
-            if (t + 4 > n) {
+        for (i = 0; i < nt; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += nt, at += nt * row_bytes) {
+            if (t + nt > n) {
                 TKVI_UNROLL
-                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+                for (i = 1; i < nt; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
             }
             TKVI_UNROLL
-            for (i = 0; i < 4; i++) {
+            for (i = 0; i < nt; i++) {
                 const uint8_t *v = at + step[i];
                 tkvi_vf x[4];
                 TKVI_UNROLL
@@ -10535,16 +10546,19 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
     }
 }
 
-/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+/* >>functions. One for each storage type and number of rows, in which all registers are for one loop. */
 #define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
     TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
                                        const float *ref, int rows, int n, float *scores) {                   \
-        TKVI_N(exact_k_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type)) TKVI_N(t##_k4)(pad, src, ahead, q, ref, rows, n, scores);  \
+        else TKVI_N(exact_k_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
     }                                                                                                        \
     TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
                                        const float *p, int rows, int n, float *out) {                        \
-        TKVI_N(exact_v_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type))                                                            \
+            TKVI_N(t##_v4)(n_passes, pad, src, ahead, p, rows, n, out);                                      \
+        else TKVI_N(exact_v_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
     }
 /* Channels of V that are left over. */
@@ -10554,8 +10568,8 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
         TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
     }
 #define TKVI_EXACT_ALL_(t, type)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+    TKVI_EXACT_PASS_(t, type, 4)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 1) TKVI_EXACT_LAST_(t, type)
 TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
 TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
 TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
@@ -10593,7 +10607,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
     for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
-        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        const int each = rows > 2 || (rows == 2 && TKVI_EXACT_IS_SHORT(type)) ? TKVI_EXACT_VECTORS : 4;
         int n_passes = vectors / each, c, left;
         while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
         c = n_passes * each * TKVI_VF;
@@ -10630,10 +10644,12 @@ TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
     const tkvi_vf most = tkvi_vf_splat(maximum);
     tkvi_vf sum = tkvi_vf_splat(0.0f);
     int t;
-    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
-        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
-        tkvi_vf_store(p + t, y);
-        sum = tkvi_vf_add(sum, y);
+    for (t = 0; t < TKVI_BLOCK; t += 2 * TKVI_VF) {
+        const tkvi_vf x = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t + TKVI_VF), most));
+        tkvi_vf_store(p + t, x);
+        tkvi_vf_store(p + t + TKVI_VF, y);
+        sum = tkvi_vf_add(sum, tkvi_vf_add(x, y));
     }
     return sum;
 }
@@ -10998,17 +11014,19 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
     int32_t middles[4];
+    const int32_t *centre2 = a->centre2;
+    const int n = a->n;
     int i, j, r, wide = a->least, limit[4];
     TKVI_UNROLL
     for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
-    for (i = 0; i < a->n; i += TKVI_VF) {
+    for (i = 0; i < n; i += TKVI_VF) {
         const tkvi_vf scale = tkvi_vf_load(a->scale + i);
-        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
-        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
-                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
+        const tkvi_vf centre = tkvi_vf_mul(tkvi_vi_to_float(tkvi_vi_load(centre2 + i)), tkvi_vf_splat(0.5f));
+        const tkvi_vf zero =
+            tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -11041,18 +11059,18 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
                 k[j] = tkvi_vi_nearest(y);
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
-                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
             if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
             tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
         }
-        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+        for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
             TKVI_UNROLL
             for (j = 0; j < 16 / TKVI_VF; j++) {
                 const int at = i + j * TKVI_VF;
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
-                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
             tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
         }
@@ -11121,7 +11139,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
-        const int32_t all = totals[r] * a->middle;
+        const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
         f->base[r] = all >> 1;
         f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
     }
@@ -11147,15 +11165,39 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
-    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
-    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
-    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
-    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+ * multiple of 16. */
+TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
+    const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
+    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
+    int i, j;
+    for (i = 0; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            tkvi_vf_store(out + j,
+                          tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
+        }
+    }
 }
 
-/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
-#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+    int r, g;
+    for (r = 0; r < nr; r++)
+        for (g = 0; g < 2; g++) {
+            const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
+            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+        }
+}
+
+TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, float *out) {
+    int r;
+    for (r = 0; r < nr; r++) TKVI_N(answer)
+    (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
+}
+
+/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+#define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
     if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
@@ -11166,19 +11208,12 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
-#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
-#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+#define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
+#define TKVI_K_SAVE_(sum, p, r)                                                                              \
     more = tkvi_widen_k(sum);                                                                                \
     if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
-#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
-    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
-#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
-    TKVI_N(store_answer)                                                                                     \
-    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
 #define TKVI_K_LOAD_(width, first)                                                                           \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
     if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
@@ -11196,54 +11231,64 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         TKVI_K_LOAD_(width, first)                                                                           \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
-            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
             even[p] = tkvi_even(x[p]);                                                                       \
             odd[p] = tkvi_odd(x[p]);                                                                         \
         }                                                                                                    \
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
+/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+#define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
+TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
+    const uint8_t *tile = d->codes;
+    int width, m, i;
+    for (width = d->most_width; width >= d->least_wide; width--)
+        for (m = d->s->tiles.n[width]; m > 0; m--, tile += TKVI_TILE_BYTES(width))
+            if (TKVI_K_IS_UNPACKED_(width)) {
+                TKVI_N(unpack_tile)(tile, width, to);
+                for (i = 0; TKVI_BIAS && i < TKVI_TILE_CODES; i += TKVI_VB)
+                    tkvi_vb_store(to + i, tkvi_vb_flip(tkvi_vb_load(to + i)));
+                to += TKVI_TILE_CODES;
+            }
+}
+
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     int pass, width, p, m;
-    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
-        const tkvi_fold *f = d->fold + (first >= 2);
         const int group = first >= 2 ? d->second_group : 0;
-        float *scores = d->scores + 16 * first + column / 4;
+        int32_t *sums = d->sums + 16 * first + column / 4;
         const uintptr_t ahead =
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
-        const uint8_t *at = d->codes + column;
+        const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: total has sums */
+        int used = d->is_wide; /* 1: d->sums has sums */
         width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
+            const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
+                codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
                 if (width == 4) {
                     TKVI_K_WIDE_RUN_(4, first)
-                } else if (width == 8) {
-                    TKVI_K_WIDE_RUN_(8, first)
-                } else if (width == 3 && first == 0) {
-                    TKVI_K_WIDE_RUN_(3, 0)
-                } else if (width == 3) {
-                    TKVI_K_WIDE_RUN_(3, 2)
                 } else {
-                    TKVI_K_WIDE_RUN_(width, first)
+                    if (TKVI_K_IS_UNPACKED_(width)) at = buffer;
+                    if (TKVI_K_IS_UNPACKED_(width)) buffer += m * TKVI_TILE_CODES;
+                    TKVI_K_WIDE_RUN_(8, first)
+                    at = codes;
                 }
             }
-            if (!TKVI_HAS_NARROW || width == 0) {
-                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
-                continue;
-            }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
         if (TKVI_HAS_NARROW) {
             tkvi_vb u = tkvi_vb_splat(0);
@@ -11255,7 +11300,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
                     m = left * each <= room ? left : room / each;
                     if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
                         TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
                         room = TKVI_SUM_MAX;
                         used = 1;
@@ -11275,7 +11320,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                         TKVI_K_RUN_(1, first)
                     }
                 }
-            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
+            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
         }
     }
 }
@@ -11306,8 +11351,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
 #endif
 #endif
-#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
-#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
@@ -11324,18 +11368,17 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
     tkvi_keep_wide(sum)
 #define TKVI_V_SPILL_(sum, v, r)                                                                             \
-    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_v(sum));                                                     \
     sum = tkvi_sums_zero();
-#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
-    if (v < n_vectors) {                                                                                     \
+#define TKVI_V_SAVE_(sum, v, r)                                                                              \
+    {                                                                                                        \
         tkvi_vi more = tkvi_widen_v(sum);                                                                    \
-        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
-        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+        if (spills) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_V_SUM_(v, r)));                               \
+        tkvi_vi_store(TKVI_V_SUM_(v, r), more);                                                              \
     }
-#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
-#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
+#define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
+
 /* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
@@ -11347,14 +11390,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 
 /* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
 TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int width, const int nr, float *out) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
-    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+                                 const int width, const int nr, int32_t *sums) {
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767 && d->n > 32; /* 16-bit sums hold two tiles */
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
-    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -11366,12 +11407,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_, TKVI_V_EACH_)
 }
 
 /* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
 TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int nr, float *out) {
+                                 const int nr, int32_t *sums) {
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
@@ -11386,13 +11427,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_LEVELS_, TKVI_V_EACH_)
 }
 
-/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+/* A pass by wide weights. */
 TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                               int n_vectors, const int width, const int is_signed, const int nr,
-                               float *out) {
+                               const int width, const int nr, int32_t *sums) {
     const int16_t *w = d->wide_w;
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
@@ -11405,33 +11445,33 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
                 tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
-                if (is_signed) {
-                    even[v] = tkvi_even_levels(c);
-                    odd[v] = tkvi_odd_levels(c);
-                } else {
-                    if (width == 8) c = tkvi_vb_biased(c);
-                    even[v] = tkvi_even(c);
-                    odd[v] = tkvi_odd(c);
-                }
+                if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+                even[v] = tkvi_even(c);
+                odd[v] = tkvi_odd(c);
             }
             TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_WIDE_, TKVI_V_EACH_)
 }
 
-/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+/* Unpacks the tiles of a slab to bytes: codes or levels as pass_levels takes them, or 8-bit codes for wide weights.
+ * upper: 1: the levels of the second channels of pairs. */
 TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
                                      uint8_t *code) {
+    tkvi_vb table = tkvi_vb_splat(0);
     int i, j;
+    if (d->s->levels) table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+    if (d->is_wide) table = tkvi_vb_flip(table);
     for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
-        if (d->s->levels) {
-            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+        if (d->s->levels)
             for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
                 tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
-        }
+        else if (TKVI_BIAS && d->is_wide)
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_flip(tkvi_vb_load(code + j)));
     }
 }
 
@@ -11439,26 +11479,22 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
 TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
     const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
-    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
-        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
         const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
         const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
         for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
-            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (is_wide) {
-                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
-                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
-                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
-            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
-            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
-            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+            int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
+            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
         }
     }
 }
@@ -11487,6 +11523,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
     tkvi_fold_args a;
     tkvi_products_k d;
     int width, g, c = 0, i, most_width = 0;
@@ -11513,6 +11550,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
+    d.sums = sums;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
@@ -11530,8 +11568,10 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         if (s->groups == 1) d.fold[1] = d.fold[0];
         d.is_wide = a.least > 0;
         d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        d.scores = scores;
+        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
         dot[nr - 1](&d);
+        TKVI_N(answer_k)(&d, nr, scores);
         d.ahead = 0; /* the first rows have prefetched everything */
     }
 }
@@ -11545,6 +11585,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
     TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_V_STRIDE];
     tkvi_fold_args a;
     tkvi_products_v d;
     int width, i, r, g, slab = 0;
@@ -11559,11 +11600,14 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.n = n;
     d.w = w;
     d.wide_w = wide_w;
-    d.out_stride = s->pad;
+    d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1;
+        a.wide_middle = a.middle;
+        if (s->levels) a.wide_middle = 256 - 2 * TKVI_BIAS; /* twice 128: unpack_slab flips their signs */
+        if (width == 8) a.wide_middle -= 2 * TKVI_BIAS;
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
@@ -11578,8 +11622,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
                 const int nr = tkvi_min(rows - r, 4);
                 a.x = p + r * TKVI_BLOCK;
                 d.is_wide = fold[nr - 1](&a, &d.fold);
-                d.out = out + r * s->pad + 16 * slab;
                 dot[nr - 1](&d);
+                TKVI_N(answer_v)(&d, nr, s->pad, out + r * s->pad + 16 * slab);
                 d.ahead = 0;
             }
             d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
@@ -11963,14 +12007,13 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
 }
 
 /* Splits the codes of n tokens or channels into even and odd bytes, of 16 bits, for wide weights. */
-TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width,
-                                     int is_signed) {
+TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width) {
     int i;
     for (i = 0; i < n; i += TKVI_VB / 4, x += TKVI_VB / 4) {
         tkvi_vb c = tkvi_vb_load((const uint8_t *)x);
-        if (width == 8 && !is_signed) c = tkvi_vb_biased(c);
-        tkvi_vb_store((uint8_t *)(x + d->odd), is_signed ? tkvi_odd_levels(c) : tkvi_odd(c));
-        tkvi_vb_store((uint8_t *)x, is_signed ? tkvi_even_levels(c) : tkvi_even(c));
+        if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+        tkvi_vb_store((uint8_t *)(x + d->odd), tkvi_odd(c));
+        tkvi_vb_store((uint8_t *)x, tkvi_even(c));
     }
 }
 
@@ -11981,7 +12024,7 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     *run = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
-            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width, 0);
+            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
         run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
                                    TKVI_SUM_MAX, &room);
         i = a->end[width] / 4;
@@ -12094,7 +12137,8 @@ TKVI_KERNEL void TKVI_N(prefill_unpack_v)(const tkvi_side *s, int width, int sla
     for (i = 0; i < 4; i++)
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(width), width, (uint8_t *)(x + i * 64));
     for (k = slabs - 1; s->levels && k >= 0; k--) {
-        const tkvi_vb table = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        const tkvi_vb levels = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        const tkvi_vb table = TKVI_BIAS ? levels : tkvi_vb_flip(levels); /* as the products take them */
         uint8_t *from = (uint8_t *)x, *to = from + k * 4 * TKVI_TILE_CODES;
         for (j = 0; j < 4 * TKVI_TILE_CODES; j += TKVI_VB)
             tkvi_vb_store(to + j, tkvi_vb_look_up(table, tkvi_vb_load(from + j)));
@@ -12129,7 +12173,8 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
                 a.centre = tkvi_centre(s, width);
-                a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+                a.middle =
+                    s->levels ? 256 - 2 * TKVI_BIAS : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
                 a.coarse = tkvi_coarse_v(s, width);
                 TKVI_N(prefill_fold_v)(&a, &f);
                 d.n_wide = tkvi_min(f.n_wide, quads);
@@ -12140,7 +12185,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
             }
             tkvi_ahead(tile, 4 * TKVI_TILE_BYTES(width), ahead);
             TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
-            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width, s->levels != NULL);
+            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width);
             for (k = 0; k < slabs; k++, out += 16 * lanes)
                 TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
         }
@@ -12341,7 +12386,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vb_right
 #undef tkvi_vb_tail
 #undef tkvi_vb_right_half
-#undef tkvi_vb_biased
+#undef tkvi_vb_flip
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
@@ -12349,6 +12394,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
+#undef TKVI_EXACT_IS_SHORT
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -12383,8 +12429,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_wide_zero
 #undef tkvi_even
 #undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
 #undef tkvi_wide_even
 #undef tkvi_wide_odd
 #undef tkvi_dot_wide
@@ -12399,14 +12443,13 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_FOUR_
 #undef TKVI_K_SUMS_
 #undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
+#undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
+#undef TKVI_K_SAVE_
+#undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
 #undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
 #undef TKVI_K_LOAD_
 #undef TKVI_K_RUN_
 #undef TKVI_K_WIDE_RUN_
@@ -12416,15 +12459,14 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
 #undef TKVI_V_DOT_
 #undef TKVI_V_DOT_LEVELS_
 #undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SUM_
 #undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_SAVE_
+#undef TKVI_V_SAVE_LEVELS_
+#undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 #undef tkvi_vf_div
@@ -12535,6 +12577,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vi_mul_right
 #undef tkvi_vb_gather4
 #undef tkvi_vb_transpose4
+#undef TKVI_EXACT_ROW_
 #undef TKVI_EXACT_PASS_
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
@@ -12710,7 +12753,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_vb_right_half(x, column, n, m)                                                                  \
     _mm512_srlv_epi16(                                                                                       \
         x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
-#define tkvi_vb_biased(x) (x) /* 8-bit codes as the products take them: minus TKVI_BIAS */
+#define tkvi_vb_flip(x) _mm512_xor_si512(x, tkvi_splat_bytes_avx512(128)) /* plus or minus 128 */
 #define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
 #define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
 #define tkvi_vb_add(a, b) _mm512_add_epi8(a, b)
@@ -12733,7 +12776,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
-#define TKVI_EXACT_LAST 1    /* in the last pass of V */
+/* Types that are used less have less code: two rows are four, two tokens of V go together. */
+#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
+#define TKVI_EXACT_LAST 1 /* in the last pass of V */
 
 /* >>products of four codes by four weights */
 #define TKVI_HAS_NARROW 1
@@ -12784,8 +12829,6 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_wide_zero() _mm512_setzero_si512()
 #define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
 #define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
-#define tkvi_even_levels(x) _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8)
-#define tkvi_odd_levels(x) _mm512_srai_epi16(x, 8)
 #define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
 #define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
 #define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
@@ -13618,7 +13661,8 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
 /*
  * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
  *
- * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ * The storage type and the number of rows are constants of an instance: 1, 2 and 4 rows, or 1 and 4 of types that
+ * TKVI_EXACT_IS_SHORT names. Missing rows repeat the last one.
  */
 /* Finite values at .. at + TKVI_VF - 1 of a row. */
 TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
@@ -13626,6 +13670,9 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
+
+/* Row r, or the last one. A constant where it can be. */
+#define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
 /* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
 TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
@@ -13636,7 +13683,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
     const float *row[4];
     int t, c, r, i, j;
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (r = 0; r < nr; r++) row[r] = q + TKVI_EXACT_ROW_(r) * pad;
     for (t = 0; t < n; t += nt, src += nt * row_bytes) {
         tkvi_vf sum[4][4];
         const uint8_t *k[4];
@@ -13673,7 +13720,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
         }
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            float *to = scores + TKVI_EXACT_ROW_(r) * TKVI_BLOCK + t, last[4];
             if (nt < 4) sum[r][3] = sum[r][0];
             if (nt == 4 || t + 4 <= n) {
                 tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
@@ -13691,6 +13738,7 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
                                   const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
                                   float *out) {
     const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const int nt = TKVI_EXACT_IS_SHORT(type) ? 2 : 4; /* tokens at a time */
     const float *row[4];
     int t, r, i, j;
     TKVI_UNROLL
@@ -13705,14 +13753,14 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
             for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
         TKVI_UNROLL
-        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
-        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
-            if (t + 4 > n) {
+        for (i = 0; i < nt; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += nt, at += nt * row_bytes) {
+            if (t + nt > n) {
                 TKVI_UNROLL
-                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+                for (i = 1; i < nt; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
             }
             TKVI_UNROLL
-            for (i = 0; i < 4; i++) {
+            for (i = 0; i < nt; i++) {
                 const uint8_t *v = at + step[i];
                 tkvi_vf x[4];
                 TKVI_UNROLL
@@ -13742,16 +13790,19 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
     }
 }
 
-/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+/* >>functions. One for each storage type and number of rows, in which all registers are for one loop. */
 #define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
     TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
                                        const float *ref, int rows, int n, float *scores) {                   \
-        TKVI_N(exact_k_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type)) TKVI_N(t##_k4)(pad, src, ahead, q, ref, rows, n, scores);  \
+        else TKVI_N(exact_k_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
     }                                                                                                        \
     TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
                                        const float *p, int rows, int n, float *out) {                        \
-        TKVI_N(exact_v_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type))                                                            \
+            TKVI_N(t##_v4)(n_passes, pad, src, ahead, p, rows, n, out);                                      \
+        else TKVI_N(exact_v_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
     }
 /* Channels of V that are left over. */
@@ -13761,8 +13812,8 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
         TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
     }
 #define TKVI_EXACT_ALL_(t, type)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+    TKVI_EXACT_PASS_(t, type, 4)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 1) TKVI_EXACT_LAST_(t, type)
 TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
 TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
 TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
@@ -13800,7 +13851,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
     for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
-        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        const int each = rows > 2 || (rows == 2 && TKVI_EXACT_IS_SHORT(type)) ? TKVI_EXACT_VECTORS : 4;
         int n_passes = vectors / each, c, left;
         while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
         c = n_passes * each * TKVI_VF;
@@ -13837,10 +13888,12 @@ TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
     const tkvi_vf most = tkvi_vf_splat(maximum);
     tkvi_vf sum = tkvi_vf_splat(0.0f);
     int t;
-    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
-        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
-        tkvi_vf_store(p + t, y);
-        sum = tkvi_vf_add(sum, y);
+    for (t = 0; t < TKVI_BLOCK; t += 2 * TKVI_VF) {
+        const tkvi_vf x = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t + TKVI_VF), most));
+        tkvi_vf_store(p + t, x);
+        tkvi_vf_store(p + t + TKVI_VF, y);
+        sum = tkvi_vf_add(sum, tkvi_vf_add(x, y));
     }
     return sum;
 }
@@ -14205,17 +14258,19 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
     int32_t middles[4];
+    const int32_t *centre2 = a->centre2;
+    const int n = a->n;
     int i, j, r, wide = a->least, limit[4];
     TKVI_UNROLL
     for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
-    for (i = 0; i < a->n; i += TKVI_VF) {
+    for (i = 0; i < n; i += TKVI_VF) {
         const tkvi_vf scale = tkvi_vf_load(a->scale + i);
-        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
-        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
-                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
+        const tkvi_vf centre = tkvi_vf_mul(tkvi_vi_to_float(tkvi_vi_load(centre2 + i)), tkvi_vf_splat(0.5f));
+        const tkvi_vf zero =
+            tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -14248,18 +14303,18 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
                 k[j] = tkvi_vi_nearest(y);
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
-                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
             if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
             tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
         }
-        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+        for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
             TKVI_UNROLL
             for (j = 0; j < 16 / TKVI_VF; j++) {
                 const int at = i + j * TKVI_VF;
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
-                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
             tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
         }
@@ -14328,7 +14383,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
-        const int32_t all = totals[r] * a->middle;
+        const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
         f->base[r] = all >> 1;
         f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
     }
@@ -14354,15 +14409,39 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
-    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
-    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
-    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
-    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+ * multiple of 16. */
+TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
+    const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
+    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
+    int i, j;
+    for (i = 0; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            tkvi_vf_store(out + j,
+                          tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
+        }
+    }
 }
 
-/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
-#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+    int r, g;
+    for (r = 0; r < nr; r++)
+        for (g = 0; g < 2; g++) {
+            const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
+            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+        }
+}
+
+TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, float *out) {
+    int r;
+    for (r = 0; r < nr; r++) TKVI_N(answer)
+    (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
+}
+
+/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+#define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
     if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
@@ -14373,19 +14452,12 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
-#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
-#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+#define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
+#define TKVI_K_SAVE_(sum, p, r)                                                                              \
     more = tkvi_widen_k(sum);                                                                                \
     if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
-#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
-    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
-#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
-    TKVI_N(store_answer)                                                                                     \
-    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
 #define TKVI_K_LOAD_(width, first)                                                                           \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
     if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
@@ -14403,54 +14475,64 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         TKVI_K_LOAD_(width, first)                                                                           \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
-            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
             even[p] = tkvi_even(x[p]);                                                                       \
             odd[p] = tkvi_odd(x[p]);                                                                         \
         }                                                                                                    \
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
+/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+#define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
+TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
+    const uint8_t *tile = d->codes;
+    int width, m, i;
+    for (width = d->most_width; width >= d->least_wide; width--)
+        for (m = d->s->tiles.n[width]; m > 0; m--, tile += TKVI_TILE_BYTES(width))
+            if (TKVI_K_IS_UNPACKED_(width)) {
+                TKVI_N(unpack_tile)(tile, width, to);
+                for (i = 0; TKVI_BIAS && i < TKVI_TILE_CODES; i += TKVI_VB)
+                    tkvi_vb_store(to + i, tkvi_vb_flip(tkvi_vb_load(to + i)));
+                to += TKVI_TILE_CODES;
+            }
+}
+
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     int pass, width, p, m;
-    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
-        const tkvi_fold *f = d->fold + (first >= 2);
         const int group = first >= 2 ? d->second_group : 0;
-        float *scores = d->scores + 16 * first + column / 4;
+        int32_t *sums = d->sums + 16 * first + column / 4;
         const uintptr_t ahead =
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
-        const uint8_t *at = d->codes + column;
+        const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: total has sums */
+        int used = d->is_wide; /* 1: d->sums has sums */
         width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
+            const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
+                codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
                 if (width == 4) {
                     TKVI_K_WIDE_RUN_(4, first)
-                } else if (width == 8) {
-                    TKVI_K_WIDE_RUN_(8, first)
-                } else if (width == 3 && first == 0) {
-                    TKVI_K_WIDE_RUN_(3, 0)
-                } else if (width == 3) {
-                    TKVI_K_WIDE_RUN_(3, 2)
                 } else {
-                    TKVI_K_WIDE_RUN_(width, first)
+                    if (TKVI_K_IS_UNPACKED_(width)) at = buffer;
+                    if (TKVI_K_IS_UNPACKED_(width)) buffer += m * TKVI_TILE_CODES;
+                    TKVI_K_WIDE_RUN_(8, first)
+                    at = codes;
                 }
             }
-            if (!TKVI_HAS_NARROW || width == 0) {
-                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
-                continue;
-            }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
         if (TKVI_HAS_NARROW) {
             tkvi_vb u = tkvi_vb_splat(0);
@@ -14462,7 +14544,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
                     m = left * each <= room ? left : room / each;
                     if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
                         TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
                         room = TKVI_SUM_MAX;
                         used = 1;
@@ -14482,7 +14564,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                         TKVI_K_RUN_(1, first)
                     }
                 }
-            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
+            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
         }
     }
 }
@@ -14513,8 +14595,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
 #endif
 #endif
-#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
-#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
@@ -14531,18 +14612,17 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
     tkvi_keep_wide(sum)
 #define TKVI_V_SPILL_(sum, v, r)                                                                             \
-    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_v(sum));                                                     \
     sum = tkvi_sums_zero();
-#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
-    if (v < n_vectors) {                                                                                     \
+#define TKVI_V_SAVE_(sum, v, r)                                                                              \
+    {                                                                                                        \
         tkvi_vi more = tkvi_widen_v(sum);                                                                    \
-        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
-        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+        if (spills) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_V_SUM_(v, r)));                               \
+        tkvi_vi_store(TKVI_V_SUM_(v, r), more);                                                              \
     }
-#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
-#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
+#define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
+
 /* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
@@ -14554,14 +14634,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 
 /* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
 TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int width, const int nr, float *out) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
-    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+                                 const int width, const int nr, int32_t *sums) {
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767 && d->n > 32; /* 16-bit sums hold two tiles */
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
-    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -14573,12 +14651,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_, TKVI_V_EACH_)
 }
 
 /* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
 TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int nr, float *out) {
+                                 const int nr, int32_t *sums) {
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
@@ -14593,13 +14671,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_LEVELS_, TKVI_V_EACH_)
 }
 
-/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+/* A pass by wide weights. */
 TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                               int n_vectors, const int width, const int is_signed, const int nr,
-                               float *out) {
+                               const int width, const int nr, int32_t *sums) {
     const int16_t *w = d->wide_w;
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
@@ -14612,33 +14689,33 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
                 tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
-                if (is_signed) {
-                    even[v] = tkvi_even_levels(c);
-                    odd[v] = tkvi_odd_levels(c);
-                } else {
-                    if (width == 8) c = tkvi_vb_biased(c);
-                    even[v] = tkvi_even(c);
-                    odd[v] = tkvi_odd(c);
-                }
+                if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+                even[v] = tkvi_even(c);
+                odd[v] = tkvi_odd(c);
             }
             TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_WIDE_, TKVI_V_EACH_)
 }
 
-/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+/* Unpacks the tiles of a slab to bytes: codes or levels as pass_levels takes them, or 8-bit codes for wide weights.
+ * upper: 1: the levels of the second channels of pairs. */
 TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
                                      uint8_t *code) {
+    tkvi_vb table = tkvi_vb_splat(0);
     int i, j;
+    if (d->s->levels) table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+    if (d->is_wide) table = tkvi_vb_flip(table);
     for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
-        if (d->s->levels) {
-            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+        if (d->s->levels)
             for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
                 tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
-        }
+        else if (TKVI_BIAS && d->is_wide)
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_flip(tkvi_vb_load(code + j)));
     }
 }
 
@@ -14646,26 +14723,22 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
 TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
     const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
-    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
-        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
         const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
         const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
         for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
-            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (is_wide) {
-                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
-                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
-                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
-            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
-            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
-            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+            int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
+            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
         }
     }
 }
@@ -14694,6 +14767,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
     tkvi_fold_args a;
     tkvi_products_k d;
     int width, g, c = 0, i, most_width = 0;
@@ -14720,6 +14794,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
+    d.sums = sums;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
@@ -14737,8 +14812,10 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         if (s->groups == 1) d.fold[1] = d.fold[0];
         d.is_wide = a.least > 0;
         d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        d.scores = scores;
+        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
         dot[nr - 1](&d);
+        TKVI_N(answer_k)(&d, nr, scores);
         d.ahead = 0; /* the first rows have prefetched everything */
     }
 }
@@ -14752,6 +14829,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
     TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_V_STRIDE];
     tkvi_fold_args a;
     tkvi_products_v d;
     int width, i, r, g, slab = 0;
@@ -14766,11 +14844,14 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.n = n;
     d.w = w;
     d.wide_w = wide_w;
-    d.out_stride = s->pad;
+    d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1;
+        a.wide_middle = a.middle;
+        if (s->levels) a.wide_middle = 256 - 2 * TKVI_BIAS; /* twice 128: unpack_slab flips their signs */
+        if (width == 8) a.wide_middle -= 2 * TKVI_BIAS;
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
@@ -14785,8 +14866,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
                 const int nr = tkvi_min(rows - r, 4);
                 a.x = p + r * TKVI_BLOCK;
                 d.is_wide = fold[nr - 1](&a, &d.fold);
-                d.out = out + r * s->pad + 16 * slab;
                 dot[nr - 1](&d);
+                TKVI_N(answer_v)(&d, nr, s->pad, out + r * s->pad + 16 * slab);
                 d.ahead = 0;
             }
             d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
@@ -15170,14 +15251,13 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
 }
 
 /* Splits the codes of n tokens or channels into even and odd bytes, of 16 bits, for wide weights. */
-TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width,
-                                     int is_signed) {
+TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width) {
     int i;
     for (i = 0; i < n; i += TKVI_VB / 4, x += TKVI_VB / 4) {
         tkvi_vb c = tkvi_vb_load((const uint8_t *)x);
-        if (width == 8 && !is_signed) c = tkvi_vb_biased(c);
-        tkvi_vb_store((uint8_t *)(x + d->odd), is_signed ? tkvi_odd_levels(c) : tkvi_odd(c));
-        tkvi_vb_store((uint8_t *)x, is_signed ? tkvi_even_levels(c) : tkvi_even(c));
+        if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+        tkvi_vb_store((uint8_t *)(x + d->odd), tkvi_odd(c));
+        tkvi_vb_store((uint8_t *)x, tkvi_even(c));
     }
 }
 
@@ -15188,7 +15268,7 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     *run = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
-            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width, 0);
+            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
         run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
                                    TKVI_SUM_MAX, &room);
         i = a->end[width] / 4;
@@ -15301,7 +15381,8 @@ TKVI_KERNEL void TKVI_N(prefill_unpack_v)(const tkvi_side *s, int width, int sla
     for (i = 0; i < 4; i++)
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(width), width, (uint8_t *)(x + i * 64));
     for (k = slabs - 1; s->levels && k >= 0; k--) {
-        const tkvi_vb table = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        const tkvi_vb levels = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        const tkvi_vb table = TKVI_BIAS ? levels : tkvi_vb_flip(levels); /* as the products take them */
         uint8_t *from = (uint8_t *)x, *to = from + k * 4 * TKVI_TILE_CODES;
         for (j = 0; j < 4 * TKVI_TILE_CODES; j += TKVI_VB)
             tkvi_vb_store(to + j, tkvi_vb_look_up(table, tkvi_vb_load(from + j)));
@@ -15336,7 +15417,8 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
                 a.centre = tkvi_centre(s, width);
-                a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+                a.middle =
+                    s->levels ? 256 - 2 * TKVI_BIAS : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
                 a.coarse = tkvi_coarse_v(s, width);
                 TKVI_N(prefill_fold_v)(&a, &f);
                 d.n_wide = tkvi_min(f.n_wide, quads);
@@ -15347,7 +15429,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
             }
             tkvi_ahead(tile, 4 * TKVI_TILE_BYTES(width), ahead);
             TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
-            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width, s->levels != NULL);
+            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width);
             for (k = 0; k < slabs; k++, out += 16 * lanes)
                 TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
         }
@@ -15548,7 +15630,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vb_right
 #undef tkvi_vb_tail
 #undef tkvi_vb_right_half
-#undef tkvi_vb_biased
+#undef tkvi_vb_flip
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
@@ -15556,6 +15638,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
+#undef TKVI_EXACT_IS_SHORT
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -15590,8 +15673,6 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_wide_zero
 #undef tkvi_even
 #undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
 #undef tkvi_wide_even
 #undef tkvi_wide_odd
 #undef tkvi_dot_wide
@@ -15606,14 +15687,13 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_FOUR_
 #undef TKVI_K_SUMS_
 #undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
+#undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
+#undef TKVI_K_SAVE_
+#undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
 #undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
 #undef TKVI_K_LOAD_
 #undef TKVI_K_RUN_
 #undef TKVI_K_WIDE_RUN_
@@ -15623,15 +15703,14 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
 #undef TKVI_V_DOT_
 #undef TKVI_V_DOT_LEVELS_
 #undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SUM_
 #undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_SAVE_
+#undef TKVI_V_SAVE_LEVELS_
+#undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 #undef tkvi_vf_div
@@ -15742,6 +15821,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vi_mul_right
 #undef tkvi_vb_gather4
 #undef tkvi_vb_transpose4
+#undef TKVI_EXACT_ROW_
 #undef TKVI_EXACT_PASS_
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
@@ -16059,7 +16139,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
-#define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))
 #define TKVI_K_PLANES 4
 #define TKVI_K_PASSES 4
 #define TKVI_K_FIRST(pass) 0
@@ -16095,8 +16174,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_wide_sums tkvi_limb_sums
 #define tkvi_even(codes) (codes)
 #define tkvi_odd(codes) (codes)
-#define tkvi_even_levels(x) (x)
-#define tkvi_odd_levels(x) (x)
 #define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
 #define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
@@ -16472,6 +16549,7 @@ TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_stor
 TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
@@ -16504,7 +16582,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
-#define tkvi_vb_biased(x) (x)
 #define TKVI_K_PLANES 2
 #define TKVI_K_PASSES 8
 #define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
@@ -16538,8 +16615,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_wide_zero() wasm_i32x4_const_splat(0)
 #define tkvi_even(codes) wasm_v128_and(codes, wasm_i16x8_const_splat(255))
 #define tkvi_odd(codes) wasm_u16x8_shr(codes, 8)
-#define tkvi_even_levels(x) wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8)
-#define tkvi_odd_levels(x) wasm_i16x8_shr(x, 8)
 #define tkvi_wide_even(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride))
 #define tkvi_wide_odd(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride) + 2)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
@@ -16677,6 +16752,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
  * more for the second half. */
 #define tkvi_vb_tail(p, column) tkvi_load_bytes_128((p) - (column) / 32 * 32)
 #define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_flip(x) tkvi_xor_128(x, tkvi_splat_bytes_128(128)) /* plus or minus 128 */
 #define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
 #define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
 #define tkvi_vb_add(a, b) tkvi_add_bytes_128(a, b)
@@ -16691,7 +16767,8 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
-#define TKVI_EXACT_LAST 4    /* in the last pass of V */
+#define TKVI_EXACT_IS_SHORT(type) 0
+#define TKVI_EXACT_LAST 4 /* in the last pass of V */
 
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
@@ -17837,7 +17914,8 @@ TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_
 /*
  * kernels/exact.inc - a template: attention on exact tiers (F32, F16, BF16) in a vector vocabulary.
  *
- * The storage type and the number of rows are constants of an instance. Three rows are four, of which one is repeated.
+ * The storage type and the number of rows are constants of an instance: 1, 2 and 4 rows, or 1 and 4 of types that
+ * TKVI_EXACT_IS_SHORT names. Missing rows repeat the last one.
  */
 /* Finite values at .. at + TKVI_VF - 1 of a row. */
 TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row, int at) {
@@ -17845,6 +17923,9 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     if (type == TKVI_AS_BF16) return tkvi_vf_load_bf16(row + 2 * at);
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
+
+/* Row r, or the last one. A constant where it can be. */
+#define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
 /* Scores of nr rows, nt tokens at a time. Lanes are channels. Tokens beyond n repeat the last one. */
 TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const int nt, int pad,
@@ -17855,7 +17936,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
     const float *row[4];
     int t, c, r, i, j;
     TKVI_UNROLL
-    for (r = 0; r < nr; r++) row[r] = q + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * pad;
+    for (r = 0; r < nr; r++) row[r] = q + TKVI_EXACT_ROW_(r) * pad;
     for (t = 0; t < n; t += nt, src += nt * row_bytes) {
         tkvi_vf sum[4][4];
         const uint8_t *k[4];
@@ -17892,7 +17973,7 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
         }
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            float *to = scores + (r < nr - 1 ? r : tkvi_min(nr, rows) - 1) * TKVI_BLOCK + t, last[4];
+            float *to = scores + TKVI_EXACT_ROW_(r) * TKVI_BLOCK + t, last[4];
             if (nt < 4) sum[r][3] = sum[r][0];
             if (nt == 4 || t + 4 <= n) {
                 tkvi_vf_sum4(to, sum[r]); /* with nt = 3, the next step replaces the last one */
@@ -17910,6 +17991,7 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
                                   const uint8_t *src, uintptr_t ahead, const float *p, int rows, int n,
                                   float *out) {
     const int size = type == TKVI_AS_F32 ? 4 : 2, row_bytes = pad * size, width = nv * TKVI_VF;
+    const int nt = TKVI_EXACT_IS_SHORT(type) ? 2 : 4; /* tokens at a time */
     const float *row[4];
     int t, r, i, j;
     TKVI_UNROLL
@@ -17924,14 +18006,14 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
             for (j = 0; j < nv; j++) sum[r][j] = tkvi_vf_splat(0.0f);
         }
         TKVI_UNROLL
-        for (i = 0; i < 4; i++) step[i] = i * row_bytes;
-        for (t = 0; t < n; t += 4, at += 4 * row_bytes) {
-            if (t + 4 > n) {
+        for (i = 0; i < nt; i++) step[i] = i * row_bytes;
+        for (t = 0; t < n; t += nt, at += nt * row_bytes) {
+            if (t + nt > n) {
                 TKVI_UNROLL
-                for (i = 1; i < 4; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
+                for (i = 1; i < nt; i++) step[i] = tkvi_min(i, n - 1 - t) * row_bytes;
             }
             TKVI_UNROLL
-            for (i = 0; i < 4; i++) {
+            for (i = 0; i < nt; i++) {
                 const uint8_t *v = at + step[i];
                 tkvi_vf x[4];
                 TKVI_UNROLL
@@ -17961,16 +18043,19 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
     }
 }
 
-/* >>functions: one for each storage type and number of rows, in which all registers are for one loop. */
+/* >>functions. One for each storage type and number of rows, in which all registers are for one loop. */
 #define TKVI_EXACT_PASS_(t, type, nr)                                                                        \
     TKVI_KERNEL void TKVI_N(t##_k##nr)(int pad, const uint8_t *src, uintptr_t ahead, const float *q,         \
                                        const float *ref, int rows, int n, float *scores) {                   \
-        TKVI_N(exact_k_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type)) TKVI_N(t##_k4)(pad, src, ahead, q, ref, rows, n, scores);  \
+        else TKVI_N(exact_k_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_TOKENS : 4, pad, src, ahead, q, ref, rows, n, scores);               \
     }                                                                                                        \
     TKVI_KERNEL void TKVI_N(t##_v##nr)(int n_passes, int pad, const uint8_t *src, uintptr_t ahead,           \
                                        const float *p, int rows, int n, float *out) {                        \
-        TKVI_N(exact_v_pass)                                                                                 \
+        if (nr == 2 && TKVI_EXACT_IS_SHORT(type))                                                            \
+            TKVI_N(t##_v4)(n_passes, pad, src, ahead, p, rows, n, out);                                      \
+        else TKVI_N(exact_v_pass)                                                                            \
         (type, nr, nr == 4 ? TKVI_EXACT_VECTORS : 4, n_passes, pad, src, ahead, p, rows, n, out);            \
     }
 /* Channels of V that are left over. */
@@ -17980,8 +18065,8 @@ TKVI_OP void TKVI_N(exact_v_pass)(const tkvi_storage type, const int nr, const i
         TKVI_N(exact_v_pass)(type, 4, TKVI_EXACT_LAST, n_passes, pad, src, ahead, p, rows, n, out);          \
     }
 #define TKVI_EXACT_ALL_(t, type)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 1)                                                                             \
-    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 4) TKVI_EXACT_LAST_(t, type)
+    TKVI_EXACT_PASS_(t, type, 4)                                                                             \
+    TKVI_EXACT_PASS_(t, type, 2) TKVI_EXACT_PASS_(t, type, 1) TKVI_EXACT_LAST_(t, type)
 TKVI_EXACT_ALL_(f32, TKVI_AS_F32)
 TKVI_EXACT_ALL_(f16, TKVI_AS_F16)
 TKVI_EXACT_ALL_(bf16, TKVI_AS_BF16)
@@ -18019,7 +18104,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
     for (; rows > 0; rows -= 4, p += 4 * TKVI_BLOCK, out += 4 * pad) {
-        const int each = rows > 2 ? TKVI_EXACT_VECTORS : 4;
+        const int each = rows > 2 || (rows == 2 && TKVI_EXACT_IS_SHORT(type)) ? TKVI_EXACT_VECTORS : 4;
         int n_passes = vectors / each, c, left;
         while ((vectors - n_passes * each) % TKVI_EXACT_LAST) n_passes--;
         c = n_passes * each * TKVI_VF;
@@ -18056,10 +18141,12 @@ TKVI_OP tkvi_vf TKVI_N(exp_lanes)(const float *s, float maximum, float *p) {
     const tkvi_vf most = tkvi_vf_splat(maximum);
     tkvi_vf sum = tkvi_vf_splat(0.0f);
     int t;
-    for (t = 0; t < TKVI_BLOCK; t += TKVI_VF) {
-        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
-        tkvi_vf_store(p + t, y);
-        sum = tkvi_vf_add(sum, y);
+    for (t = 0; t < TKVI_BLOCK; t += 2 * TKVI_VF) {
+        const tkvi_vf x = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t), most));
+        const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t + TKVI_VF), most));
+        tkvi_vf_store(p + t, x);
+        tkvi_vf_store(p + t + TKVI_VF, y);
+        sum = tkvi_vf_add(sum, tkvi_vf_add(x, y));
     }
     return sum;
 }
@@ -18424,17 +18511,19 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
     int32_t middles[4];
+    const int32_t *centre2 = a->centre2;
+    const int n = a->n;
     int i, j, r, wide = a->least, limit[4];
     TKVI_UNROLL
     for (r = 0; r < 4; r++) { most[r] = rest[r] = squares[r] = tkvi_vf_splat(0.0f); }
-    for (i = 0; i < a->n; i += TKVI_VF) {
+    for (i = 0; i < n; i += TKVI_VF) {
         const tkvi_vf scale = tkvi_vf_load(a->scale + i);
-        const tkvi_vf centre2 = tkvi_vi_to_float(tkvi_vi_load(a->centre2 + i));
-        const tkvi_vf zero = tkvi_vf_madd(tkvi_vf_mul(centre2, tkvi_vf_splat(0.5f)), scale,
-                                          tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
+        const tkvi_vf centre = tkvi_vf_mul(tkvi_vi_to_float(tkvi_vi_load(centre2 + i)), tkvi_vf_splat(0.5f));
+        const tkvi_vf zero =
+            tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * a->n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -18467,18 +18556,18 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 const tkvi_vi full = tkvi_vi_nearest(tkvi_vf_mul(y, tkvi_vf_splat(128.0f)));
                 k[j] = tkvi_vi_nearest(y);
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
-                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(a->centre2 + at)));
+                fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
             if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
             tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
         }
-        for (; i < a->n; i += 16, w += 4 * TKVI_W_TILE) {
+        for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
             TKVI_UNROLL
             for (j = 0; j < 16 / TKVI_VF; j++) {
                 const int at = i + j * TKVI_VF;
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
-                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(a->centre2 + at)));
+                narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
             tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
         }
@@ -18547,7 +18636,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     for (; r < 4; r++) total[r] = tkvi_vi_splat(0);
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
-        const int32_t all = totals[r] * a->middle;
+        const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
         f->base[r] = all >> 1;
         f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
     }
@@ -18573,15 +18662,39 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const int add, float *out) {
-    const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_sub(sum, tkvi_vi_splat(f->base[r])));
-    tkvi_vf rest = tkvi_vf_splat(f->rest[r]);
-    if (add) rest = tkvi_vf_add(rest, tkvi_vf_load(out));
-    tkvi_vf_store(out, tkvi_vf_madd(x, tkvi_vf_splat(f->step[r]), rest));
+/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+ * multiple of 16. */
+TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
+    const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
+    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
+    int i, j;
+    for (i = 0; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) {
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            tkvi_vf_store(out + j,
+                          tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
+        }
+    }
 }
 
-/* >>K. Sums of plane first + p and row r. `total` holds what sums hold no longer. */
-#define TKVI_K_TOTAL_(p, r) total[r * TKVI_K_PLANES + p]
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+    int r, g;
+    for (r = 0; r < nr; r++)
+        for (g = 0; g < 2; g++) {
+            const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
+            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+        }
+}
+
+TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, float *out) {
+    int r;
+    for (r = 0; r < nr; r++) TKVI_N(answer)
+    (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
+}
+
+/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+#define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
     if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
@@ -18592,19 +18705,12 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
-#define TKVI_K_SAVE_WIDE_(sum, p, r) TKVI_K_TOTAL_(p, r) = tkvi_widen_wide(sum);
-#define TKVI_K_SPILL_(sum, p, r)                                                                             \
+#define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
+#define TKVI_K_SAVE_(sum, p, r)                                                                              \
     more = tkvi_widen_k(sum);                                                                                \
     if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    TKVI_K_TOTAL_(p, r) = used ? tkvi_vi_add(TKVI_K_TOTAL_(p, r), more) : more;
-#define TKVI_K_ANSWER_(sum, p, r)                                                                            \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, TKVI_K_TOTAL_(p, r));                                                 \
-    TKVI_N(store_answer)(p < 2 ? f : d->fold + 1, r, more, 0, scores + r * TKVI_BLOCK + 16 * p);
-#define TKVI_K_WIDE_ANSWER_(sum, p, r)                                                                       \
-    TKVI_N(store_answer)                                                                                     \
-    (p < 2 ? f : d->fold + 1, r, tkvi_widen_wide(sum), 0, scores + r * TKVI_BLOCK + 16 * p);
+    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
 #define TKVI_K_LOAD_(width, first)                                                                           \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
     if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
@@ -18622,54 +18728,64 @@ TKVI_OP void TKVI_N(store_answer)(const tkvi_fold *f, int r, tkvi_vi sum, const 
         TKVI_K_LOAD_(width, first)                                                                           \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
-            if (width == 8) x[p] = tkvi_vb_biased(x[p]);                                                     \
+            if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
             even[p] = tkvi_even(x[p]);                                                                       \
             odd[p] = tkvi_odd(x[p]);                                                                         \
         }                                                                                                    \
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
+/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+#define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
+TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
+    const uint8_t *tile = d->codes;
+    int width, m, i;
+    for (width = d->most_width; width >= d->least_wide; width--)
+        for (m = d->s->tiles.n[width]; m > 0; m--, tile += TKVI_TILE_BYTES(width))
+            if (TKVI_K_IS_UNPACKED_(width)) {
+                TKVI_N(unpack_tile)(tile, width, to);
+                for (i = 0; TKVI_BIAS && i < TKVI_TILE_CODES; i += TKVI_VB)
+                    tkvi_vb_store(to + i, tkvi_vb_flip(tkvi_vb_load(to + i)));
+                to += TKVI_TILE_CODES;
+            }
+}
+
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_K_PLANES];
+    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     int pass, width, p, m;
-    for (p = 0; p < 4 * TKVI_K_PLANES; p++) total[p] = tkvi_vi_splat(0);
+    if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
-        const tkvi_fold *f = d->fold + (first >= 2);
         const int group = first >= 2 ? d->second_group : 0;
-        float *scores = d->scores + 16 * first + column / 4;
+        int32_t *sums = d->sums + 16 * first + column / 4;
         const uintptr_t ahead =
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
-        const uint8_t *at = d->codes + column;
+        const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: total has sums */
+        int used = d->is_wide; /* 1: d->sums has sums */
         width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
+            const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
+                codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
                 if (width == 4) {
                     TKVI_K_WIDE_RUN_(4, first)
-                } else if (width == 8) {
-                    TKVI_K_WIDE_RUN_(8, first)
-                } else if (width == 3 && first == 0) {
-                    TKVI_K_WIDE_RUN_(3, 0)
-                } else if (width == 3) {
-                    TKVI_K_WIDE_RUN_(3, 2)
                 } else {
-                    TKVI_K_WIDE_RUN_(width, first)
+                    if (TKVI_K_IS_UNPACKED_(width)) at = buffer;
+                    if (TKVI_K_IS_UNPACKED_(width)) buffer += m * TKVI_TILE_CODES;
+                    TKVI_K_WIDE_RUN_(8, first)
+                    at = codes;
                 }
             }
-            if (!TKVI_HAS_NARROW || width == 0) {
-                TKVI_EACH_SUM_(TKVI_K_WIDE_ANSWER_, TKVI_K_EACH_)
-                continue;
-            }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
+            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
         if (TKVI_HAS_NARROW) {
             tkvi_vb u = tkvi_vb_splat(0);
@@ -18681,7 +18797,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
                     m = left * each <= room ? left : room / each;
                     if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SPILL_, TKVI_K_EACH_)
+                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
                         TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
                         room = TKVI_SUM_MAX;
                         used = 1;
@@ -18701,7 +18817,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                         TKVI_K_RUN_(1, first)
                     }
                 }
-            TKVI_EACH_SUM_(TKVI_K_ANSWER_, TKVI_K_EACH_)
+            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
         }
     }
 }
@@ -18732,8 +18848,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
 #endif
 #endif
-#define TKVI_V_TOTAL_(v, r) total[r * TKVI_V_VECTORS + v]
-#define TKVI_V_OUT_(v, r) (out + r * d->out_stride + TKVI_VF * v)
+#define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
@@ -18750,18 +18865,17 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     sum = tkvi_dot_wide(sum, even[v], odd[v], even_w, odd_w, r);                                             \
     tkvi_keep_wide(sum)
 #define TKVI_V_SPILL_(sum, v, r)                                                                             \
-    TKVI_V_TOTAL_(v, r) = tkvi_widen_v(sum);                                                                 \
+    tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_v(sum));                                                     \
     sum = tkvi_sums_zero();
-#define TKVI_V_ANSWER_(sum, v, r)                                                                            \
-    if (v < n_vectors) {                                                                                     \
+#define TKVI_V_SAVE_(sum, v, r)                                                                              \
+    {                                                                                                        \
         tkvi_vi more = tkvi_widen_v(sum);                                                                    \
-        if (spills) more = tkvi_vi_add(more, TKVI_V_TOTAL_(v, r));                                           \
-        TKVI_N(store_answer)(&d->fold, r, more, 1, TKVI_V_OUT_(v, r));                                       \
+        if (spills) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_V_SUM_(v, r)));                               \
+        tkvi_vi_store(TKVI_V_SUM_(v, r), more);                                                              \
     }
-#define TKVI_V_LEVELS_ANSWER_(sum, v, r)                                                                     \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, sum, 1, TKVI_V_OUT_(v, r));
-#define TKVI_V_WIDE_ANSWER_(sum, v, r)                                                                       \
-    if (v < n_vectors) TKVI_N(store_answer)(&d->fold, r, tkvi_widen_wide(sum), 1, TKVI_V_OUT_(v, r));
+#define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
+#define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
+
 /* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
@@ -18773,14 +18887,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 
 /* A pass by narrow weights. A step of the outer loop is a tile, with 16 tokens. */
 TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int width, const int nr, float *out) {
-    TKVI_ALIGNED tkvi_vi total[4 * TKVI_V_VECTORS];
-    const int spills = width == 4 && TKVI_SUM_MAX == 32767; /* 16-bit sums hold the products of two tiles */
+                                 const int width, const int nr, int32_t *sums) {
+    const int spills = width == 4 && TKVI_SUM_MAX == 32767 && d->n > 32; /* 16-bit sums hold two tiles */
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
-    for (v = 0; spills && v < 4 * TKVI_V_VECTORS; v++) total[v] = tkvi_vi_splat(0);
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -18792,12 +18904,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_, TKVI_V_EACH_)
 }
 
 /* A pass of levels, which are signed bytes in the layout of 8-bit codes, by narrow weights. */
 TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                                 int n_vectors, const int nr, float *out) {
+                                 const int nr, int32_t *sums) {
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
@@ -18812,13 +18924,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_LEVELS_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_LEVELS_, TKVI_V_EACH_)
 }
 
-/* A pass by wide weights. is_signed: codes are signed bytes in the layout of 8-bit codes. */
+/* A pass by wide weights. */
 TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, int part, int next,
-                               int n_vectors, const int width, const int is_signed, const int nr,
-                               float *out) {
+                               const int width, const int nr, int32_t *sums) {
     const int16_t *w = d->wide_w;
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
@@ -18831,33 +18942,33 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
                 tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
-                if (is_signed) {
-                    even[v] = tkvi_even_levels(c);
-                    odd[v] = tkvi_odd_levels(c);
-                } else {
-                    if (width == 8) c = tkvi_vb_biased(c);
-                    even[v] = tkvi_even(c);
-                    odd[v] = tkvi_odd(c);
-                }
+                if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+                even[v] = tkvi_even(c);
+                odd[v] = tkvi_odd(c);
             }
             TKVI_EACH_SUM_(TKVI_V_DOT_WIDE_, TKVI_V_STEP_)
         }
     }
     TKVI_V_JOIN_ALL_
-    TKVI_EACH_SUM_(TKVI_V_WIDE_ANSWER_, TKVI_V_EACH_)
+    TKVI_EACH_SUM_(TKVI_V_SAVE_WIDE_, TKVI_V_EACH_)
 }
 
-/* Unpacks the tiles of a slab to signed bytes. upper: 1: the levels of the second channels of pairs. */
+/* Unpacks the tiles of a slab to bytes: codes or levels as pass_levels takes them, or 8-bit codes for wide weights.
+ * upper: 1: the levels of the second channels of pairs. */
 TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *tile, int upper,
                                      uint8_t *code) {
+    tkvi_vb table = tkvi_vb_splat(0);
     int i, j;
+    if (d->s->levels) table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+    if (d->is_wide) table = tkvi_vb_flip(table);
     for (i = 0; 16 * i < d->n; i++, code += TKVI_TILE_CODES) {
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(d->width), d->width, code);
-        if (d->s->levels) {
-            const tkvi_vb table = tkvi_vb_table(d->s->levels + tkvi_level_table(d->s, d->width, upper));
+        if (d->s->levels)
             for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
                 tkvi_vb_store(code + j, tkvi_vb_look_up(table, tkvi_vb_load(code + j)));
-        }
+        else if (TKVI_BIAS && d->is_wide)
+            for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB)
+                tkvi_vb_store(code + j, tkvi_vb_flip(tkvi_vb_load(code + j)));
     }
 }
 
@@ -18865,26 +18976,22 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
 TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
     const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_wide = d->is_wide || !TKVI_HAS_NARROW;
-    const int is_unpacked = d->s->levels || (is_wide && width != 4 && width != 8);
+    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
-        const int last = i + TKVI_V_SLABS > n, n_vectors = last ? 1 : TKVI_V_VECTORS;
+        const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
         const int next = last ? 0 : is_unpacked ? (int)sizeof code[0] : slab;
         const uint8_t *tile = is_unpacked ? code[0] : d->codes + i * slab;
         for (k = 0; is_unpacked && k < (last ? 1 : TKVI_V_SLABS); k++)
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
-            float *out = d->out + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (is_wide) {
-                if (is_unpacked) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 1, nr, out);
-                else if (width == 4) TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 4, 0, nr, out);
-                else TKVI_N(pass_wide)(d, tile, part, next, n_vectors, 8, 0, nr, out);
-            } else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, n_vectors, nr, out);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 4, nr, out);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 3, nr, out);
-            else if (width == 2) TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 2, nr, out);
-            else TKVI_N(pass_narrow)(d, tile, part, next, n_vectors, 1, nr, out);
+            int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
+            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
+            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
+            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
+            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
         }
     }
 }
@@ -18913,6 +19020,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
     tkvi_fold_args a;
     tkvi_products_k d;
     int width, g, c = 0, i, most_width = 0;
@@ -18939,6 +19047,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     d.most_width = most_width;
     d.w = weights[0].w;
     d.wide_w = weights[0].wide_w;
+    d.sums = sums;
     d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
     for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
         const int nr = tkvi_min(rows - i, 4);
@@ -18956,8 +19065,10 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         if (s->groups == 1) d.fold[1] = d.fold[0];
         d.is_wide = a.least > 0;
         d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        d.scores = scores;
+        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
         dot[nr - 1](&d);
+        TKVI_N(answer_k)(&d, nr, scores);
         d.ahead = 0; /* the first rows have prefetched everything */
     }
 }
@@ -18971,6 +19082,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
     TKVI_ALIGNED int8_t w[4 * TKVI_BLOCK];
     TKVI_ALIGNED int16_t wide_w[4 * TKVI_BLOCK];
+    TKVI_ALIGNED int32_t sums[4 * TKVI_V_STRIDE];
     tkvi_fold_args a;
     tkvi_products_v d;
     int width, i, r, g, slab = 0;
@@ -18985,11 +19097,14 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.n = n;
     d.w = w;
     d.wide_w = wide_w;
-    d.out_stride = s->pad;
+    d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
-        a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+        a.middle = s->levels ? 0 : (1 << width) - 1;
+        a.wide_middle = a.middle;
+        if (s->levels) a.wide_middle = 256 - 2 * TKVI_BIAS; /* twice 128: unpack_slab flips their signs */
+        if (width == 8) a.wide_middle -= 2 * TKVI_BIAS;
         a.coarse = tkvi_coarse_v(s, width);
         d.width = width;
         d.pairs = s->pairs && width == 3;
@@ -19004,8 +19119,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
                 const int nr = tkvi_min(rows - r, 4);
                 a.x = p + r * TKVI_BLOCK;
                 d.is_wide = fold[nr - 1](&a, &d.fold);
-                d.out = out + r * s->pad + 16 * slab;
                 dot[nr - 1](&d);
+                TKVI_N(answer_v)(&d, nr, s->pad, out + r * s->pad + 16 * slab);
                 d.ahead = 0;
             }
             d.codes += 4 * d.slabs * TKVI_TILE_BYTES(width);
@@ -19389,14 +19504,13 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
 }
 
 /* Splits the codes of n tokens or channels into even and odd bytes, of 16 bits, for wide weights. */
-TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width,
-                                     int is_signed) {
+TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x, int n, int width) {
     int i;
     for (i = 0; i < n; i += TKVI_VB / 4, x += TKVI_VB / 4) {
         tkvi_vb c = tkvi_vb_load((const uint8_t *)x);
-        if (width == 8 && !is_signed) c = tkvi_vb_biased(c);
-        tkvi_vb_store((uint8_t *)(x + d->odd), is_signed ? tkvi_odd_levels(c) : tkvi_odd(c));
-        tkvi_vb_store((uint8_t *)x, is_signed ? tkvi_even_levels(c) : tkvi_even(c));
+        if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
+        tkvi_vb_store((uint8_t *)(x + d->odd), tkvi_odd(c));
+        tkvi_vb_store((uint8_t *)x, tkvi_even(c));
     }
 }
 
@@ -19407,7 +19521,7 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     *run = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
-            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width, 0);
+            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
         run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
                                    TKVI_SUM_MAX, &room);
         i = a->end[width] / 4;
@@ -19520,7 +19634,8 @@ TKVI_KERNEL void TKVI_N(prefill_unpack_v)(const tkvi_side *s, int width, int sla
     for (i = 0; i < 4; i++)
         TKVI_N(unpack_tile)(tile + i * TKVI_TILE_BYTES(width), width, (uint8_t *)(x + i * 64));
     for (k = slabs - 1; s->levels && k >= 0; k--) {
-        const tkvi_vb table = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        const tkvi_vb levels = tkvi_vb_table(s->levels + tkvi_level_table(s, width, k));
+        const tkvi_vb table = TKVI_BIAS ? levels : tkvi_vb_flip(levels); /* as the products take them */
         uint8_t *from = (uint8_t *)x, *to = from + k * 4 * TKVI_TILE_CODES;
         for (j = 0; j < 4 * TKVI_TILE_CODES; j += TKVI_VB)
             tkvi_vb_store(to + j, tkvi_vb_look_up(table, tkvi_vb_load(from + j)));
@@ -19555,7 +19670,8 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
                 a.scale = scale + slab * 16 / s->group * TKVI_BLOCK;
                 a.zero = zero + slab * 16 / s->group * TKVI_BLOCK;
                 a.centre = tkvi_centre(s, width);
-                a.middle = s->levels ? 0 : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
+                a.middle =
+                    s->levels ? 256 - 2 * TKVI_BIAS : (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
                 a.coarse = tkvi_coarse_v(s, width);
                 TKVI_N(prefill_fold_v)(&a, &f);
                 d.n_wide = tkvi_min(f.n_wide, quads);
@@ -19566,7 +19682,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
             }
             tkvi_ahead(tile, 4 * TKVI_TILE_BYTES(width), ahead);
             TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
-            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width, s->levels != NULL);
+            if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width);
             for (k = 0; k < slabs; k++, out += 16 * lanes)
                 TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
         }
@@ -19767,7 +19883,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vb_right
 #undef tkvi_vb_tail
 #undef tkvi_vb_right_half
-#undef tkvi_vb_biased
+#undef tkvi_vb_flip
 #undef tkvi_vb_table
 #undef tkvi_vb_look_up
 #undef tkvi_ahead
@@ -19775,6 +19891,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
+#undef TKVI_EXACT_IS_SHORT
 #undef TKVI_HAS_NARROW
 #undef TKVI_BIAS
 #undef TKVI_V_PARTS
@@ -19809,8 +19926,6 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_wide_zero
 #undef tkvi_even
 #undef tkvi_odd
-#undef tkvi_even_levels
-#undef tkvi_odd_levels
 #undef tkvi_wide_even
 #undef tkvi_wide_odd
 #undef tkvi_dot_wide
@@ -19825,14 +19940,13 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_FOUR_
 #undef TKVI_K_SUMS_
 #undef TKVI_K_EACH_
-#undef TKVI_K_TOTAL_
+#undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
+#undef TKVI_K_SAVE_
+#undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
 #undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_SPILL_
-#undef TKVI_K_ANSWER_
-#undef TKVI_K_WIDE_ANSWER_
 #undef TKVI_K_LOAD_
 #undef TKVI_K_RUN_
 #undef TKVI_K_WIDE_RUN_
@@ -19842,15 +19956,14 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_TOTAL_
-#undef TKVI_V_OUT_
 #undef TKVI_V_DOT_
 #undef TKVI_V_DOT_LEVELS_
 #undef TKVI_V_DOT_WIDE_
+#undef TKVI_V_SUM_
 #undef TKVI_V_SPILL_
-#undef TKVI_V_ANSWER_
-#undef TKVI_V_LEVELS_ANSWER_
-#undef TKVI_V_WIDE_ANSWER_
+#undef TKVI_V_SAVE_
+#undef TKVI_V_SAVE_LEVELS_
+#undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
 #undef TKVI_EACH_ROWS_
 #undef tkvi_vf_div
@@ -19961,6 +20074,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vi_mul_right
 #undef tkvi_vb_gather4
 #undef tkvi_vb_transpose4
+#undef TKVI_EXACT_ROW_
 #undef TKVI_EXACT_PASS_
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_

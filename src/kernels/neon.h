@@ -302,7 +302,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
-#define tkvi_vb_biased(x) tkvi_xor_128(x, tkvi_splat_bytes_128(TKVI_BIAS))
 #define TKVI_K_PLANES 4
 #define TKVI_K_PASSES 4
 #define TKVI_K_FIRST(pass) 0
@@ -338,8 +337,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_wide_sums tkvi_limb_sums
 #define tkvi_even(codes) (codes)
 #define tkvi_odd(codes) (codes)
-#define tkvi_even_levels(x) (x)
-#define tkvi_odd_levels(x) (x)
 #define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
 #define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \

@@ -215,8 +215,11 @@ static float tkvi_round_k(const tkvi_side *s, const float *w, int n_limbs, int *
     return two > 0.0f ? most / (float)TKVI_TWO_LIMBS_MAX : 0.0f;
 }
 
-/* The largest weight of V in one limb. Levels of a table are signed bytes, which leaves seven bits for weights. */
-static int tkvi_top_v(const tkvi_side *s) { return s->levels ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V; }
+/* The largest weight of V in one limb. Levels of a table, and codes of one bit, are multiplied as signed bytes, which
+ * leaves seven bits for weights. */
+static int tkvi_top_v(const tkvi_side *s) {
+    return s->levels || s->tiles.n[1] > 0 ? TKVI_LIMB_MAX_K : TKVI_LIMB_MAX_V;
+}
 
 static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_limbs, int *rounded) {
     float most = tkvi_largest(w, TKVI_BLOCK), squares = 0.0f, by;

@@ -13,7 +13,8 @@ typedef struct tkvi_fold_args {
     const float *ref;              /* K */
     const int32_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
     float centre;                  /* V: tkvi_centre of the codes */
-    int middle;                    /* V: twice the centre of the codes that are multiplied */
+    int middle,
+        wide_middle;     /* V: twice the centre of the codes that narrow and wide weights are multiplied by */
     int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
     int wide;            /* K: the first `wide` weights always have two limbs */
     int least; /* K: at least so many weights have 16 bits; rows that need one limb have multiples of 128 */
@@ -35,11 +36,12 @@ typedef struct tkvi_products_k {
     uintptr_t ahead;            /* see tkvi_prefetch */
     int is_wide;                /* 1: tiles of least_wide bits and more have wide weights */
     int least_wide, most_width; /* most_width: of the widest tiles */
+    int unpacks;                /* 1: wide weights meet tiles that are neither of 4 nor of 8 bits */
     const int8_t *w;
     const int16_t *wide_w;
     int second_group; /* bytes from the weights of tokens 0 .. 31 to those of 32 .. 63 */
     tkvi_fold fold[2];
-    float *scores;
+    int32_t *sums; /* out: [row][64] */
 } tkvi_products_k;
 
 typedef struct tkvi_products_v {
@@ -51,9 +53,10 @@ typedef struct tkvi_products_v {
     const int8_t *w;
     const int16_t *wide_w;
     tkvi_fold fold;
-    float *out;
-    int out_stride;
+    int32_t *sums; /* out: [row][TKVI_V_STRIDE] */
 } tkvi_products_v;
+
+#define TKVI_V_STRIDE (TKV_MAX_HEAD_DIM + 16) /* a pass may have a slab too many */
 
 /* Weights of one group and up to four rows. */
 typedef struct tkvi_weights_k {

@@ -277,6 +277,7 @@ TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_stor
 TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
 TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
 TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
@@ -309,7 +310,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
-#define tkvi_vb_biased(x) (x)
 #define TKVI_K_PLANES 2
 #define TKVI_K_PASSES 8
 #define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
@@ -343,8 +343,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_wide_zero() wasm_i32x4_const_splat(0)
 #define tkvi_even(codes) wasm_v128_and(codes, wasm_i16x8_const_splat(255))
 #define tkvi_odd(codes) wasm_u16x8_shr(codes, 8)
-#define tkvi_even_levels(x) wasm_i16x8_shr(wasm_i16x8_shl(x, 8), 8)
-#define tkvi_odd_levels(x) wasm_i16x8_shr(x, 8)
 #define tkvi_wide_even(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride))
 #define tkvi_wide_odd(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride) + 2)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
