@@ -9296,7 +9296,10 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 
 /* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows. x: codes in memory. */
 #define tkvi_hide(sum) ((void)0)
-#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
+#define TKVI_NARROW_VECTORS 2
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 2
 #define TKVI_ROW_TOKENS 4
 #define TKVI_ROWS_NEW(j) 1 /* 1: token j needs a vector of codes of its own */
 #define tkvi_rows_codes(x) _mm256_set1_epi32(*(x))
@@ -11636,27 +11639,29 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 /*
  * kernels/prefill.inc - a template: the kernels of kernels/prefill.h in a vector vocabulary.
  *
- * A vector has TKVI_VF query rows. A pass multiplies TKVI_ROW_VECTORS such vectors by TKVI_ROW_TOKENS tokens (K) or
- * channels (V), so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four
- * channels of a token (K), or four tokens of a channel (V).
+ * A vector has TKVI_VF query rows. A pass multiplies a few such vectors by TKVI_ROW_TOKENS tokens (K) or channels (V),
+ * so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four channels of a token
+ * (K), or four tokens of a channel (V).
  */
 
 /* x in lanes where a > b, else y */
 #define TKVI_ABOVE_(a, b, x, y) tkvi_vf_select(tkvi_vf_gt(a, b), x, y)
 #define TKVI_ANY_ABOVE_(a, b) tkvi_vm_any(tkvi_vf_gt(a, b))
 
-/* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+/* >>products. Sums of token j are a##j (first vector of rows), b##j, c##j and d##j; as 32-bit integers ai##j ... */
 #if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, 0, j)                                                                                            \
-    X(b##j, 1, j)                                                                                            \
-    if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
+    X(a##j, ai##j, 0, j)                                                                                     \
+    X(b##j, bi##j, 1, j)                                                                                     \
+    if (nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero, ci##j = zero, di##j = zero;
 #else
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, 0, j)                                                                                            \
-    if (nv > 1) { X(b##j, 1, j) }
+    X(a##j, ai##j, 0, j)                                                                                     \
+    if (nv > 1) { X(b##j, bi##j, 1, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
+#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero;
 #endif
 #if TKVI_ROW_TOKENS == 8
 #define TKVI_ROW_SUMS_(X)                                                                                    \
@@ -11665,46 +11670,48 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
     TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
     TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
-#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
-    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 2)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 3)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 4)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 5)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 6) TKVI_ROW_DECLARE_OF_(type, zero, 7)
+#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
+    HOW(type, zero, 0)                                                                                       \
+    HOW(type, zero, 1)                                                                                       \
+    HOW(type, zero, 2)                                                                                       \
+    HOW(type, zero, 3)                                                                                       \
+    HOW(type, zero, 4)                                                                                       \
+    HOW(type, zero, 5)                                                                                       \
+    HOW(type, zero, 6) HOW(type, zero, 7)
 #else
 #define TKVI_ROW_SUMS_(X)                                                                                    \
     TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
-#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
-    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 2) TKVI_ROW_DECLARE_OF_(type, zero, 3)
+#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
+    HOW(type, zero, 0)                                                                                       \
+    HOW(type, zero, 1)                                                                                       \
+    HOW(type, zero, 2) HOW(type, zero, 3)
 #endif
 
-#define TKVI_ROW_DOT_(sum, v, j)                                                                             \
+#define TKVI_ROW_DOT_(sum, wide, v, j)                                                                       \
     if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
     sum = is_key ? tkvi_rows_dot_k(sum, codes, weights[v], j) : tkvi_rows_dot_v(sum, codes, weights[v], j);
-#define TKVI_ROW_WIDE_DOT_(sum, v, j)                                                                        \
+#define TKVI_ROW_WIDE_DOT_(sum, wide, v, j)                                                                  \
     if (v == 0 && TKVI_ROWS_NEW(j)) {                                                                        \
         even = tkvi_rows_codes(x + j);                                                                       \
         odd = tkvi_rows_codes(x + d->odd + j);                                                               \
     }                                                                                                        \
     sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
-#define TKVI_ROW_HIDE_(sum, v, j) tkvi_hide(sum);
-#define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_WIDEN_(sum, wide, v, j)                                                                     \
+    tkvi_hide(sum);                                                                                          \
+    wide = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_WIDEN_WIDE_(sum, wide, v, j)                                                                \
+    tkvi_hide(sum);                                                                                          \
+    wide = tkvi_widen_wide(sum);
 #define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
-#define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
-#define TKVI_ROW_SPILL_(sum, v, j) TKVI_ROW_TOTAL_(v, j) = sum;
+#define TKVI_ROW_MORE_(sum, wide, v, j) wide = tkvi_vi_add(wide, TKVI_ROW_TOTAL_(v, j));
+#define TKVI_ROW_SPILL_(sum, wide, v, j) TKVI_ROW_TOTAL_(v, j) = wide;
 #define TKVI_ROW_OUT_(v, j) (out + j * lanes + v * TKVI_VF)
-#define TKVI_ROW_ANSWER_(sum, v, j)                                                                          \
-    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(sum), by[v], rest[v]));
-#define TKVI_ROW_ADD_ANSWER_(sum, v, j)                                                                      \
+#define TKVI_ROW_ANSWER_(sum, wide, v, j)                                                                    \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(wide), by[v], rest[v]));
+#define TKVI_ROW_ADD_ANSWER_(sum, wide, v, j)                                                                \
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
-                  tkvi_vf_madd(tkvi_vi_to_float(sum), by[v],                                                 \
+                  tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
-#define TKVI_ROW_WIDE_ANSWER_(sum, v, j) TKVI_ROW_ANSWER_(tkvi_widen_wide(sum), v, j)
-#define TKVI_ROW_WIDE_ADD_ANSWER_(sum, v, j) TKVI_ROW_ADD_ANSWER_(tkvi_widen_wide(sum), v, j)
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -11716,14 +11723,14 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
     for (;; run++) {
-        TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
         tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
             TKVI_UNROLL
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
             TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
         }
-        TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
         TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
         if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
         if (run[1]) {
@@ -11751,7 +11758,8 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
     tkvi_wide_vb even_w[TKVI_ROW_VECTORS], odd_w[TKVI_ROW_VECTORS], even = tkvi_wide_none(), odd = even;
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
-    TKVI_ROW_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
     for (i = d->n_wide; i > 0; i--, w += lanes, w2 += lanes, x += d->step) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++) {
@@ -11760,31 +11768,31 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         }
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
-    TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
+    TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
         by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
         rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
     }
     if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ADD_ANSWER_)
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
     } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ANSWER_)
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
     }
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
-#define TKVI_ROW_FLOAT_DOT_(sum, v, j)                                                                       \
+#define TKVI_ROW_FLOAT_DOT_(sum, wide, v, j)                                                                 \
     if (v == 0) one = tkvi_vf_splat(x[j * apart]);                                                           \
     sum = tkvi_vf_madd(rows[v], one, sum);
-#define TKVI_ROW_FLOAT_ANSWER_(sum, v, j)                                                                    \
+#define TKVI_ROW_FLOAT_ANSWER_(sum, wide, v, j)                                                              \
     tkvi_vf_store(out + j * lanes + v * TKVI_VF,                                                             \
                   add ? tkvi_vf_add(sum, tkvi_vf_load(out + j * lanes + v * TKVI_VF)) : sum);
 TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int n, const int step,
                                  const int apart, const int add, const int nv, float *out) {
     tkvi_vf rows[TKVI_ROW_VECTORS], one = tkvi_vf_splat(0.0f);
     int i, v;
-    TKVI_ROW_DECLARE_(tkvi_vf, tkvi_vf_splat(0.0f))
+    TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_vf, tkvi_vf_splat(0.0f))
     for (i = 0; i < n; i++, y += lanes, x += step) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++) rows[v] = tkvi_vf_load(y + v * TKVI_VF);
@@ -11793,47 +11801,34 @@ TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int 
     TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_ANSWER_)
 }
 
-/* Instances by the number of vectors. Functions of their own, so that sums stay in registers. */
-#define TKVI_EACH_VECTORS_(nv)                                                                               \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
-                                                      float *out) {                                          \
-        TKVI_N(rows_narrow)(d, x, 1, nv, out);                                                               \
-    }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
-                                                      float *out) {                                          \
-        TKVI_N(rows_narrow)(d, x, 0, nv, out);                                                               \
-    }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##nv)(const float *q, int lanes, const float *x, int n,    \
+/* Instances by the number of vectors: functions of their own, so that sums stay in registers. */
+#define TKVI_ROW_INSTANCES_(part, narrow, wide, floats)                                                      \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##part)(const tkvi_prefill_products *d, const int32_t *x,    \
                                                         float *out) {                                        \
-        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, nv, out);                         \
+        TKVI_N(rows_narrow)(d, x, 1, narrow, out);                                                           \
     }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##nv)(const float *p, int lanes, const float *x, int n,  \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##part)(const tkvi_prefill_products *d, const int32_t *x,    \
+                                                        float *out) {                                        \
+        TKVI_N(rows_narrow)(d, x, 0, narrow, out);                                                           \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##part)(const tkvi_prefill_products *d, const int32_t *x, \
+                                                           float *out) {                                     \
+        TKVI_N(rows_wide)(d, x, wide, out);                                                                  \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##part)(const float *q, int lanes, const float *x, int n,  \
                                                           float *out) {                                      \
-        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, nv, out);                                              \
+        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, floats, out);                     \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##part)(const float *p, int lanes, const float *x,       \
+                                                            int n, float *out) {                             \
+        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, floats, out);                                          \
     }
-#define TKVI_EACH_WIDE_VECTORS_(nv)                                                                          \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##nv)(const tkvi_prefill_products *d, const int32_t *x,   \
-                                                         float *out) {                                       \
-        TKVI_N(rows_wide)(d, x, nv, out);                                                                    \
-    }
-TKVI_EACH_WIDE_VECTORS_(2)
-#if TKVI_ROW_VECTORS == 4
-TKVI_EACH_VECTORS_(4)
-#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##4)(__VA_ARGS__)
-#define TKVI_BY_WIDE_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
-#define TKVI_WIDE_VECTORS 2 /* a sum takes two registers */
-#elif TKVI_VF < 16
-TKVI_EACH_VECTORS_(2)
-#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
-#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
-#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+TKVI_ROW_INSTANCES_(_pass, TKVI_NARROW_VECTORS, TKVI_WIDE_VECTORS, TKVI_FLOAT_VECTORS)
+#if TKVI_VF == 16
+TKVI_ROW_INSTANCES_(_half, 1, 1, 1)
+#define TKVI_PASS_(f, ...) (lanes > 16 ? TKVI_N(f##_pass)(__VA_ARGS__) : TKVI_N(f##_half)(__VA_ARGS__))
 #else
-TKVI_EACH_VECTORS_(1)
-TKVI_EACH_WIDE_VECTORS_(1)
-TKVI_EACH_VECTORS_(2)
-#define TKVI_BY_VECTORS_(f, ...) (lanes > 16 ? TKVI_N(f##2)(__VA_ARGS__) : TKVI_N(f##1)(__VA_ARGS__))
-#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
-#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#define TKVI_PASS_(f, ...) TKVI_N(f##_pass)(__VA_ARGS__)
 #endif
 
 /* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
@@ -11847,18 +11842,17 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
         d->odd_w = f->odd_w + lane;
         d->wide_by = f->wide_by + lane;
         d->rest = f->rest + lane;
-        for (i = 0; i < n; i += TKVI_ROW_TOKENS)
-            TKVI_BY_WIDE_VECTORS_(rows_wide, d, x + i, out + i * lanes + lane);
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS) TKVI_PASS_(rows_wide, d, x + i, out + i * lanes + lane);
     }
     x += d->n_wide * d->step;
-    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF) {
+    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_NARROW_VECTORS * TKVI_VF) {
         d->add = !is_key || d->n_wide;
         d->w = f->w + d->n_wide * lanes + lane;
         d->by = f->by + lane;
         d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
         for (i = 0; i < n; i += TKVI_ROW_TOKENS) {
-            if (is_key) TKVI_BY_VECTORS_(rows_k, d, x + i, out + i * lanes + lane);
-            else TKVI_BY_VECTORS_(rows_v, d, x + i, out + i * lanes + lane);
+            if (is_key) TKVI_PASS_(rows_k, d, x + i, out + i * lanes + lane);
+            else TKVI_PASS_(rows_v, d, x + i, out + i * lanes + lane);
         }
     }
 }
@@ -11884,9 +11878,9 @@ TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src,
                     tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
         }
         for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
-                TKVI_BY_VECTORS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
-                                 scores + j * lanes + lane);
+            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                TKVI_PASS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                           scores + j * lanes + lane);
     }
 }
 
@@ -11903,8 +11897,8 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
             tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
         }
         for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
-                TKVI_BY_VECTORS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                TKVI_PASS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
     }
 }
 
@@ -12499,12 +12493,15 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_ROW_WIDE_ADD_
 #undef TKVI_ROW_FLOAT_DOT_
 #undef TKVI_ROW_FLOAT_ANSWER_
-#undef TKVI_EACH_VECTORS_
-#undef TKVI_BY_VECTORS_
-#undef TKVI_EACH_WIDE_VECTORS_
-#undef TKVI_BY_WIDE_VECTORS_
 #undef TKVI_WIDE_VECTORS
-#undef TKVI_ROW_HIDE_
+#undef TKVI_ROW_WIDENED_OF_
+#undef TKVI_ROW_WIDEN_
+#undef TKVI_ROW_WIDEN_WIDE_
+#undef TKVI_ROW_MORE_
+#undef TKVI_ROW_SPILL_
+#undef TKVI_ROW_OUT_
+#undef TKVI_ROW_ANSWER_
+#undef TKVI_ROW_ADD_ANSWER_
 #undef tkvi_hide
 #undef tkvi_vf_min
 #undef tkvi_vf_xor
@@ -12582,6 +12579,10 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
 #undef tkvi_vf_load_finite_f16
+#undef TKVI_NARROW_VECTORS
+#undef TKVI_FLOAT_VECTORS
+#undef TKVI_ROW_INSTANCES_
+#undef TKVI_PASS_
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -12836,7 +12837,10 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
 
 /* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows */
-#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
+#define TKVI_NARROW_VECTORS 2
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 2
 #define TKVI_ROW_TOKENS 8
 #define TKVI_ROWS_NEW(j) 1
 #define tkvi_rows_codes(x) _mm512_set1_epi32(*(x))
@@ -14880,27 +14884,29 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 /*
  * kernels/prefill.inc - a template: the kernels of kernels/prefill.h in a vector vocabulary.
  *
- * A vector has TKVI_VF query rows. A pass multiplies TKVI_ROW_VECTORS such vectors by TKVI_ROW_TOKENS tokens (K) or
- * channels (V), so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four
- * channels of a token (K), or four tokens of a channel (V).
+ * A vector has TKVI_VF query rows. A pass multiplies a few such vectors by TKVI_ROW_TOKENS tokens (K) or channels (V),
+ * so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four channels of a token
+ * (K), or four tokens of a channel (V).
  */
 
 /* x in lanes where a > b, else y */
 #define TKVI_ABOVE_(a, b, x, y) tkvi_vf_select(tkvi_vf_gt(a, b), x, y)
 #define TKVI_ANY_ABOVE_(a, b) tkvi_vm_any(tkvi_vf_gt(a, b))
 
-/* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+/* >>products. Sums of token j are a##j (first vector of rows), b##j, c##j and d##j; as 32-bit integers ai##j ... */
 #if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, 0, j)                                                                                            \
-    X(b##j, 1, j)                                                                                            \
-    if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
+    X(a##j, ai##j, 0, j)                                                                                     \
+    X(b##j, bi##j, 1, j)                                                                                     \
+    if (nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero, ci##j = zero, di##j = zero;
 #else
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, 0, j)                                                                                            \
-    if (nv > 1) { X(b##j, 1, j) }
+    X(a##j, ai##j, 0, j)                                                                                     \
+    if (nv > 1) { X(b##j, bi##j, 1, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
+#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero;
 #endif
 #if TKVI_ROW_TOKENS == 8
 #define TKVI_ROW_SUMS_(X)                                                                                    \
@@ -14909,46 +14915,48 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
     TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
     TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
-#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
-    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 2)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 3)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 4)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 5)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 6) TKVI_ROW_DECLARE_OF_(type, zero, 7)
+#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
+    HOW(type, zero, 0)                                                                                       \
+    HOW(type, zero, 1)                                                                                       \
+    HOW(type, zero, 2)                                                                                       \
+    HOW(type, zero, 3)                                                                                       \
+    HOW(type, zero, 4)                                                                                       \
+    HOW(type, zero, 5)                                                                                       \
+    HOW(type, zero, 6) HOW(type, zero, 7)
 #else
 #define TKVI_ROW_SUMS_(X)                                                                                    \
     TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
-#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
-    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 2) TKVI_ROW_DECLARE_OF_(type, zero, 3)
+#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
+    HOW(type, zero, 0)                                                                                       \
+    HOW(type, zero, 1)                                                                                       \
+    HOW(type, zero, 2) HOW(type, zero, 3)
 #endif
 
-#define TKVI_ROW_DOT_(sum, v, j)                                                                             \
+#define TKVI_ROW_DOT_(sum, wide, v, j)                                                                       \
     if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
     sum = is_key ? tkvi_rows_dot_k(sum, codes, weights[v], j) : tkvi_rows_dot_v(sum, codes, weights[v], j);
-#define TKVI_ROW_WIDE_DOT_(sum, v, j)                                                                        \
+#define TKVI_ROW_WIDE_DOT_(sum, wide, v, j)                                                                  \
     if (v == 0 && TKVI_ROWS_NEW(j)) {                                                                        \
         even = tkvi_rows_codes(x + j);                                                                       \
         odd = tkvi_rows_codes(x + d->odd + j);                                                               \
     }                                                                                                        \
     sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
-#define TKVI_ROW_HIDE_(sum, v, j) tkvi_hide(sum);
-#define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_WIDEN_(sum, wide, v, j)                                                                     \
+    tkvi_hide(sum);                                                                                          \
+    wide = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_WIDEN_WIDE_(sum, wide, v, j)                                                                \
+    tkvi_hide(sum);                                                                                          \
+    wide = tkvi_widen_wide(sum);
 #define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
-#define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
-#define TKVI_ROW_SPILL_(sum, v, j) TKVI_ROW_TOTAL_(v, j) = sum;
+#define TKVI_ROW_MORE_(sum, wide, v, j) wide = tkvi_vi_add(wide, TKVI_ROW_TOTAL_(v, j));
+#define TKVI_ROW_SPILL_(sum, wide, v, j) TKVI_ROW_TOTAL_(v, j) = wide;
 #define TKVI_ROW_OUT_(v, j) (out + j * lanes + v * TKVI_VF)
-#define TKVI_ROW_ANSWER_(sum, v, j)                                                                          \
-    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(sum), by[v], rest[v]));
-#define TKVI_ROW_ADD_ANSWER_(sum, v, j)                                                                      \
+#define TKVI_ROW_ANSWER_(sum, wide, v, j)                                                                    \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(wide), by[v], rest[v]));
+#define TKVI_ROW_ADD_ANSWER_(sum, wide, v, j)                                                                \
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
-                  tkvi_vf_madd(tkvi_vi_to_float(sum), by[v],                                                 \
+                  tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
-#define TKVI_ROW_WIDE_ANSWER_(sum, v, j) TKVI_ROW_ANSWER_(tkvi_widen_wide(sum), v, j)
-#define TKVI_ROW_WIDE_ADD_ANSWER_(sum, v, j) TKVI_ROW_ADD_ANSWER_(tkvi_widen_wide(sum), v, j)
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -14960,14 +14968,14 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
     for (;; run++) {
-        TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
         tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
             TKVI_UNROLL
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
             TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
         }
-        TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
         TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
         if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
         if (run[1]) {
@@ -14995,7 +15003,8 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
     tkvi_wide_vb even_w[TKVI_ROW_VECTORS], odd_w[TKVI_ROW_VECTORS], even = tkvi_wide_none(), odd = even;
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
-    TKVI_ROW_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
     for (i = d->n_wide; i > 0; i--, w += lanes, w2 += lanes, x += d->step) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++) {
@@ -15004,31 +15013,31 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         }
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
-    TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
+    TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
         by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
         rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
     }
     if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ADD_ANSWER_)
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
     } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ANSWER_)
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
     }
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
-#define TKVI_ROW_FLOAT_DOT_(sum, v, j)                                                                       \
+#define TKVI_ROW_FLOAT_DOT_(sum, wide, v, j)                                                                 \
     if (v == 0) one = tkvi_vf_splat(x[j * apart]);                                                           \
     sum = tkvi_vf_madd(rows[v], one, sum);
-#define TKVI_ROW_FLOAT_ANSWER_(sum, v, j)                                                                    \
+#define TKVI_ROW_FLOAT_ANSWER_(sum, wide, v, j)                                                              \
     tkvi_vf_store(out + j * lanes + v * TKVI_VF,                                                             \
                   add ? tkvi_vf_add(sum, tkvi_vf_load(out + j * lanes + v * TKVI_VF)) : sum);
 TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int n, const int step,
                                  const int apart, const int add, const int nv, float *out) {
     tkvi_vf rows[TKVI_ROW_VECTORS], one = tkvi_vf_splat(0.0f);
     int i, v;
-    TKVI_ROW_DECLARE_(tkvi_vf, tkvi_vf_splat(0.0f))
+    TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_vf, tkvi_vf_splat(0.0f))
     for (i = 0; i < n; i++, y += lanes, x += step) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++) rows[v] = tkvi_vf_load(y + v * TKVI_VF);
@@ -15037,47 +15046,34 @@ TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int 
     TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_ANSWER_)
 }
 
-/* Instances by the number of vectors. Functions of their own, so that sums stay in registers. */
-#define TKVI_EACH_VECTORS_(nv)                                                                               \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
-                                                      float *out) {                                          \
-        TKVI_N(rows_narrow)(d, x, 1, nv, out);                                                               \
-    }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
-                                                      float *out) {                                          \
-        TKVI_N(rows_narrow)(d, x, 0, nv, out);                                                               \
-    }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##nv)(const float *q, int lanes, const float *x, int n,    \
+/* Instances by the number of vectors: functions of their own, so that sums stay in registers. */
+#define TKVI_ROW_INSTANCES_(part, narrow, wide, floats)                                                      \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##part)(const tkvi_prefill_products *d, const int32_t *x,    \
                                                         float *out) {                                        \
-        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, nv, out);                         \
+        TKVI_N(rows_narrow)(d, x, 1, narrow, out);                                                           \
     }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##nv)(const float *p, int lanes, const float *x, int n,  \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##part)(const tkvi_prefill_products *d, const int32_t *x,    \
+                                                        float *out) {                                        \
+        TKVI_N(rows_narrow)(d, x, 0, narrow, out);                                                           \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##part)(const tkvi_prefill_products *d, const int32_t *x, \
+                                                           float *out) {                                     \
+        TKVI_N(rows_wide)(d, x, wide, out);                                                                  \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##part)(const float *q, int lanes, const float *x, int n,  \
                                                           float *out) {                                      \
-        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, nv, out);                                              \
+        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, floats, out);                     \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##part)(const float *p, int lanes, const float *x,       \
+                                                            int n, float *out) {                             \
+        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, floats, out);                                          \
     }
-#define TKVI_EACH_WIDE_VECTORS_(nv)                                                                          \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##nv)(const tkvi_prefill_products *d, const int32_t *x,   \
-                                                         float *out) {                                       \
-        TKVI_N(rows_wide)(d, x, nv, out);                                                                    \
-    }
-TKVI_EACH_WIDE_VECTORS_(2)
-#if TKVI_ROW_VECTORS == 4
-TKVI_EACH_VECTORS_(4)
-#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##4)(__VA_ARGS__)
-#define TKVI_BY_WIDE_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
-#define TKVI_WIDE_VECTORS 2 /* a sum takes two registers */
-#elif TKVI_VF < 16
-TKVI_EACH_VECTORS_(2)
-#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
-#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
-#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+TKVI_ROW_INSTANCES_(_pass, TKVI_NARROW_VECTORS, TKVI_WIDE_VECTORS, TKVI_FLOAT_VECTORS)
+#if TKVI_VF == 16
+TKVI_ROW_INSTANCES_(_half, 1, 1, 1)
+#define TKVI_PASS_(f, ...) (lanes > 16 ? TKVI_N(f##_pass)(__VA_ARGS__) : TKVI_N(f##_half)(__VA_ARGS__))
 #else
-TKVI_EACH_VECTORS_(1)
-TKVI_EACH_WIDE_VECTORS_(1)
-TKVI_EACH_VECTORS_(2)
-#define TKVI_BY_VECTORS_(f, ...) (lanes > 16 ? TKVI_N(f##2)(__VA_ARGS__) : TKVI_N(f##1)(__VA_ARGS__))
-#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
-#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#define TKVI_PASS_(f, ...) TKVI_N(f##_pass)(__VA_ARGS__)
 #endif
 
 /* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
@@ -15091,18 +15087,17 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
         d->odd_w = f->odd_w + lane;
         d->wide_by = f->wide_by + lane;
         d->rest = f->rest + lane;
-        for (i = 0; i < n; i += TKVI_ROW_TOKENS)
-            TKVI_BY_WIDE_VECTORS_(rows_wide, d, x + i, out + i * lanes + lane);
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS) TKVI_PASS_(rows_wide, d, x + i, out + i * lanes + lane);
     }
     x += d->n_wide * d->step;
-    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF) {
+    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_NARROW_VECTORS * TKVI_VF) {
         d->add = !is_key || d->n_wide;
         d->w = f->w + d->n_wide * lanes + lane;
         d->by = f->by + lane;
         d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
         for (i = 0; i < n; i += TKVI_ROW_TOKENS) {
-            if (is_key) TKVI_BY_VECTORS_(rows_k, d, x + i, out + i * lanes + lane);
-            else TKVI_BY_VECTORS_(rows_v, d, x + i, out + i * lanes + lane);
+            if (is_key) TKVI_PASS_(rows_k, d, x + i, out + i * lanes + lane);
+            else TKVI_PASS_(rows_v, d, x + i, out + i * lanes + lane);
         }
     }
 }
@@ -15128,9 +15123,9 @@ TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src,
                     tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
         }
         for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
-                TKVI_BY_VECTORS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
-                                 scores + j * lanes + lane);
+            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                TKVI_PASS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                           scores + j * lanes + lane);
     }
 }
 
@@ -15147,8 +15142,8 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
             tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
         }
         for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
-                TKVI_BY_VECTORS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                TKVI_PASS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
     }
 }
 
@@ -15743,12 +15738,15 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_ROW_WIDE_ADD_
 #undef TKVI_ROW_FLOAT_DOT_
 #undef TKVI_ROW_FLOAT_ANSWER_
-#undef TKVI_EACH_VECTORS_
-#undef TKVI_BY_VECTORS_
-#undef TKVI_EACH_WIDE_VECTORS_
-#undef TKVI_BY_WIDE_VECTORS_
 #undef TKVI_WIDE_VECTORS
-#undef TKVI_ROW_HIDE_
+#undef TKVI_ROW_WIDENED_OF_
+#undef TKVI_ROW_WIDEN_
+#undef TKVI_ROW_WIDEN_WIDE_
+#undef TKVI_ROW_MORE_
+#undef TKVI_ROW_SPILL_
+#undef TKVI_ROW_OUT_
+#undef TKVI_ROW_ANSWER_
+#undef TKVI_ROW_ADD_ANSWER_
 #undef tkvi_hide
 #undef tkvi_vf_min
 #undef tkvi_vf_xor
@@ -15826,6 +15824,10 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
 #undef tkvi_vf_load_finite_f16
+#undef TKVI_NARROW_VECTORS
+#undef TKVI_FLOAT_VECTORS
+#undef TKVI_ROW_INSTANCES_
+#undef TKVI_PASS_
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -16139,14 +16141,28 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
+#ifdef __ARM_FEATURE_DOTPROD
 #define TKVI_K_PLANES 4
 #define TKVI_K_PASSES 4
 #define TKVI_K_FIRST(pass) 0
 #define TKVI_K_COLUMN(pass) (16 * (pass))
 #define TKVI_V_VECTORS 4
-#define TKVI_V_SLABS 1
 #define TKVI_V_PARTS 1
 #define TKVI_V_COLUMN(v, part) (16 * (v))
+#define TKVI_NARROW_VECTORS 4
+#define tkvi_hide(sum) ((void)0)
+#else /* a sum takes two registers */
+#define TKVI_K_PLANES 2
+#define TKVI_K_PASSES 8
+#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
+#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
+#define TKVI_V_VECTORS 2
+#define TKVI_V_PARTS 2
+#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
+#define TKVI_NARROW_VECTORS 2
+#define tkvi_hide(sum) __asm__("" : "+w"((sum).low), "+w"((sum).high)) /* as kernels/simd_avx512.inc */
+#endif
+#define TKVI_V_SLABS 1
 #define TKVI_V_SPLIT 0
 
 /* Weights of one limb: [position / 4][row][4]. */
@@ -16155,6 +16171,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_store_weights_k(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
 #define tkvi_store_weights_v(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
 
+#ifdef __ARM_FEATURE_DOTPROD
 #define tkvi_sums int32x4_t
 #define tkvi_sums_zero() vdupq_n_s32(0)
 #define TKVI_SUM_MAX 0x7fffffff
@@ -16163,9 +16180,46 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
     TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
 #define tkvi_dot_v(sum, codes, u, r)                                                                         \
     TKVI_DOT_128(1, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
-#define tkvi_dot_levels(sum, levels, u, r) tkvi_dot_k(sum, levels, u, r)
 #define tkvi_widen_k(sum) (sum)
 #define tkvi_widen_v(sum) (sum)
+#else /* 16 sums of 16 bits, which are added up when they are full. In V they have no sign. */
+#define tkvi_sums tkvi_short_sums
+#define tkvi_sums_zero() tkvi_short_sums_128(vdupq_n_s16(0), vdupq_n_s16(0))
+#define TKVI_SUM_MAX 32767
+#define TKVI_V_SUM_MAX 65535
+#define tkvi_dot_k(sum, codes, u, r) tkvi_dot_short_128(sum, codes, TKVI_QUAD_128(u, r))
+#define tkvi_dot_v(sum, codes, u, r) tkvi_dot_unsigned_128(sum, codes, TKVI_QUAD_128(u, r))
+#define tkvi_widen_k(sum) vpaddq_s32(vpaddlq_s16((sum).low), vpaddlq_s16((sum).high))
+#define tkvi_widen_v(sum)                                                                                    \
+    vreinterpretq_s32_u32(vpaddq_u32(vpaddlq_u16(vreinterpretq_u16_s16((sum).low)),                          \
+                                     vpaddlq_u16(vreinterpretq_u16_s16((sum).high))))
+#define TKVI_QUAD_128(u, r) vreinterpretq_u8_s32(vdupq_laneq_s32(vreinterpretq_s32_u8(u), r))
+
+typedef struct tkvi_short_sums {
+    int16x8_t low, high;
+} tkvi_short_sums;
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_short_sums_128(int16x8_t low, int16x8_t high) {
+    tkvi_short_sums x;
+    x.low = low;
+    x.high = high;
+    return x;
+}
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_short_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+    const int8x16_t x = vreinterpretq_s8_u8(a), y = vreinterpretq_s8_u8(b);
+    return tkvi_short_sums_128(vmlal_s8(sum.low, vget_low_s8(x), vget_low_s8(y)),
+                               vmlal_high_s8(sum.high, x, y));
+}
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+    const uint16x8_t low = vreinterpretq_u16_s16(sum.low), high = vreinterpretq_u16_s16(sum.high);
+    return tkvi_short_sums_128(vreinterpretq_s16_u16(vmlal_u8(low, vget_low_u8(a), vget_low_u8(b))),
+                               vreinterpretq_s16_u16(vmlal_high_u8(high, a, b)));
+}
+#endif
+#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
+    TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(levels), vreinterpretq_s8_u8(u), r)
 
 /* Weights of two limbs: [position / 4][limb][row][4] bytes. */
 #define TKVI_WIDE_TILE 16 /* in int16_t */
@@ -16185,7 +16239,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
 
 /* Rows in lanes (kernels/prefill.inc): a vector has the codes of four tokens. u, v: the weights' limbs. */
-#define TKVI_ROW_VECTORS 4
+#define TKVI_ROW_VECTORS 4 /* the most vectors of rows in a pass */
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 4
 #define TKVI_ROW_TOKENS 4
 #define TKVI_ROWS_NEW(j) ((j) == 0)
 #define tkvi_rows_codes(x) vreinterpretq_u8_s32(vld1q_s32(x))
@@ -16253,18 +16309,12 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
                                                  vreinterpretq_u8_s8(quad), row))                            \
          : vdotq_laneq_s32(sum, codes, quad, row))
 #else
-/* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels, and 2 * 63 * 255
- * without signs. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, int8x16_t c, int8x16_t w) {
-    const uint8x16_t x = vreinterpretq_u8_s8(c), y = vreinterpretq_u8_s8(w);
-    if (no_sign)
-        return vreinterpretq_s32_u32(
-            vpadalq_u16(vreinterpretq_u32_s32(sum),
-                        vpaddq_u16(vmull_u8(vget_low_u8(x), vget_low_u8(y)), vmull_high_u8(x, y))));
+/* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels. */
+TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
     return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
 }
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
-    tkvi_dot_128(no_sign, sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
+    tkvi_dot_128(sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
 #endif
 
 #endif /* TKVI_NEON */
@@ -16623,8 +16673,12 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((w) + (r) * (stride), k)
 
 /* Rows in lanes (kernels/prefill.inc). */
-#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
+#define TKVI_NARROW_VECTORS 2
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 2
 #define TKVI_ROW_TOKENS 4
+#define tkvi_hide(sum) ((void)0)
 #define TKVI_ROWS_NEW(j) 1
 #define tkvi_rows_codes(x) wasm_v128_load32_splat(x)
 #define tkvi_rows_dot_k(sum, codes, w, j) ((void)(codes), (void)(w), sum)
@@ -16763,7 +16817,6 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
 #define tkvi_vb_zip2_pairs(a, b) tkvi_zip2_pairs_128(a, b)
 #define tkvi_vb_spread(x) (x)
 
-#define tkvi_hide(sum) ((void)0)
 /* >>exact tiers */
 #define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
@@ -19133,27 +19186,29 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 /*
  * kernels/prefill.inc - a template: the kernels of kernels/prefill.h in a vector vocabulary.
  *
- * A vector has TKVI_VF query rows. A pass multiplies TKVI_ROW_VECTORS such vectors by TKVI_ROW_TOKENS tokens (K) or
- * channels (V), so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four
- * channels of a token (K), or four tokens of a channel (V).
+ * A vector has TKVI_VF query rows. A pass multiplies a few such vectors by TKVI_ROW_TOKENS tokens (K) or channels (V),
+ * so that all sums stay in registers. Codes are bytes, or pairs of 16 bits for wide weights: four channels of a token
+ * (K), or four tokens of a channel (V).
  */
 
 /* x in lanes where a > b, else y */
 #define TKVI_ABOVE_(a, b, x, y) tkvi_vf_select(tkvi_vf_gt(a, b), x, y)
 #define TKVI_ANY_ABOVE_(a, b) tkvi_vm_any(tkvi_vf_gt(a, b))
 
-/* >>products. Sums of token j are a##j (the first vector of rows), b##j, c##j and d##j. */
+/* >>products. Sums of token j are a##j (first vector of rows), b##j, c##j and d##j; as 32-bit integers ai##j ... */
 #if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, 0, j)                                                                                            \
-    X(b##j, 1, j)                                                                                            \
-    if (nv > 2) { X(c##j, 2, j) X(d##j, 3, j) }
+    X(a##j, ai##j, 0, j)                                                                                     \
+    X(b##j, bi##j, 1, j)                                                                                     \
+    if (nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
+#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero, ci##j = zero, di##j = zero;
 #else
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, 0, j)                                                                                            \
-    if (nv > 1) { X(b##j, 1, j) }
+    X(a##j, ai##j, 0, j)                                                                                     \
+    if (nv > 1) { X(b##j, bi##j, 1, j) }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
+#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero;
 #endif
 #if TKVI_ROW_TOKENS == 8
 #define TKVI_ROW_SUMS_(X)                                                                                    \
@@ -19162,46 +19217,48 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
     TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
     TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
-#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
-    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 2)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 3)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 4)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 5)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 6) TKVI_ROW_DECLARE_OF_(type, zero, 7)
+#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
+    HOW(type, zero, 0)                                                                                       \
+    HOW(type, zero, 1)                                                                                       \
+    HOW(type, zero, 2)                                                                                       \
+    HOW(type, zero, 3)                                                                                       \
+    HOW(type, zero, 4)                                                                                       \
+    HOW(type, zero, 5)                                                                                       \
+    HOW(type, zero, 6) HOW(type, zero, 7)
 #else
 #define TKVI_ROW_SUMS_(X)                                                                                    \
     TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
-#define TKVI_ROW_DECLARE_(type, zero)                                                                        \
-    TKVI_ROW_DECLARE_OF_(type, zero, 0)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 1)                                                                      \
-    TKVI_ROW_DECLARE_OF_(type, zero, 2) TKVI_ROW_DECLARE_OF_(type, zero, 3)
+#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
+    HOW(type, zero, 0)                                                                                       \
+    HOW(type, zero, 1)                                                                                       \
+    HOW(type, zero, 2) HOW(type, zero, 3)
 #endif
 
-#define TKVI_ROW_DOT_(sum, v, j)                                                                             \
+#define TKVI_ROW_DOT_(sum, wide, v, j)                                                                       \
     if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
     sum = is_key ? tkvi_rows_dot_k(sum, codes, weights[v], j) : tkvi_rows_dot_v(sum, codes, weights[v], j);
-#define TKVI_ROW_WIDE_DOT_(sum, v, j)                                                                        \
+#define TKVI_ROW_WIDE_DOT_(sum, wide, v, j)                                                                  \
     if (v == 0 && TKVI_ROWS_NEW(j)) {                                                                        \
         even = tkvi_rows_codes(x + j);                                                                       \
         odd = tkvi_rows_codes(x + d->odd + j);                                                               \
     }                                                                                                        \
     sum = tkvi_rows_dot_wide(sum, even, odd, even_w[v], odd_w[v], j);
-#define TKVI_ROW_HIDE_(sum, v, j) tkvi_hide(sum);
-#define TKVI_ROW_WIDEN_(sum, v, j) sum = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_WIDEN_(sum, wide, v, j)                                                                     \
+    tkvi_hide(sum);                                                                                          \
+    wide = is_key ? tkvi_widen_k(sum) : tkvi_widen_v(sum);
+#define TKVI_ROW_WIDEN_WIDE_(sum, wide, v, j)                                                                \
+    tkvi_hide(sum);                                                                                          \
+    wide = tkvi_widen_wide(sum);
 #define TKVI_ROW_TOTAL_(v, j) total[j * TKVI_ROW_VECTORS + v]
-#define TKVI_ROW_MORE_(sum, v, j) sum = tkvi_vi_add(sum, TKVI_ROW_TOTAL_(v, j));
-#define TKVI_ROW_SPILL_(sum, v, j) TKVI_ROW_TOTAL_(v, j) = sum;
+#define TKVI_ROW_MORE_(sum, wide, v, j) wide = tkvi_vi_add(wide, TKVI_ROW_TOTAL_(v, j));
+#define TKVI_ROW_SPILL_(sum, wide, v, j) TKVI_ROW_TOTAL_(v, j) = wide;
 #define TKVI_ROW_OUT_(v, j) (out + j * lanes + v * TKVI_VF)
-#define TKVI_ROW_ANSWER_(sum, v, j)                                                                          \
-    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(sum), by[v], rest[v]));
-#define TKVI_ROW_ADD_ANSWER_(sum, v, j)                                                                      \
+#define TKVI_ROW_ANSWER_(sum, wide, v, j)                                                                    \
+    tkvi_vf_store(TKVI_ROW_OUT_(v, j), tkvi_vf_madd(tkvi_vi_to_float(wide), by[v], rest[v]));
+#define TKVI_ROW_ADD_ANSWER_(sum, wide, v, j)                                                                \
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
-                  tkvi_vf_madd(tkvi_vi_to_float(sum), by[v],                                                 \
+                  tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
-#define TKVI_ROW_WIDE_ANSWER_(sum, v, j) TKVI_ROW_ANSWER_(tkvi_widen_wide(sum), v, j)
-#define TKVI_ROW_WIDE_ADD_ANSWER_(sum, v, j) TKVI_ROW_ADD_ANSWER_(tkvi_widen_wide(sum), v, j)
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -19213,14 +19270,14 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
     for (;; run++) {
-        TKVI_ROW_DECLARE_(tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
         tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
             TKVI_UNROLL
             for (v = 0; v < nv; v++) weights[v] = tkvi_vb_load(w + v * TKVI_VB);
             TKVI_ROW_SUMS_(TKVI_ROW_DOT_)
         }
-        TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
         TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_)
         if (run > d->run) { TKVI_ROW_SUMS_(TKVI_ROW_MORE_) }
         if (run[1]) {
@@ -19248,7 +19305,8 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
     tkvi_wide_vb even_w[TKVI_ROW_VECTORS], odd_w[TKVI_ROW_VECTORS], even = tkvi_wide_none(), odd = even;
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
-    TKVI_ROW_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
     for (i = d->n_wide; i > 0; i--, w += lanes, w2 += lanes, x += d->step) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++) {
@@ -19257,31 +19315,31 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         }
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
-    TKVI_ROW_SUMS_(TKVI_ROW_HIDE_)
+    TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
     TKVI_UNROLL
     for (v = 0; v < nv; v++) {
         by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
         rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
     }
     if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ADD_ANSWER_)
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
     } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_WIDE_ANSWER_)
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
     }
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
-#define TKVI_ROW_FLOAT_DOT_(sum, v, j)                                                                       \
+#define TKVI_ROW_FLOAT_DOT_(sum, wide, v, j)                                                                 \
     if (v == 0) one = tkvi_vf_splat(x[j * apart]);                                                           \
     sum = tkvi_vf_madd(rows[v], one, sum);
-#define TKVI_ROW_FLOAT_ANSWER_(sum, v, j)                                                                    \
+#define TKVI_ROW_FLOAT_ANSWER_(sum, wide, v, j)                                                              \
     tkvi_vf_store(out + j * lanes + v * TKVI_VF,                                                             \
                   add ? tkvi_vf_add(sum, tkvi_vf_load(out + j * lanes + v * TKVI_VF)) : sum);
 TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int n, const int step,
                                  const int apart, const int add, const int nv, float *out) {
     tkvi_vf rows[TKVI_ROW_VECTORS], one = tkvi_vf_splat(0.0f);
     int i, v;
-    TKVI_ROW_DECLARE_(tkvi_vf, tkvi_vf_splat(0.0f))
+    TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_vf, tkvi_vf_splat(0.0f))
     for (i = 0; i < n; i++, y += lanes, x += step) {
         TKVI_UNROLL
         for (v = 0; v < nv; v++) rows[v] = tkvi_vf_load(y + v * TKVI_VF);
@@ -19290,47 +19348,34 @@ TKVI_OP void TKVI_N(rows_floats)(const float *y, int lanes, const float *x, int 
     TKVI_ROW_SUMS_(TKVI_ROW_FLOAT_ANSWER_)
 }
 
-/* Instances by the number of vectors. Functions of their own, so that sums stay in registers. */
-#define TKVI_EACH_VECTORS_(nv)                                                                               \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
-                                                      float *out) {                                          \
-        TKVI_N(rows_narrow)(d, x, 1, nv, out);                                                               \
-    }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##nv)(const tkvi_prefill_products *d, const int32_t *x,      \
-                                                      float *out) {                                          \
-        TKVI_N(rows_narrow)(d, x, 0, nv, out);                                                               \
-    }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##nv)(const float *q, int lanes, const float *x, int n,    \
+/* Instances by the number of vectors: functions of their own, so that sums stay in registers. */
+#define TKVI_ROW_INSTANCES_(part, narrow, wide, floats)                                                      \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_k##part)(const tkvi_prefill_products *d, const int32_t *x,    \
                                                         float *out) {                                        \
-        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, nv, out);                         \
+        TKVI_N(rows_narrow)(d, x, 1, narrow, out);                                                           \
     }                                                                                                        \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##nv)(const float *p, int lanes, const float *x, int n,  \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_v##part)(const tkvi_prefill_products *d, const int32_t *x,    \
+                                                        float *out) {                                        \
+        TKVI_N(rows_narrow)(d, x, 0, narrow, out);                                                           \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##part)(const tkvi_prefill_products *d, const int32_t *x, \
+                                                           float *out) {                                     \
+        TKVI_N(rows_wide)(d, x, wide, out);                                                                  \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_key##part)(const float *q, int lanes, const float *x, int n,  \
                                                           float *out) {                                      \
-        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, nv, out);                                              \
+        TKVI_N(rows_floats)(q, lanes, x, n, 1, TKVI_PREFILL_KEY_STRIDE, 0, floats, out);                     \
+    }                                                                                                        \
+    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_value##part)(const float *p, int lanes, const float *x,       \
+                                                            int n, float *out) {                             \
+        TKVI_N(rows_floats)(p, lanes, x, n, 16, 1, 1, floats, out);                                          \
     }
-#define TKVI_EACH_WIDE_VECTORS_(nv)                                                                          \
-    TKVI_KERNEL TKVI_NOINLINE void TKVI_N(rows_wide##nv)(const tkvi_prefill_products *d, const int32_t *x,   \
-                                                         float *out) {                                       \
-        TKVI_N(rows_wide)(d, x, nv, out);                                                                    \
-    }
-TKVI_EACH_WIDE_VECTORS_(2)
-#if TKVI_ROW_VECTORS == 4
-TKVI_EACH_VECTORS_(4)
-#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##4)(__VA_ARGS__)
-#define TKVI_BY_WIDE_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
-#define TKVI_WIDE_VECTORS 2 /* a sum takes two registers */
-#elif TKVI_VF < 16
-TKVI_EACH_VECTORS_(2)
-#define TKVI_BY_VECTORS_(f, ...) TKVI_N(f##2)(__VA_ARGS__)
-#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
-#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+TKVI_ROW_INSTANCES_(_pass, TKVI_NARROW_VECTORS, TKVI_WIDE_VECTORS, TKVI_FLOAT_VECTORS)
+#if TKVI_VF == 16
+TKVI_ROW_INSTANCES_(_half, 1, 1, 1)
+#define TKVI_PASS_(f, ...) (lanes > 16 ? TKVI_N(f##_pass)(__VA_ARGS__) : TKVI_N(f##_half)(__VA_ARGS__))
 #else
-TKVI_EACH_VECTORS_(1)
-TKVI_EACH_WIDE_VECTORS_(1)
-TKVI_EACH_VECTORS_(2)
-#define TKVI_BY_VECTORS_(f, ...) (lanes > 16 ? TKVI_N(f##2)(__VA_ARGS__) : TKVI_N(f##1)(__VA_ARGS__))
-#define TKVI_BY_WIDE_VECTORS_ TKVI_BY_VECTORS_
-#define TKVI_WIDE_VECTORS TKVI_ROW_VECTORS
+#define TKVI_PASS_(f, ...) TKVI_N(f##_pass)(__VA_ARGS__)
 #endif
 
 /* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
@@ -19344,18 +19389,17 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
         d->odd_w = f->odd_w + lane;
         d->wide_by = f->wide_by + lane;
         d->rest = f->rest + lane;
-        for (i = 0; i < n; i += TKVI_ROW_TOKENS)
-            TKVI_BY_WIDE_VECTORS_(rows_wide, d, x + i, out + i * lanes + lane);
+        for (i = 0; i < n; i += TKVI_ROW_TOKENS) TKVI_PASS_(rows_wide, d, x + i, out + i * lanes + lane);
     }
     x += d->n_wide * d->step;
-    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF) {
+    for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_NARROW_VECTORS * TKVI_VF) {
         d->add = !is_key || d->n_wide;
         d->w = f->w + d->n_wide * lanes + lane;
         d->by = f->by + lane;
         d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
         for (i = 0; i < n; i += TKVI_ROW_TOKENS) {
-            if (is_key) TKVI_BY_VECTORS_(rows_k, d, x + i, out + i * lanes + lane);
-            else TKVI_BY_VECTORS_(rows_v, d, x + i, out + i * lanes + lane);
+            if (is_key) TKVI_PASS_(rows_k, d, x + i, out + i * lanes + lane);
+            else TKVI_PASS_(rows_v, d, x + i, out + i * lanes + lane);
         }
     }
 }
@@ -19381,9 +19425,9 @@ TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src,
                     tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
         }
         for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
-                TKVI_BY_VECTORS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
-                                 scores + j * lanes + lane);
+            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                TKVI_PASS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                           scores + j * lanes + lane);
     }
 }
 
@@ -19400,8 +19444,8 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
             tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
         }
         for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_ROW_VECTORS * TKVI_VF)
-                TKVI_BY_VECTORS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                TKVI_PASS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
     }
 }
 
@@ -19996,12 +20040,15 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_ROW_WIDE_ADD_
 #undef TKVI_ROW_FLOAT_DOT_
 #undef TKVI_ROW_FLOAT_ANSWER_
-#undef TKVI_EACH_VECTORS_
-#undef TKVI_BY_VECTORS_
-#undef TKVI_EACH_WIDE_VECTORS_
-#undef TKVI_BY_WIDE_VECTORS_
 #undef TKVI_WIDE_VECTORS
-#undef TKVI_ROW_HIDE_
+#undef TKVI_ROW_WIDENED_OF_
+#undef TKVI_ROW_WIDEN_
+#undef TKVI_ROW_WIDEN_WIDE_
+#undef TKVI_ROW_MORE_
+#undef TKVI_ROW_SPILL_
+#undef TKVI_ROW_OUT_
+#undef TKVI_ROW_ANSWER_
+#undef TKVI_ROW_ADD_ANSWER_
 #undef tkvi_hide
 #undef tkvi_vf_min
 #undef tkvi_vf_xor
@@ -20079,6 +20126,10 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_EXACT_LAST_
 #undef TKVI_EXACT_ALL_
 #undef tkvi_vf_load_finite_f16
+#undef TKVI_NARROW_VECTORS
+#undef TKVI_FLOAT_VECTORS
+#undef TKVI_ROW_INSTANCES_
+#undef TKVI_PASS_
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */

@@ -302,14 +302,28 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
+#ifdef __ARM_FEATURE_DOTPROD
 #define TKVI_K_PLANES 4
 #define TKVI_K_PASSES 4
 #define TKVI_K_FIRST(pass) 0
 #define TKVI_K_COLUMN(pass) (16 * (pass))
 #define TKVI_V_VECTORS 4
-#define TKVI_V_SLABS 1
 #define TKVI_V_PARTS 1
 #define TKVI_V_COLUMN(v, part) (16 * (v))
+#define TKVI_NARROW_VECTORS 4
+#define tkvi_hide(sum) ((void)0)
+#else /* a sum takes two registers */
+#define TKVI_K_PLANES 2
+#define TKVI_K_PASSES 8
+#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
+#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
+#define TKVI_V_VECTORS 2
+#define TKVI_V_PARTS 2
+#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
+#define TKVI_NARROW_VECTORS 2
+#define tkvi_hide(sum) __asm__("" : "+w"((sum).low), "+w"((sum).high)) /* as kernels/simd_avx512.inc */
+#endif
+#define TKVI_V_SLABS 1
 #define TKVI_V_SPLIT 0
 
 /* Weights of one limb: [position / 4][row][4]. */
@@ -318,6 +332,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_store_weights_k(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
 #define tkvi_store_weights_v(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
 
+#ifdef __ARM_FEATURE_DOTPROD
 #define tkvi_sums int32x4_t
 #define tkvi_sums_zero() vdupq_n_s32(0)
 #define TKVI_SUM_MAX 0x7fffffff
@@ -326,9 +341,46 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
     TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
 #define tkvi_dot_v(sum, codes, u, r)                                                                         \
     TKVI_DOT_128(1, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
-#define tkvi_dot_levels(sum, levels, u, r) tkvi_dot_k(sum, levels, u, r)
 #define tkvi_widen_k(sum) (sum)
 #define tkvi_widen_v(sum) (sum)
+#else /* 16 sums of 16 bits, which are added up when they are full. In V they have no sign. */
+#define tkvi_sums tkvi_short_sums
+#define tkvi_sums_zero() tkvi_short_sums_128(vdupq_n_s16(0), vdupq_n_s16(0))
+#define TKVI_SUM_MAX 32767
+#define TKVI_V_SUM_MAX 65535
+#define tkvi_dot_k(sum, codes, u, r) tkvi_dot_short_128(sum, codes, TKVI_QUAD_128(u, r))
+#define tkvi_dot_v(sum, codes, u, r) tkvi_dot_unsigned_128(sum, codes, TKVI_QUAD_128(u, r))
+#define tkvi_widen_k(sum) vpaddq_s32(vpaddlq_s16((sum).low), vpaddlq_s16((sum).high))
+#define tkvi_widen_v(sum)                                                                                    \
+    vreinterpretq_s32_u32(vpaddq_u32(vpaddlq_u16(vreinterpretq_u16_s16((sum).low)),                          \
+                                     vpaddlq_u16(vreinterpretq_u16_s16((sum).high))))
+#define TKVI_QUAD_128(u, r) vreinterpretq_u8_s32(vdupq_laneq_s32(vreinterpretq_s32_u8(u), r))
+
+typedef struct tkvi_short_sums {
+    int16x8_t low, high;
+} tkvi_short_sums;
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_short_sums_128(int16x8_t low, int16x8_t high) {
+    tkvi_short_sums x;
+    x.low = low;
+    x.high = high;
+    return x;
+}
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_short_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+    const int8x16_t x = vreinterpretq_s8_u8(a), y = vreinterpretq_s8_u8(b);
+    return tkvi_short_sums_128(vmlal_s8(sum.low, vget_low_s8(x), vget_low_s8(y)),
+                               vmlal_high_s8(sum.high, x, y));
+}
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+    const uint16x8_t low = vreinterpretq_u16_s16(sum.low), high = vreinterpretq_u16_s16(sum.high);
+    return tkvi_short_sums_128(vreinterpretq_s16_u16(vmlal_u8(low, vget_low_u8(a), vget_low_u8(b))),
+                               vreinterpretq_s16_u16(vmlal_high_u8(high, a, b)));
+}
+#endif
+#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
+    TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(levels), vreinterpretq_s8_u8(u), r)
 
 /* Weights of two limbs: [position / 4][limb][row][4] bytes. */
 #define TKVI_WIDE_TILE 16 /* in int16_t */
@@ -348,7 +400,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
 
 /* Rows in lanes (kernels/prefill.inc): a vector has the codes of four tokens. u, v: the weights' limbs. */
-#define TKVI_ROW_VECTORS 4
+#define TKVI_ROW_VECTORS 4 /* the most vectors of rows in a pass */
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 4
 #define TKVI_ROW_TOKENS 4
 #define TKVI_ROWS_NEW(j) ((j) == 0)
 #define tkvi_rows_codes(x) vreinterpretq_u8_s32(vld1q_s32(x))
@@ -416,18 +470,12 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
                                                  vreinterpretq_u8_s8(quad), row))                            \
          : vdotq_laneq_s32(sum, codes, quad, row))
 #else
-/* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels, and 2 * 63 * 255
- * without signs. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(const int no_sign, tkvi_i4 sum, int8x16_t c, int8x16_t w) {
-    const uint8x16_t x = vreinterpretq_u8_s8(c), y = vreinterpretq_u8_s8(w);
-    if (no_sign)
-        return vreinterpretq_s32_u32(
-            vpadalq_u16(vreinterpretq_u32_s32(sum),
-                        vpaddq_u16(vmull_u8(vget_low_u8(x), vget_low_u8(y)), vmull_high_u8(x, y))));
+/* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels. */
+TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
     return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
 }
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
-    tkvi_dot_128(no_sign, sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
+    tkvi_dot_128(sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
 #endif
 
 #endif /* TKVI_NEON */

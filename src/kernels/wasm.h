@@ -351,8 +351,12 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((w) + (r) * (stride), k)
 
 /* Rows in lanes (kernels/prefill.inc). */
-#define TKVI_ROW_VECTORS 2
+#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
+#define TKVI_NARROW_VECTORS 2
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 2
 #define TKVI_ROW_TOKENS 4
+#define tkvi_hide(sum) ((void)0)
 #define TKVI_ROWS_NEW(j) 1
 #define tkvi_rows_codes(x) wasm_v128_load32_splat(x)
 #define tkvi_rows_dot_k(sum, codes, w, j) ((void)(codes), (void)(w), sum)
