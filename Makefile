@@ -21,7 +21,8 @@ help:
 	@echo 'make bench      measures attention, appends, prefill and eviction; ARGS=--csv prints CSV'
 	@echo 'make build/bench/steps     measures how even the steps of 16 and 32 layers are, when run (minutes)'
 	@echo 'make build/bench/moves     measures moved tokens, forks and shared prompts, when run'
-	@echo 'make rivals     compares the speed with ggml; needs $(PYTHON) with numpy and llama-cpp-python'
+	@echo 'make rivals     compares the speed with ggml; needs $(PYTHON) with numpy and llama-cpp-python;'
+	@echo '                with ik_llama.cpp too: ARGS="--ik DIR" (bench/rivals.py)'
 	@echo 'make speed      measures both and draws the picture in the README'
 	@echo 'make quality MODEL=file    measures the loss of formats on a real model; ARGS=--help lists options'
 	@echo 'make tables     makes all tables and the picture of bench/QUALITY.md, in hours; TABLES="name ..."'
@@ -167,7 +168,7 @@ rivals: build/bench/attend build/bench/prefill
 speed: build/bench/attend
 	./build/bench/attend --csv --formats f16,q8,kivi4,a30/r30,tiers --ctx 4096,16384,65536,262144 >build/speed.csv
 	./build/bench/attend --csv --formats tiers --ctx 1048576 | tail -n 1 >>build/speed.csv
-	$(MAKE) rivals ARGS='--only decode --ctx 4096,16384,65536'
+	$(MAKE) rivals ARGS='--only decode --ctx 4096,16384,65536 $(ARGS)'
 	$(PYTHON) bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
 
 # This program runs for minutes, so it is built for this machine if the compiler knows -march=native.

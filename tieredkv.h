@@ -11946,23 +11946,25 @@ TKVI_OP int TKVI_N(rows_need_two)(float coarse, tkvi_vf most, tkvi_vf squares, i
 /* The largest weight of each row, and the part of answers that does not depend on codes. Returns 1 if a row needs two
  * limbs. */
 TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *most, float *rest) {
+    const float *scale = a->scale, *zero = a->zero;
+    const int lanes = a->lanes, coded = a->end[1], pad = a->pad;
     int lane, c, j, two = 0;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
         const float *q = a->q + lane;
         tkvi_vf top[2], plus[2], squares[2];
         TKVI_UNROLL
         for (j = 0; j < 2; j++) top[j] = plus[j] = squares[j] = tkvi_vf_splat(0.0f);
-        for (c = 0; c < a->end[1]; c += 2) {
+        for (c = 0; c < coded; c += 2) {
             TKVI_UNROLL
-            for (j = 0; j < 2; j++, q += a->lanes) {
-                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(a->scale[c + j]));
+            for (j = 0; j < 2; j++, q += lanes) {
+                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(scale[c + j]));
                 top[j] = tkvi_vf_max(top[j], tkvi_vf_abs(y));
-                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(a->zero[c + j]), plus[j]);
+                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(zero[c + j]), plus[j]);
                 squares[j] = tkvi_vf_madd(y, y, squares[j]);
             }
         }
-        for (; c < a->pad; c++, q += a->lanes)
-            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(a->zero[c]), plus[0]);
+        for (; c < pad; c++, q += lanes)
+            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(zero[c]), plus[0]);
         top[0] = tkvi_vf_max(top[0], top[1]);
         tkvi_vf_store(most + lane, top[0]);
         tkvi_vf_store(rest + lane, tkvi_vf_add(plus[0], plus[1]));
@@ -11973,12 +11975,14 @@ TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *m
 
 /* Weights of all rows for one group of tokens. */
 TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefill_fold *f) {
+    const float *scale = a->scale; /* copies: stores of weights may alias the arguments */
+    const int lanes = a->lanes;
     TKVI_ALIGNED float most[TKVI_PREFILL], rest[TKVI_PREFILL];
     const int two = TKVI_N(prefill_measure_k)(a, most, rest) || a->n_limbs == 2 || !TKVI_HAS_NARROW;
     const int wide = two ? a->end[1] : a->wide;
     int lane, width, c, j;
     f->n_wide = wide / 4;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
         const float *q = a->q + lane;
         const tkvi_vf top = tkvi_vf_load(most + lane);
         const tkvi_vf by = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_K);
@@ -11989,21 +11993,21 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
         tkvi_vi x[4];
         for (width = TKVI_MAX_WIDTH, c = 0; width > 0; width--) {
             const int end = a->end[width], centre2 = (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
-            for (; c < tkvi_min(end, wide); c += 4, w += a->lanes, odd += a->lanes) {
+            for (; c < tkvi_min(end, wide); c += 4, w += lanes, odd += lanes) {
                 TKVI_UNROLL
-                for (j = 0; j < 4; j++, q += a->lanes) {
-                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                for (j = 0; j < 4; j++, q += lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
                     wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
                 }
                 tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
                 tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
             }
-            for (; TKVI_HAS_NARROW && c < end; c += 4, w += a->lanes) {
+            for (; TKVI_HAS_NARROW && c < end; c += 4, w += lanes) {
                 tkvi_vb four;
                 TKVI_UNROLL
-                for (j = 0; j < 4; j++, q += a->lanes) {
-                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                for (j = 0; j < 4; j++, q += lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
                 }
                 four = tkvi_pack_rows_k(x);
@@ -12048,6 +12052,7 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *q, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float centre[TKV_MAX_HEAD_DIM + TKVI_VF];
     TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
     uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
@@ -12061,17 +12066,21 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     tkvi_prefill_sort(s, q);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        const float centre = 0.5f * (float)((1 << width) - 1);
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
         for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
             tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
             TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
         }
-        for (; c < end; c++)
-            for (g = 0; g < s->groups; g++)
-                zero[g * s->pad + c] += (width ? centre * scale[g * s->pad + c] : 0.0f) - ref[c];
+        for (; c < end; c += 4)
+            tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
         a.end[width] = end;
     }
+    for (g = 0; g < s->groups * s->pad; g += s->pad)
+        for (c = 0; c < s->pad; c += TKVI_VF)
+            tkvi_vf_store(zero + g + c,
+                          tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + g + c),
+                                       tkvi_vf_sub(tkvi_vf_load(zero + g + c), tkvi_vf_load(ref + c))));
     a.q = s->order ? q->sorted_q : q->q;
     a.lanes = lanes;
     a.pad = s->pad;
@@ -12094,41 +12103,43 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
 
 /* Weights of all rows for channels of V that have one width and one group. */
 TKVI_KERNEL void TKVI_N(prefill_fold_v)(const tkvi_prefill_v_args *a, tkvi_prefill_fold *f) {
+    const float *scale = a->scale, *all_p = a->p;
+    const int lanes = a->lanes;
     TKVI_ALIGNED float rest[TKVI_BLOCK], most[TKVI_PREFILL], sum[TKVI_PREFILL];
     const int measures = a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V); /* else no row needs two limbs */
     int lane, t, j, two = a->is_wide || !TKVI_HAS_NARROW, some = 0;
     float top;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        rest[t] = a->zero[t] + a->centre * a->scale[t];
+        rest[t] = a->zero[t] + a->centre * scale[t];
         some |= rest[t] != 0.0f;
     }
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        const float *p = a->p + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *p = all_p + lane;
         tkvi_vf tops = tkvi_vf_splat(0.0f), squares = tops, plus = tops;
-        for (t = 0; t < TKVI_BLOCK; t++, p += a->lanes)
-            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t])));
+        for (t = 0; t < TKVI_BLOCK; t++, p += lanes)
+            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t])));
         tkvi_vf_store(most + lane, tops);
-        for (t = 0, p = a->p + lane; measures && t < TKVI_BLOCK; t++, p += a->lanes) {
-            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t]));
+        for (t = 0, p = all_p + lane; measures && t < TKVI_BLOCK; t++, p += lanes) {
+            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t]));
             squares = tkvi_vf_madd(y, y, squares);
         }
         if (measures) two |= TKVI_N(rows_need_two)(a->coarse, tops, squares, TKVI_LIMB_MAX_V);
-        for (t = 0, p = a->p + lane; some && t < TKVI_BLOCK; t++, p += a->lanes)
+        for (t = 0, p = all_p + lane; some && t < TKVI_BLOCK; t++, p += lanes)
             plus = tkvi_vf_madd(tkvi_vf_load(p), tkvi_vf_splat(rest[t]), plus);
         tkvi_vf_store(sum + lane, plus);
     }
     f->n_wide = two ? TKVI_BLOCK / 4 : 0;
     top = (float)(two ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_V);
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        const float *p = a->p + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *p = all_p + lane;
         const tkvi_vf unit = tkvi_vf_mul(tkvi_vf_load(most + lane), tkvi_vf_splat(1.0f / top));
         const tkvi_vf by = TKVI_N(rows_inverse)(tkvi_vf_load(most + lane), top);
         int32_t *w = f->w + lane, *odd = f->odd_w + lane;
         tkvi_vi all = tkvi_vi_splat(0), x[4];
-        for (t = 0; t < TKVI_BLOCK; t += 4, w += a->lanes, odd += a->lanes) {
+        for (t = 0; t < TKVI_BLOCK; t += 4, w += lanes, odd += lanes) {
             TKVI_UNROLL
-            for (j = 0; j < 4; j++, p += a->lanes) {
-                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t + j]));
+            for (j = 0; j < 4; j++, p += lanes) {
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t + j]));
                 x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
                 all = tkvi_vi_add(all, x[j]);
             }
@@ -12216,12 +12227,14 @@ TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
 
 /* Hides scores of tokens outside low .. high - 1. */
 TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
+    float *scores = a->s;
+    const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN);
     const tkvi_vf low = tkvi_vi_to_float(tkvi_vi_load(a->low + lane));
     const tkvi_vf high = tkvi_vi_to_float(tkvi_vi_load(a->high + lane));
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        float *s = a->s + t * a->lanes + lane;
+        float *s = scores + t * lanes + lane;
         const tkvi_vf at = tkvi_vf_splat((float)t);
         const tkvi_vf x = TKVI_ABOVE_(low, at, hidden, tkvi_vf_load(s));
         tkvi_vf_store(s, TKVI_ABOVE_(high, at, x, hidden));
@@ -12229,18 +12242,20 @@ TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
 }
 
 TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
+    float *scores = a->s;
+    const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
     const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
     int lane, t, k, shrinks = 0;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        float *s = a->s + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        float *s = scores + lane;
         tkvi_vf top[2], by = tkvi_vf_splat(1.0f), before = tkvi_vf_load(a->m + lane), m, sum = none,
                         squares = none;
         if (a->low) TKVI_N(prefill_hide)(a, lane);
         top[0] = top[1] = hidden;
         for (t = 0; t < TKVI_BLOCK; t += 2) {
             TKVI_UNROLL
-            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * a->lanes));
+            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * lanes));
         }
         top[0] = tkvi_vf_max(top[0], top[1]);
         m = TKVI_ABOVE_(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
@@ -12254,14 +12269,14 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
         m = tkvi_vf_sub(none, TKVI_ABOVE_(m, hidden, tkvi_vf_mul(m, log2e), none));
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * a->lanes), log2e, m));
-            tkvi_vf_store(s + t * a->lanes, y);
+            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * lanes), log2e, m));
+            tkvi_vf_store(s + t * lanes, y);
             sum = tkvi_vf_add(sum, y);
         }
         tkvi_vf_store(a->l + lane, tkvi_vf_madd(tkvi_vf_load(a->l + lane), by, sum));
         if (!a->far_attention) continue;
         for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
-            const tkvi_vf y = tkvi_vf_load(s + t * a->lanes);
+            const tkvi_vf y = tkvi_vf_load(s + t * lanes);
             squares = tkvi_vf_madd(y, y, squares);
         }
         if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));
@@ -15198,23 +15213,25 @@ TKVI_OP int TKVI_N(rows_need_two)(float coarse, tkvi_vf most, tkvi_vf squares, i
 /* The largest weight of each row, and the part of answers that does not depend on codes. Returns 1 if a row needs two
  * limbs. */
 TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *most, float *rest) {
+    const float *scale = a->scale, *zero = a->zero;
+    const int lanes = a->lanes, coded = a->end[1], pad = a->pad;
     int lane, c, j, two = 0;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
         const float *q = a->q + lane;
         tkvi_vf top[2], plus[2], squares[2];
         TKVI_UNROLL
         for (j = 0; j < 2; j++) top[j] = plus[j] = squares[j] = tkvi_vf_splat(0.0f);
-        for (c = 0; c < a->end[1]; c += 2) {
+        for (c = 0; c < coded; c += 2) {
             TKVI_UNROLL
-            for (j = 0; j < 2; j++, q += a->lanes) {
-                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(a->scale[c + j]));
+            for (j = 0; j < 2; j++, q += lanes) {
+                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(scale[c + j]));
                 top[j] = tkvi_vf_max(top[j], tkvi_vf_abs(y));
-                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(a->zero[c + j]), plus[j]);
+                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(zero[c + j]), plus[j]);
                 squares[j] = tkvi_vf_madd(y, y, squares[j]);
             }
         }
-        for (; c < a->pad; c++, q += a->lanes)
-            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(a->zero[c]), plus[0]);
+        for (; c < pad; c++, q += lanes)
+            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(zero[c]), plus[0]);
         top[0] = tkvi_vf_max(top[0], top[1]);
         tkvi_vf_store(most + lane, top[0]);
         tkvi_vf_store(rest + lane, tkvi_vf_add(plus[0], plus[1]));
@@ -15225,12 +15242,14 @@ TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *m
 
 /* Weights of all rows for one group of tokens. */
 TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefill_fold *f) {
+    const float *scale = a->scale; /* copies: stores of weights may alias the arguments */
+    const int lanes = a->lanes;
     TKVI_ALIGNED float most[TKVI_PREFILL], rest[TKVI_PREFILL];
     const int two = TKVI_N(prefill_measure_k)(a, most, rest) || a->n_limbs == 2 || !TKVI_HAS_NARROW;
     const int wide = two ? a->end[1] : a->wide;
     int lane, width, c, j;
     f->n_wide = wide / 4;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
         const float *q = a->q + lane;
         const tkvi_vf top = tkvi_vf_load(most + lane);
         const tkvi_vf by = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_K);
@@ -15241,21 +15260,21 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
         tkvi_vi x[4];
         for (width = TKVI_MAX_WIDTH, c = 0; width > 0; width--) {
             const int end = a->end[width], centre2 = (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
-            for (; c < tkvi_min(end, wide); c += 4, w += a->lanes, odd += a->lanes) {
+            for (; c < tkvi_min(end, wide); c += 4, w += lanes, odd += lanes) {
                 TKVI_UNROLL
-                for (j = 0; j < 4; j++, q += a->lanes) {
-                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                for (j = 0; j < 4; j++, q += lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
                     wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
                 }
                 tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
                 tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
             }
-            for (; TKVI_HAS_NARROW && c < end; c += 4, w += a->lanes) {
+            for (; TKVI_HAS_NARROW && c < end; c += 4, w += lanes) {
                 tkvi_vb four;
                 TKVI_UNROLL
-                for (j = 0; j < 4; j++, q += a->lanes) {
-                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                for (j = 0; j < 4; j++, q += lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
                 }
                 four = tkvi_pack_rows_k(x);
@@ -15300,6 +15319,7 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *q, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float centre[TKV_MAX_HEAD_DIM + TKVI_VF];
     TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
     uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
@@ -15313,17 +15333,21 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     tkvi_prefill_sort(s, q);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        const float centre = 0.5f * (float)((1 << width) - 1);
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
         for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
             tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
             TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
         }
-        for (; c < end; c++)
-            for (g = 0; g < s->groups; g++)
-                zero[g * s->pad + c] += (width ? centre * scale[g * s->pad + c] : 0.0f) - ref[c];
+        for (; c < end; c += 4)
+            tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
         a.end[width] = end;
     }
+    for (g = 0; g < s->groups * s->pad; g += s->pad)
+        for (c = 0; c < s->pad; c += TKVI_VF)
+            tkvi_vf_store(zero + g + c,
+                          tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + g + c),
+                                       tkvi_vf_sub(tkvi_vf_load(zero + g + c), tkvi_vf_load(ref + c))));
     a.q = s->order ? q->sorted_q : q->q;
     a.lanes = lanes;
     a.pad = s->pad;
@@ -15346,41 +15370,43 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
 
 /* Weights of all rows for channels of V that have one width and one group. */
 TKVI_KERNEL void TKVI_N(prefill_fold_v)(const tkvi_prefill_v_args *a, tkvi_prefill_fold *f) {
+    const float *scale = a->scale, *all_p = a->p;
+    const int lanes = a->lanes;
     TKVI_ALIGNED float rest[TKVI_BLOCK], most[TKVI_PREFILL], sum[TKVI_PREFILL];
     const int measures = a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V); /* else no row needs two limbs */
     int lane, t, j, two = a->is_wide || !TKVI_HAS_NARROW, some = 0;
     float top;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        rest[t] = a->zero[t] + a->centre * a->scale[t];
+        rest[t] = a->zero[t] + a->centre * scale[t];
         some |= rest[t] != 0.0f;
     }
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        const float *p = a->p + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *p = all_p + lane;
         tkvi_vf tops = tkvi_vf_splat(0.0f), squares = tops, plus = tops;
-        for (t = 0; t < TKVI_BLOCK; t++, p += a->lanes)
-            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t])));
+        for (t = 0; t < TKVI_BLOCK; t++, p += lanes)
+            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t])));
         tkvi_vf_store(most + lane, tops);
-        for (t = 0, p = a->p + lane; measures && t < TKVI_BLOCK; t++, p += a->lanes) {
-            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t]));
+        for (t = 0, p = all_p + lane; measures && t < TKVI_BLOCK; t++, p += lanes) {
+            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t]));
             squares = tkvi_vf_madd(y, y, squares);
         }
         if (measures) two |= TKVI_N(rows_need_two)(a->coarse, tops, squares, TKVI_LIMB_MAX_V);
-        for (t = 0, p = a->p + lane; some && t < TKVI_BLOCK; t++, p += a->lanes)
+        for (t = 0, p = all_p + lane; some && t < TKVI_BLOCK; t++, p += lanes)
             plus = tkvi_vf_madd(tkvi_vf_load(p), tkvi_vf_splat(rest[t]), plus);
         tkvi_vf_store(sum + lane, plus);
     }
     f->n_wide = two ? TKVI_BLOCK / 4 : 0;
     top = (float)(two ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_V);
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        const float *p = a->p + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *p = all_p + lane;
         const tkvi_vf unit = tkvi_vf_mul(tkvi_vf_load(most + lane), tkvi_vf_splat(1.0f / top));
         const tkvi_vf by = TKVI_N(rows_inverse)(tkvi_vf_load(most + lane), top);
         int32_t *w = f->w + lane, *odd = f->odd_w + lane;
         tkvi_vi all = tkvi_vi_splat(0), x[4];
-        for (t = 0; t < TKVI_BLOCK; t += 4, w += a->lanes, odd += a->lanes) {
+        for (t = 0; t < TKVI_BLOCK; t += 4, w += lanes, odd += lanes) {
             TKVI_UNROLL
-            for (j = 0; j < 4; j++, p += a->lanes) {
-                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t + j]));
+            for (j = 0; j < 4; j++, p += lanes) {
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t + j]));
                 x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
                 all = tkvi_vi_add(all, x[j]);
             }
@@ -15468,12 +15494,14 @@ TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
 
 /* Hides scores of tokens outside low .. high - 1. */
 TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
+    float *scores = a->s;
+    const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN);
     const tkvi_vf low = tkvi_vi_to_float(tkvi_vi_load(a->low + lane));
     const tkvi_vf high = tkvi_vi_to_float(tkvi_vi_load(a->high + lane));
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        float *s = a->s + t * a->lanes + lane;
+        float *s = scores + t * lanes + lane;
         const tkvi_vf at = tkvi_vf_splat((float)t);
         const tkvi_vf x = TKVI_ABOVE_(low, at, hidden, tkvi_vf_load(s));
         tkvi_vf_store(s, TKVI_ABOVE_(high, at, x, hidden));
@@ -15481,18 +15509,20 @@ TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
 }
 
 TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
+    float *scores = a->s;
+    const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
     const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
     int lane, t, k, shrinks = 0;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        float *s = a->s + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        float *s = scores + lane;
         tkvi_vf top[2], by = tkvi_vf_splat(1.0f), before = tkvi_vf_load(a->m + lane), m, sum = none,
                         squares = none;
         if (a->low) TKVI_N(prefill_hide)(a, lane);
         top[0] = top[1] = hidden;
         for (t = 0; t < TKVI_BLOCK; t += 2) {
             TKVI_UNROLL
-            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * a->lanes));
+            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * lanes));
         }
         top[0] = tkvi_vf_max(top[0], top[1]);
         m = TKVI_ABOVE_(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
@@ -15506,14 +15536,14 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
         m = tkvi_vf_sub(none, TKVI_ABOVE_(m, hidden, tkvi_vf_mul(m, log2e), none));
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * a->lanes), log2e, m));
-            tkvi_vf_store(s + t * a->lanes, y);
+            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * lanes), log2e, m));
+            tkvi_vf_store(s + t * lanes, y);
             sum = tkvi_vf_add(sum, y);
         }
         tkvi_vf_store(a->l + lane, tkvi_vf_madd(tkvi_vf_load(a->l + lane), by, sum));
         if (!a->far_attention) continue;
         for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
-            const tkvi_vf y = tkvi_vf_load(s + t * a->lanes);
+            const tkvi_vf y = tkvi_vf_load(s + t * lanes);
             squares = tkvi_vf_madd(y, y, squares);
         }
         if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));
@@ -19505,23 +19535,25 @@ TKVI_OP int TKVI_N(rows_need_two)(float coarse, tkvi_vf most, tkvi_vf squares, i
 /* The largest weight of each row, and the part of answers that does not depend on codes. Returns 1 if a row needs two
  * limbs. */
 TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *most, float *rest) {
+    const float *scale = a->scale, *zero = a->zero;
+    const int lanes = a->lanes, coded = a->end[1], pad = a->pad;
     int lane, c, j, two = 0;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
         const float *q = a->q + lane;
         tkvi_vf top[2], plus[2], squares[2];
         TKVI_UNROLL
         for (j = 0; j < 2; j++) top[j] = plus[j] = squares[j] = tkvi_vf_splat(0.0f);
-        for (c = 0; c < a->end[1]; c += 2) {
+        for (c = 0; c < coded; c += 2) {
             TKVI_UNROLL
-            for (j = 0; j < 2; j++, q += a->lanes) {
-                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(a->scale[c + j]));
+            for (j = 0; j < 2; j++, q += lanes) {
+                const tkvi_vf x = tkvi_vf_load(q), y = tkvi_vf_mul(x, tkvi_vf_splat(scale[c + j]));
                 top[j] = tkvi_vf_max(top[j], tkvi_vf_abs(y));
-                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(a->zero[c + j]), plus[j]);
+                plus[j] = tkvi_vf_madd(x, tkvi_vf_splat(zero[c + j]), plus[j]);
                 squares[j] = tkvi_vf_madd(y, y, squares[j]);
             }
         }
-        for (; c < a->pad; c++, q += a->lanes)
-            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(a->zero[c]), plus[0]);
+        for (; c < pad; c++, q += lanes)
+            plus[0] = tkvi_vf_madd(tkvi_vf_load(q), tkvi_vf_splat(zero[c]), plus[0]);
         top[0] = tkvi_vf_max(top[0], top[1]);
         tkvi_vf_store(most + lane, top[0]);
         tkvi_vf_store(rest + lane, tkvi_vf_add(plus[0], plus[1]));
@@ -19532,12 +19564,14 @@ TKVI_KERNEL int TKVI_N(prefill_measure_k)(const tkvi_prefill_k_args *a, float *m
 
 /* Weights of all rows for one group of tokens. */
 TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefill_fold *f) {
+    const float *scale = a->scale; /* copies: stores of weights may alias the arguments */
+    const int lanes = a->lanes;
     TKVI_ALIGNED float most[TKVI_PREFILL], rest[TKVI_PREFILL];
     const int two = TKVI_N(prefill_measure_k)(a, most, rest) || a->n_limbs == 2 || !TKVI_HAS_NARROW;
     const int wide = two ? a->end[1] : a->wide;
     int lane, width, c, j;
     f->n_wide = wide / 4;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
         const float *q = a->q + lane;
         const tkvi_vf top = tkvi_vf_load(most + lane);
         const tkvi_vf by = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_K);
@@ -19548,21 +19582,21 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
         tkvi_vi x[4];
         for (width = TKVI_MAX_WIDTH, c = 0; width > 0; width--) {
             const int end = a->end[width], centre2 = (1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0);
-            for (; c < tkvi_min(end, wide); c += 4, w += a->lanes, odd += a->lanes) {
+            for (; c < tkvi_min(end, wide); c += 4, w += lanes, odd += lanes) {
                 TKVI_UNROLL
-                for (j = 0; j < 4; j++, q += a->lanes) {
-                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                for (j = 0; j < 4; j++, q += lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
                     wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
                 }
                 tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
                 tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
             }
-            for (; TKVI_HAS_NARROW && c < end; c += 4, w += a->lanes) {
+            for (; TKVI_HAS_NARROW && c < end; c += 4, w += lanes) {
                 tkvi_vb four;
                 TKVI_UNROLL
-                for (j = 0; j < 4; j++, q += a->lanes) {
-                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(a->scale[c + j]));
+                for (j = 0; j < 4; j++, q += lanes) {
+                    const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
                 }
                 four = tkvi_pack_rows_k(x);
@@ -19607,6 +19641,7 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *q, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float centre[TKV_MAX_HEAD_DIM + TKVI_VF];
     TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
     uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
@@ -19620,17 +19655,21 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     tkvi_prefill_sort(s, q);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
-        const float centre = 0.5f * (float)((1 << width) - 1);
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
+        const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
         for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
             tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
             TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
         }
-        for (; c < end; c++)
-            for (g = 0; g < s->groups; g++)
-                zero[g * s->pad + c] += (width ? centre * scale[g * s->pad + c] : 0.0f) - ref[c];
+        for (; c < end; c += 4)
+            tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
         a.end[width] = end;
     }
+    for (g = 0; g < s->groups * s->pad; g += s->pad)
+        for (c = 0; c < s->pad; c += TKVI_VF)
+            tkvi_vf_store(zero + g + c,
+                          tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + g + c),
+                                       tkvi_vf_sub(tkvi_vf_load(zero + g + c), tkvi_vf_load(ref + c))));
     a.q = s->order ? q->sorted_q : q->q;
     a.lanes = lanes;
     a.pad = s->pad;
@@ -19653,41 +19692,43 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
 
 /* Weights of all rows for channels of V that have one width and one group. */
 TKVI_KERNEL void TKVI_N(prefill_fold_v)(const tkvi_prefill_v_args *a, tkvi_prefill_fold *f) {
+    const float *scale = a->scale, *all_p = a->p;
+    const int lanes = a->lanes;
     TKVI_ALIGNED float rest[TKVI_BLOCK], most[TKVI_PREFILL], sum[TKVI_PREFILL];
     const int measures = a->coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V); /* else no row needs two limbs */
     int lane, t, j, two = a->is_wide || !TKVI_HAS_NARROW, some = 0;
     float top;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        rest[t] = a->zero[t] + a->centre * a->scale[t];
+        rest[t] = a->zero[t] + a->centre * scale[t];
         some |= rest[t] != 0.0f;
     }
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        const float *p = a->p + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *p = all_p + lane;
         tkvi_vf tops = tkvi_vf_splat(0.0f), squares = tops, plus = tops;
-        for (t = 0; t < TKVI_BLOCK; t++, p += a->lanes)
-            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t])));
+        for (t = 0; t < TKVI_BLOCK; t++, p += lanes)
+            tops = tkvi_vf_max(tops, tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t])));
         tkvi_vf_store(most + lane, tops);
-        for (t = 0, p = a->p + lane; measures && t < TKVI_BLOCK; t++, p += a->lanes) {
-            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t]));
+        for (t = 0, p = all_p + lane; measures && t < TKVI_BLOCK; t++, p += lanes) {
+            const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t]));
             squares = tkvi_vf_madd(y, y, squares);
         }
         if (measures) two |= TKVI_N(rows_need_two)(a->coarse, tops, squares, TKVI_LIMB_MAX_V);
-        for (t = 0, p = a->p + lane; some && t < TKVI_BLOCK; t++, p += a->lanes)
+        for (t = 0, p = all_p + lane; some && t < TKVI_BLOCK; t++, p += lanes)
             plus = tkvi_vf_madd(tkvi_vf_load(p), tkvi_vf_splat(rest[t]), plus);
         tkvi_vf_store(sum + lane, plus);
     }
     f->n_wide = two ? TKVI_BLOCK / 4 : 0;
     top = (float)(two ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_V);
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        const float *p = a->p + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *p = all_p + lane;
         const tkvi_vf unit = tkvi_vf_mul(tkvi_vf_load(most + lane), tkvi_vf_splat(1.0f / top));
         const tkvi_vf by = TKVI_N(rows_inverse)(tkvi_vf_load(most + lane), top);
         int32_t *w = f->w + lane, *odd = f->odd_w + lane;
         tkvi_vi all = tkvi_vi_splat(0), x[4];
-        for (t = 0; t < TKVI_BLOCK; t += 4, w += a->lanes, odd += a->lanes) {
+        for (t = 0; t < TKVI_BLOCK; t += 4, w += lanes, odd += lanes) {
             TKVI_UNROLL
-            for (j = 0; j < 4; j++, p += a->lanes) {
-                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(a->scale[t + j]));
+            for (j = 0; j < 4; j++, p += lanes) {
+                const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(p), tkvi_vf_splat(scale[t + j]));
                 x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by));
                 all = tkvi_vi_add(all, x[j]);
             }
@@ -19775,12 +19816,14 @@ TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
 
 /* Hides scores of tokens outside low .. high - 1. */
 TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
+    float *scores = a->s;
+    const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN);
     const tkvi_vf low = tkvi_vi_to_float(tkvi_vi_load(a->low + lane));
     const tkvi_vf high = tkvi_vi_to_float(tkvi_vi_load(a->high + lane));
     int t;
     for (t = 0; t < TKVI_BLOCK; t++) {
-        float *s = a->s + t * a->lanes + lane;
+        float *s = scores + t * lanes + lane;
         const tkvi_vf at = tkvi_vf_splat((float)t);
         const tkvi_vf x = TKVI_ABOVE_(low, at, hidden, tkvi_vf_load(s));
         tkvi_vf_store(s, TKVI_ABOVE_(high, at, x, hidden));
@@ -19788,18 +19831,20 @@ TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
 }
 
 TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
+    float *scores = a->s;
+    const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
     const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
     int lane, t, k, shrinks = 0;
-    for (lane = 0; lane < a->lanes; lane += TKVI_VF) {
-        float *s = a->s + lane;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        float *s = scores + lane;
         tkvi_vf top[2], by = tkvi_vf_splat(1.0f), before = tkvi_vf_load(a->m + lane), m, sum = none,
                         squares = none;
         if (a->low) TKVI_N(prefill_hide)(a, lane);
         top[0] = top[1] = hidden;
         for (t = 0; t < TKVI_BLOCK; t += 2) {
             TKVI_UNROLL
-            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * a->lanes));
+            for (k = 0; k < 2; k++) top[k] = tkvi_vf_max(top[k], tkvi_vf_load(s + (t + k) * lanes));
         }
         top[0] = tkvi_vf_max(top[0], top[1]);
         m = TKVI_ABOVE_(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
@@ -19813,14 +19858,14 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
         m = tkvi_vf_sub(none, TKVI_ABOVE_(m, hidden, tkvi_vf_mul(m, log2e), none));
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * a->lanes), log2e, m));
-            tkvi_vf_store(s + t * a->lanes, y);
+            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * lanes), log2e, m));
+            tkvi_vf_store(s + t * lanes, y);
             sum = tkvi_vf_add(sum, y);
         }
         tkvi_vf_store(a->l + lane, tkvi_vf_madd(tkvi_vf_load(a->l + lane), by, sum));
         if (!a->far_attention) continue;
         for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
-            const tkvi_vf y = tkvi_vf_load(s + t * a->lanes);
+            const tkvi_vf y = tkvi_vf_load(s + t * lanes);
             squares = tkvi_vf_madd(y, y, squares);
         }
         if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));

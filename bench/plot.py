@@ -163,7 +163,9 @@ def draw_speed(lines, read, path):
         tokens = sorted(at)
         ns = [at[n][0] for n in tokens]
         if engine != "tieredkv":
-            style = {"linestyle": "--" if "flash" in engine else "-.", "marker": RIVALS[name], "color": "#777777"}
+            style = {"linestyle": "--" if "flash" in engine else "-.", "marker": RIVALS[name],
+                     "color": "#b07030" if engine.startswith("ik") else "#777777"}
+            engine = engine.replace("ik flash", "ik_llama.cpp")
             axes.plot(tokens, ns, linewidth=1, markersize=4, label="%s %s" % (engine, name), **style)
         elif name in LINES:
             label, colour = LINES[name]

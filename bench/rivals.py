@@ -81,9 +81,9 @@ class Ggml:
                 sys.exit("no lib%s in %s" % (part, folder))
             libraries.append(ctypes.CDLL(found[0]))  # with names of its own: both have the same functions
         for name, (result, *arguments) in FUNCTIONS.items():
-            library = next((lib for lib in libraries if hasattr(lib, name)), None)
-            if not library and name == "ggml_version":
-                continue  # ik_llama.cpp has none
+            library = next((each for each in libraries if hasattr(each, name)), None)
+            if not library and name in ("ggml_version", "ggml_soft_max_ext_inplace") and self.name == "ik":
+                continue  # it has none
             if not library:
                 sys.exit("this ggml has no %s" % name)
             function = getattr(library, name)
