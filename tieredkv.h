@@ -11998,7 +11998,7 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
                 for (j = 0; j < 4; j++, q += lanes) {
                     const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
-                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
+                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul16(x[j], tkvi_vi_splat(centre2)));
                 }
                 tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
                 tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
@@ -15265,7 +15265,7 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
                 for (j = 0; j < 4; j++, q += lanes) {
                     const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
-                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
+                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul16(x[j], tkvi_vi_splat(centre2)));
                 }
                 tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
                 tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
@@ -19587,7 +19587,7 @@ TKVI_KERNEL void TKVI_N(prefill_fold_k)(const tkvi_prefill_k_args *a, tkvi_prefi
                 for (j = 0; j < 4; j++, q += lanes) {
                     const tkvi_vf y = tkvi_vf_mul(tkvi_vf_load(q), tkvi_vf_splat(scale[c + j]));
                     x[j] = tkvi_vi_nearest(tkvi_vf_mul(y, wide_by));
-                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul(x[j], tkvi_vi_splat(centre2)));
+                    wide_middle = tkvi_vi_add(wide_middle, tkvi_vi_mul16(x[j], tkvi_vi_splat(centre2)));
                 }
                 tkvi_vb_store((uint8_t *)w, tkvi_pack_rows_even(x));
                 tkvi_vb_store((uint8_t *)odd, tkvi_pack_rows_odd(x));
