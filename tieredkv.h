@@ -11363,7 +11363,10 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
         TKVI_V_EACH_(X, r)                                                                                   \
     }
 #define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
-#define TKVI_V_JOIN_ALL_ TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
+#define TKVI_V_HIDE_(sum, p, r) tkvi_hide(sum);
+#define TKVI_V_JOIN_ALL_                                                                                     \
+    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_FOUR_)                                                                 \
+    TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
 #else
 #define TKVI_V_STEP_ TKVI_V_EACH_
 #define TKVI_V_JOIN_ALL_
@@ -12485,6 +12488,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_SUMS_
 #undef TKVI_V_ODD_
 #undef TKVI_V_STEP_
+#undef TKVI_V_HIDE_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
 #undef TKVI_V_DOT_
@@ -14630,7 +14634,10 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
         TKVI_V_EACH_(X, r)                                                                                   \
     }
 #define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
-#define TKVI_V_JOIN_ALL_ TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
+#define TKVI_V_HIDE_(sum, p, r) tkvi_hide(sum);
+#define TKVI_V_JOIN_ALL_                                                                                     \
+    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_FOUR_)                                                                 \
+    TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
 #else
 #define TKVI_V_STEP_ TKVI_V_EACH_
 #define TKVI_V_JOIN_ALL_
@@ -15752,6 +15759,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_SUMS_
 #undef TKVI_V_ODD_
 #undef TKVI_V_STEP_
+#undef TKVI_V_HIDE_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
 #undef TKVI_V_DOT_
@@ -18952,7 +18960,10 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
         TKVI_V_EACH_(X, r)                                                                                   \
     }
 #define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
-#define TKVI_V_JOIN_ALL_ TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
+#define TKVI_V_HIDE_(sum, p, r) tkvi_hide(sum);
+#define TKVI_V_JOIN_ALL_                                                                                     \
+    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_FOUR_)                                                                 \
+    TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
 #else
 #define TKVI_V_STEP_ TKVI_V_EACH_
 #define TKVI_V_JOIN_ALL_
@@ -20074,6 +20085,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_SUMS_
 #undef TKVI_V_ODD_
 #undef TKVI_V_STEP_
+#undef TKVI_V_HIDE_
 #undef TKVI_V_JOIN_
 #undef TKVI_V_JOIN_ALL_
 #undef TKVI_V_DOT_
