@@ -20234,6 +20234,13 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #define TKVI_KERNELS_DISPATCH_H
 
 
+/* 1: an instruction set has kernels for many rows (kernels/prefill.h). */
+#if defined(TKVI_X86) || defined(TKVI_128)
+#define TKVI_HAS_PREFILL 1
+#else
+#define TKVI_HAS_PREFILL 0
+#endif
+
 #ifdef TKVI_X86
 #if defined(_MSC_VER)
 #include <intrin.h>
@@ -31970,7 +31977,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
                 return NULL;
         }
     }
-    return kv->kernels->prefill;
+    return TKVI_HAS_PREFILL ? kv->kernels->prefill : NULL;
 }
 
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without

@@ -1468,7 +1468,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
                 return NULL;
         }
     }
-    return kv->kernels->prefill;
+    return TKVI_HAS_PREFILL ? kv->kernels->prefill : NULL;
 }
 
 /* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without

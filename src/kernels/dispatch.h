@@ -11,6 +11,13 @@
 #include "kernels/avx512.h"
 #include "kernels/vectors_128.h"
 
+/* 1: an instruction set has kernels for many rows (kernels/prefill.h). */
+#if defined(TKVI_X86) || defined(TKVI_128)
+#define TKVI_HAS_PREFILL 1
+#else
+#define TKVI_HAS_PREFILL 0
+#endif
+
 #ifdef TKVI_X86
 #if defined(_MSC_VER)
 #include <intrin.h>
