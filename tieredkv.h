@@ -8200,6 +8200,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     (defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86))
 #if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 8 && !defined(__TINYC__))
 #define TKVI_X86
+#define TKVI_VECTORS
 #define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define TKVI_FLAT static inline __attribute__((always_inline))
 #ifndef TKV_NO_AVX512
@@ -8217,6 +8218,7 @@ static const tkvi_kernels tkvi_kernels_scalar = {
 #elif defined(_MSC_VER)
 /* Intrinsics need no flag. AVX-512 is off because MSVC 19.38 put its instructions into AVX2 code. */
 #define TKVI_X86
+#define TKVI_VECTORS
 #define TKVI_TARGET_AVX2
 #define TKVI_FLAT static __forceinline
 #endif
@@ -8685,6 +8687,873 @@ TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
 #endif /* TKVI_X86 */
 
 #endif /* TKVI_KERNELS_SIMD_X86_H */
+/* ======== kernels/neon.h ======== */
+/*
+ * kernels/neon.h - the types and operations of kernels/vectors_128.h for NEON on little-endian AArch64.
+ *
+ * With the dot product extension, sdot computes a step in one instruction. Compilers use it with
+ * -march=armv8.2-a+dotprod or -mcpu=native, and by default for Apple. Other targets use widening products.
+ *
+ * Weights are bytes. Each limb of a query row has a weight row of its own. One vector, `quad`, has the four
+ * neighbouring weights of four weight rows. sdot selects the row by its lane.
+ *
+ *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
+ *     quad    | row 0: r0 .. r3 | row 1           | row 2   | row 3   |
+ *     sum     | t0              | t1              | t2      | t3      |   += codes . quad[row]
+ *
+ * Calls kernels/scalar.h.
+ */
+#ifndef TKVI_KERNELS_NEON_H
+#define TKVI_KERNELS_NEON_H
+
+
+#if !defined(TKV_NO_SIMD) && defined(__aarch64__) && defined(__ARM_NEON) && !defined(__AARCH64EB__) &&       \
+    (defined(__GNUC__) || defined(__clang__)) && !defined(__TINYC__)
+#define TKVI_NEON
+#define TKVI_128
+#define TKVI_VECTORS
+#include <arm_neon.h>
+
+#define TKVI_FLAT_128 static inline __attribute__((always_inline))
+#define TKVI_ISA_128 TKV_ISA_NEON
+#define TKVI_NAME_128 "neon"
+
+typedef float32x4_t tkvi_f4;
+typedef int32x4_t tkvi_i4;
+typedef uint8x16_t tkvi_b16;
+
+/* >>floats */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return vld1q_f32(p); }
+TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { vst1q_f32(p, x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return vdupq_n_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return vaddq_f32(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return vsubq_f32(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
+TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
+TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
+TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
+
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return vrndnq_f32(x); } /* ties to even */
+
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    return vfmaq_f32(vfmaq_f32(vnegq_f32(n), x, vdupq_n_f32(1.44269502f)), x, vdupq_n_f32(1.92596299e-8f));
+}
+
+/* y where x >= least, 0 elsewhere. */
+TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
+}
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const float32x2_t x = vld1_f32(p);
+    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
+}
+
+/* Transposes 4 x 4 floats. */
+TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+    const float32x4x2_t a = vzipq_f32(vld1q_f32(x), vld1q_f32(x + 2 * x_stride));
+    const float32x4x2_t b = vzipq_f32(vld1q_f32(x + x_stride), vld1q_f32(x + 3 * x_stride));
+    vst1q_f32(y, vzip1q_f32(a.val[0], b.val[0]));
+    vst1q_f32(y + y_stride, vzip2q_f32(a.val[0], b.val[0]));
+    vst1q_f32(y + 2 * y_stride, vzip1q_f32(a.val[1], b.val[1]));
+    vst1q_f32(y + 3 * y_stride, vzip2q_f32(a.val[1], b.val[1]));
+}
+
+/* Four horizontal sums. */
+TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
+    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+}
+
+TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+}
+
+TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) { return tkvi_load_finite_f16_128(p); }
+
+TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
+}
+
+#define tkvi_vf_min(a, b) vminq_f32(a, b)
+#define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
+#define tkvi_vf_hide(x) __asm__("" : "+w"(x)) /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)))
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    static const float odd[4] = {1.0f, -1.0f, 1.0f, -1.0f}, high[4] = {1.0f, 1.0f, -1.0f, -1.0f};
+    x = vfmaq_f32(vrev64q_f32(x), x, vld1q_f32(odd));
+    return vfmaq_f32(vextq_f32(x, x, 2), x, vld1q_f32(high));
+}
+
+/* >>integers */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
+TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return vdupq_n_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return vaddq_s32(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return vsubq_s32(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return vmulq_s32(a, b); }
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x); }
+#define TKVI_LEFT_INTS_128(x, n) vshlq_n_s32(x, n)
+TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
+TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
+
+/* Four signed bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
+}
+
+#define tkvi_m4 uint32x4_t
+#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) vsqrtq_f32(x)
+#define tkvi_vf_gt(a, b) vcgtq_f32(a, b)
+#define tkvi_vf_where(mask, x)                                                                               \
+    vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), mask)) /* 0 elsewhere */
+#define tkvi_vm_any(mask) (vmaxvq_u32(mask) != 0)
+#define tkvi_vf_select(mask, x, y) vbslq_f32(mask, x, y)
+#define tkvi_vi_or(a, b) vorrq_s32(a, b)
+#define tkvi_vi_and(a, b) vandq_s32(a, b)
+#define tkvi_vi_right(x, n) vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), n))
+#define tkvi_vi_min(a, b) vminq_s32(a, b)
+#define tkvi_vi_max(a, b) vmaxq_s32(a, b)
+#define tkvi_vi_count(x, a, b) vsubq_s32(x, vreinterpretq_s32_u32(vcgtq_s32(a, b))) /* x + (a > b) */
+#define tkvi_vi_select(mask, x, y) vbslq_s32(mask, x, y)
+#define tkvi_vi_of_bits(x) vreinterpretq_s32_f32(x)
+#define tkvi_vi_trunc(x) vcvtq_s32_f32(x)
+#define tkvi_vi_floor(x) vcvtmq_s32_f32(x)
+#define tkvi_vi_load_u8(p) vandq_s32(tkvi_load_bytes4_128(p), vdupq_n_s32(255))
+#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
+#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
+#define tkvi_vi_pack4(v) tkvi_pack4_128(v) /* four vectors to bytes */
+#define tkvi_vi_scatter4(p, step, x) ((void)(step), vst1q_u8(p, vreinterpretq_u8_s32(x)))
+
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+#define TKVI_HALVES_(x) vreinterpretq_s16_s32(x)
+#define TKVI_OF_HALVES_(x) vreinterpretq_s32_s16(x)
+#define tkvi_vh_splat(x) TKVI_OF_HALVES_(vdupq_n_s16((int16_t)(x)))
+#define tkvi_vh_add(a, b) TKVI_OF_HALVES_(vaddq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_sub(a, b) TKVI_OF_HALVES_(vsubq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_min(a, b) TKVI_OF_HALVES_(vminq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_max(a, b) TKVI_OF_HALVES_(vmaxq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vh_pairs(a, b) vsliq_n_s32(a, b, 16)
+#define tkvi_vh_pack(a, b) TKVI_OF_HALVES_(vcombine_s16(vmovn_s32(a), vmovn_s32(b)))
+#define tkvi_vh_first(x) vmovl_s16(vget_low_s16(TKVI_HALVES_(x)))
+#define tkvi_vh_second(x) vmovl_high_s16(TKVI_HALVES_(x))
+#define tkvi_vh_zip1(x, y) TKVI_OF_HALVES_(vzip1q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
+#define tkvi_vh_zip2(x, y) TKVI_OF_HALVES_(vzip2q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
+#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
+#define tkvi_vi_dot(x, a, b) vaddq_s32(x, tkvi_vp_total(tkvi_vp_dot(tkvi_vp_zero(), a, b)))
+#define tkvi_vi_add_pairs(x, a) vpadalq_s16(x, TKVI_HALVES_(a))
+#define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
+#define tkvi_vh_total(sum) (sum)
+#define tkvi_vp tkvi_pair_sums
+#define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_vp_dot(x, a, b)                                                                                 \
+    tkvi_pairs_128(vmlal_s16((x).first, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),       \
+                   vmlal_high_s16((x).second, TKVI_HALVES_(a), TKVI_HALVES_(b)))
+#define tkvi_vp_total(x) tkvi_pair_total_128(x)
+
+typedef struct tkvi_pair_sums { /* of neighbouring halves, apart */
+    int32x4_t first, second;
+} tkvi_pair_sums;
+
+TKVI_FLAT_128 tkvi_pair_sums tkvi_pairs_128(int32x4_t first, int32x4_t second) {
+    tkvi_pair_sums x;
+    x.first = first;
+    x.second = second;
+    return x;
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_pair_total_128(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
+
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
+    return vdivq_f32(a, b);
+}
+
+/* As tkvi_cut_code. The doubled high half of the product, rounded and shifted by 2. */
+TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+    const uint16x8_t x = vqsubq_u16(vreinterpretq_u16_s32(u), vreinterpretq_u16_s32(cut));
+    const int16x8_t y = vqdmulhq_s16(vreinterpretq_s16_u16(x), TKVI_HALVES_(by));
+    return TKVI_OF_HALVES_(vminq_s16(vrshrq_n_s16(y, 2), TKVI_HALVES_(top)));
+}
+
+/* Looks up four lanes in a table of eight. */
+TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+    const tkvi_i4 at = vmlaq_s32(vdupq_n_s32(0x03020100), x, vdupq_n_s32(0x04040404));
+    uint8x16x2_t bytes;
+    bytes.val[0] = vreinterpretq_u8_s32(vld1q_s32(table));
+    bytes.val[1] = vreinterpretq_u8_s32(vld1q_s32(table + 4));
+    return vreinterpretq_s32_u8(vqtbl2q_u8(bytes, vreinterpretq_u8_s32(at)));
+}
+
+TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+    const int64x2_t a = vreinterpretq_s64_s32(vzip1q_s32(v[0], v[1])),
+                    b = vreinterpretq_s64_s32(vzip1q_s32(v[2], v[3]));
+    const int64x2_t c = vreinterpretq_s64_s32(vzip2q_s32(v[0], v[1])),
+                    d = vreinterpretq_s64_s32(vzip2q_s32(v[2], v[3]));
+    v[0] = vreinterpretq_s32_s64(vzip1q_s64(a, b));
+    v[1] = vreinterpretq_s32_s64(vzip2q_s64(a, b));
+    v[2] = vreinterpretq_s32_s64(vzip1q_s64(c, d));
+    v[3] = vreinterpretq_s32_s64(vzip2q_s64(c, d));
+}
+
+TKVI_FLAT_128 void tkvi_transpose_bytes_128(tkvi_b16 *v) {
+    tkvi_i4 x[4];
+    int i;
+    for (i = 0; i < 4; i++) x[i] = vreinterpretq_s32_u8(v[i]);
+    tkvi_transpose4_128(x);
+    for (i = 0; i < 4; i++) v[i] = vreinterpretq_u8_s32(x[i]);
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_pack4_128(const tkvi_i4 *v) {
+    const int16x8_t a = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
+    const int16x8_t b = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
+    return vreinterpretq_s32_s8(vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const uint32x4_t x = vreinterpretq_u32_s32(a), y = vreinterpretq_u32_s32(b);
+    const uint64x2_t low = vshlq_u64(vmull_u32(vget_low_u32(x), vget_low_u32(y)), vdupq_n_s64(-n));
+    const uint64x2_t high = vshlq_u64(vmull_high_u32(x, y), vdupq_n_s64(-n));
+    return vreinterpretq_s32_u32(vuzp1q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high)));
+}
+
+/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p)), 7);
+    return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
+                     vdupq_n_f32(4.0f));
+}
+
+/* Looks up four codes, the first from bit `from` of p on. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+    static const int32_t lane[4] = {0, 1, 2, 3};
+    const uint8_t *b = (const uint8_t *)level;
+    const int32x4_t shift = vmlaq_s32(vdupq_n_s32(-from), vld1q_s32(lane), vdupq_n_s32(-bits));
+    uint8x16x4_t table;
+    uint32x4_t x;
+    uint32_t word;
+    memcpy(&word, p, 4);
+    table.val[0] = vld1q_u8(b);
+    table.val[1] = vld1q_u8(b + 16);
+    table.val[2] = vld1q_u8(b + 32);
+    table.val[3] = vld1q_u8(b + 48);
+    x = vandq_u32(vshlq_u32(vdupq_n_u32(word), shift), vdupq_n_u32(15));
+    x = vmlaq_u32(vdupq_n_u32(0x03020100u), x, vdupq_n_u32(0x04040404u));
+    return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(x)));
+}
+
+/* >>bytes */
+TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return vld1q_u8(p); }
+TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { vst1q_u8(p, x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return vdupq_n_u8((uint8_t)x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return vandq_u8(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return vorrq_u8(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return vaddq_u8(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { return vtstq_u8(a, b); } /* 255 where a & b */
+TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqtbl1q_u8(table, x); }
+
+/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) { return vzip2q_u8(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+    return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+    return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+
+/* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */
+TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)n)); }
+TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)-n)); }
+
+/* x in lanes i with i < n, else y. */
+TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+    static const int32_t lane[4] = {0, 1, 2, 3};
+    return vbslq_s32(vcltq_s32(vld1q_s32(lane), vdupq_n_s32(n)), x, y);
+}
+
+/* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
+ * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
+#define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
+#ifdef __ARM_FEATURE_DOTPROD
+#define TKVI_K_PLANES 4
+#define TKVI_K_PASSES 4
+#define TKVI_K_FIRST(pass) 0
+#define TKVI_K_COLUMN(pass) (16 * (pass))
+#define TKVI_V_VECTORS 4
+#define TKVI_V_PARTS 1
+#define TKVI_V_COLUMN(v, part) (16 * (v))
+#define TKVI_NARROW_VECTORS 4
+#define tkvi_hide(sum) ((void)0)
+#else /* a sum takes two registers */
+#define TKVI_K_PLANES 2
+#define TKVI_K_PASSES 8
+#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
+#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
+#define TKVI_V_VECTORS 2
+#define TKVI_V_PARTS 2
+#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
+#define TKVI_NARROW_VECTORS 2
+#define tkvi_hide(sum) __asm__("" : "+w"((sum).low), "+w"((sum).high)) /* as kernels/simd_avx512.inc */
+#endif
+#define TKVI_V_SLABS 1
+#define TKVI_V_SPLIT 0
+
+/* Weights of one limb: [position / 4][row][4]. */
+#define TKVI_W_TILE 16
+#define tkvi_weights(w, stride, r) vreinterpretq_u8_s8(vld1q_s8(w))
+#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
+#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
+
+#ifdef __ARM_FEATURE_DOTPROD
+#define tkvi_sums int32x4_t
+#define tkvi_sums_zero() vdupq_n_s32(0)
+#define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
+#define tkvi_dot_k(sum, codes, u, r)                                                                         \
+    TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
+#define tkvi_dot_v(sum, codes, u, r)                                                                         \
+    TKVI_DOT_128(1, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+#else /* 16 sums of 16 bits, which are added up when they are full. In V they have no sign. */
+#define tkvi_sums tkvi_short_sums
+#define tkvi_sums_zero() tkvi_short_sums_128(vdupq_n_s16(0), vdupq_n_s16(0))
+#define TKVI_SUM_MAX 32767
+#define TKVI_V_SUM_MAX 65535
+#define tkvi_dot_k(sum, codes, u, r) tkvi_dot_short_128(sum, codes, TKVI_QUAD_128(u, r))
+#define tkvi_dot_v(sum, codes, u, r) tkvi_dot_unsigned_128(sum, codes, TKVI_QUAD_128(u, r))
+#define tkvi_widen_k(sum) vpaddq_s32(vpaddlq_s16((sum).low), vpaddlq_s16((sum).high))
+#define tkvi_widen_v(sum)                                                                                    \
+    vreinterpretq_s32_u32(vpaddq_u32(vpaddlq_u16(vreinterpretq_u16_s16((sum).low)),                          \
+                                     vpaddlq_u16(vreinterpretq_u16_s16((sum).high))))
+#define TKVI_QUAD_128(u, r) vreinterpretq_u8_s32(vdupq_laneq_s32(vreinterpretq_s32_u8(u), r))
+
+typedef struct tkvi_short_sums {
+    int16x8_t low, high;
+} tkvi_short_sums;
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_short_sums_128(int16x8_t low, int16x8_t high) {
+    tkvi_short_sums x;
+    x.low = low;
+    x.high = high;
+    return x;
+}
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_short_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+    const int8x16_t x = vreinterpretq_s8_u8(a), y = vreinterpretq_s8_u8(b);
+    return tkvi_short_sums_128(vmlal_s8(sum.low, vget_low_s8(x), vget_low_s8(y)),
+                               vmlal_high_s8(sum.high, x, y));
+}
+
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+    const uint16x8_t low = vreinterpretq_u16_s16(sum.low), high = vreinterpretq_u16_s16(sum.high);
+    return tkvi_short_sums_128(vreinterpretq_s16_u16(vmlal_u8(low, vget_low_u8(a), vget_low_u8(b))),
+                               vreinterpretq_s16_u16(vmlal_high_u8(high, a, b)));
+}
+#endif
+#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
+    TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(levels), vreinterpretq_s8_u8(u), r)
+
+/* Weights of two limbs: [position / 4][limb][row][4] bytes. */
+#define TKVI_WIDE_TILE 16 /* in int16_t */
+#define tkvi_wide_vb tkvi_b16
+#define tkvi_wide_none() vdupq_n_u8(0)
+#define tkvi_wide_sums tkvi_limb_sums
+#define tkvi_even(codes) (codes)
+#define tkvi_odd(codes) (codes)
+#define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
+#define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    ((void)(odd),                                                                                            \
+     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r),       \
+                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r)))
+#define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
+
+/* Rows in lanes (kernels/prefill.inc): a vector has the codes of four tokens. u, v: the weights' limbs. */
+#define TKVI_ROW_VECTORS 4 /* the most vectors of rows in a pass */
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 4
+#define TKVI_ROW_TOKENS 4
+#define TKVI_ROWS_NEW(j) ((j) == 0)
+#define tkvi_rows_codes(x) vreinterpretq_u8_s32(vld1q_s32(x))
+#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_dot_k(sum, w, codes, j)
+#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, w, codes, j)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
+    ((void)(odd),                                                                                            \
+     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j),       \
+                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j)))
+#define tkvi_pack_rows_k(x) tkvi_pack_rows_128(x)
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_128(x)
+#define tkvi_pack_rows_even(x) tkvi_pack_limb_128(x, 1)
+#define tkvi_pack_rows_odd(x) tkvi_pack_limb_128(x, 0)
+
+/* The low bytes of four integers each, transposed: lane l has those of x[0][l] .. x[3][l]. */
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_rows_128(const tkvi_i4 *x) {
+    static const uint8_t order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(x[0]), vreinterpretq_s16_s32(x[1]));
+    const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(x[2]), vreinterpretq_s16_s32(x[3]));
+    return vqtbl1q_u8(vuzp1q_u8(vreinterpretq_u8_s16(a), vreinterpretq_u8_s16(b)), vld1q_u8(order));
+}
+
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_limb_128(const tkvi_i4 *x, const int high) {
+    tkvi_i4 y[4];
+    int i;
+    for (i = 0; i < 4; i++) y[i] = high ? vshrq_n_s32(x[i], 7) : vandq_s32(x[i], vdupq_n_s32(127));
+    return tkvi_pack_rows_128(y);
+}
+
+typedef struct tkvi_limb_sums {
+    int32x4_t high, low;
+} tkvi_limb_sums;
+
+TKVI_FLAT_128 tkvi_limb_sums tkvi_limbs_128(int32x4_t high, int32x4_t low) {
+    tkvi_limb_sums x;
+    x.high = high;
+    x.low = low;
+    return x;
+}
+
+TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {
+    const int32_t four = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(x, x))), 0);
+    memcpy(w, &four, 4);
+}
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_128 void tkvi_store_narrow_128(int8_t *w, const tkvi_i4 *k) {
+    int i;
+    for (i = 0; i < 4; i++, w += 16) tkvi_store_four_128(w, vmovn_s32(k[i]));
+}
+
+TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
+    int i;
+    for (i = 0; i < 4; i++, w += 32) {
+        const int16x4_t x = vmovn_s32(k[i]);
+        tkvi_store_four_128(w, vshr_n_s16(x, 7));
+        tkvi_store_four_128(w + 16, vand_s16(x, vdup_n_s16(127)));
+    }
+}
+
+#ifdef __ARM_FEATURE_DOTPROD
+#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
+    ((no_sign)                                                                                               \
+         ? vreinterpretq_s32_u32(vdotq_laneq_u32(vreinterpretq_u32_s32(sum), vreinterpretq_u8_s8(codes),     \
+                                                 vreinterpretq_u8_s8(quad), row))                            \
+         : vdotq_laneq_s32(sum, codes, quad, row))
+#else
+/* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels. */
+TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
+    return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
+}
+#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
+    tkvi_dot_128(sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
+#endif
+
+#endif /* TKVI_NEON */
+
+#endif /* TKVI_KERNELS_NEON_H */
+/* ======== kernels/wasm.h ======== */
+/*
+ * kernels/wasm.h - the types and operations of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
+ *
+ * WebAssembly has no product of bytes. i32x4.dot_i16x8_s multiplies 16-bit integers and adds pairs of products.
+ * Shifts widen the even and the odd bytes of a vector of codes. The sums of both belong to the same token. Weights
+ * have 16 bits and hold both limbs, so two limbs cost no more than one.
+ *
+ *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
+ *     even    | t0: r0    r2    | t1: r0    r2    | t2 ...  | t3 ...  |   8 x 16 bits
+ *     odd     | t0: r1    r3    | t1: r1    r3    | t2 ...  | t3 ...  |
+ *     quad    | row 0: r0 r2 r1 r3 | row 1: ...                           16 bits each, in memory
+ *     sum     | t0              | t1              | t2      | t3      |   += even . r0 r2, += odd . r1 r3
+ *
+ * Calls kernels/scalar.h.
+ */
+#ifndef TKVI_KERNELS_WASM_H
+#define TKVI_KERNELS_WASM_H
+
+
+#if !defined(TKV_NO_SIMD) && defined(__wasm_simd128__) && defined(__clang__)
+#define TKVI_WASM
+#define TKVI_128
+#define TKVI_VECTORS
+#include <wasm_simd128.h>
+
+#define TKVI_FLAT_128 static inline __attribute__((always_inline))
+#define TKVI_ISA_128 TKV_ISA_WASM
+#define TKVI_NAME_128 "wasm"
+
+typedef v128_t tkvi_f4;
+typedef v128_t tkvi_i4;
+typedef v128_t tkvi_b16;
+
+/* >>floats */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
+    return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
+}
+TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
+TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
+TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+    const v128_t x = wasm_v128_load64_zero(p);
+    return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
+}
+
+/* Transposes 4 x 4 floats. */
+TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+    const v128_t x0 = wasm_v128_load(x), x1 = wasm_v128_load(x + x_stride);
+    const v128_t x2 = wasm_v128_load(x + 2 * x_stride), x3 = wasm_v128_load(x + 3 * x_stride);
+    const v128_t a = wasm_i32x4_shuffle(x0, x1, 0, 4, 1, 5), b = wasm_i32x4_shuffle(x0, x1, 2, 6, 3, 7);
+    const v128_t c = wasm_i32x4_shuffle(x2, x3, 0, 4, 1, 5), d = wasm_i32x4_shuffle(x2, x3, 2, 6, 3, 7);
+    wasm_v128_store(y, wasm_i64x2_shuffle(a, c, 0, 2));
+    wasm_v128_store(y + y_stride, wasm_i64x2_shuffle(a, c, 1, 3));
+    wasm_v128_store(y + 2 * y_stride, wasm_i64x2_shuffle(b, d, 0, 2));
+    wasm_v128_store(y + 3 * y_stride, wasm_i64x2_shuffle(b, d, 1, 3));
+}
+
+/* Four horizontal sums. */
+TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
+    tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
+    tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
+    return wasm_f32x4_add(wasm_i32x4_shuffle(ab, cd, 0, 2, 4, 6), wasm_i32x4_shuffle(ab, cd, 1, 3, 5, 7));
+}
+
+TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
+    return wasm_f32x4_extract_lane(tkvi_sum4_128(x, x, x, x), 0);
+}
+
+TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
+    x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
+    return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
+}
+
+TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return wasm_f32x4_nearest(x); } /* ties to even */
+
+/* x log2 e - n, without FMA: (x - n ln 2) log2 e. ln 2 has two floats, and n times the first one is exact. */
+TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+    const tkvi_f4 r = tkvi_madd_128(x, n, wasm_f32x4_const_splat(-0.693359375f));
+    return wasm_f32x4_mul(tkvi_madd_128(r, n, wasm_f32x4_const_splat(2.12194440e-4f)),
+                          wasm_f32x4_const_splat(1.44269504f));
+}
+
+/* y where x >= least, 0 elsewhere. */
+TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
+    return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
+}
+
+/* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
+ * multiplies by 2^112. This is also right for subnormals. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
+    v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
+    return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
+}
+
+/* Loads any fp16 values. Infinity and NaN come out as 65536 or more in size, and get the largest exponent. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
+    v128_t x = tkvi_load_finite_f16_128(p);
+    v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
+    return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
+}
+
+TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
+    return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
+}
+
+#define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
+#define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
+#define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
+#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
+#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
+
+/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
+TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+    const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
+    const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
+    x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
+    return wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 2, 3, 0, 1), wasm_v128_xor(x, high));
+}
+
+/* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
+TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
+    const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
+    const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
+    const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
+    v128_t y = wasm_i32x4_add(wasm_i32x4_add(size, odd), wasm_i32x4_const_splat(0xfff - 0x38000000));
+    y = wasm_v128_bitselect(few, wasm_u32x4_shr(y, 13),
+                            wasm_i32x4_lt(size, wasm_i32x4_const_splat(0x38800000)));
+    y = wasm_v128_or(y, wasm_v128_and(wasm_u32x4_shr(x, 16), wasm_i32x4_const_splat(0x8000)));
+    wasm_v128_store64_lane(p, wasm_u16x8_narrow_i32x4(y, y), 0);
+}
+
+/* >>integers */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
+TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_add(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_sub(a, b); }
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_mul(a, b); }
+#define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
+TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
+TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
+TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
+
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
+    x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
+    return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
+}
+
+/* Rounds as tkvi_rne does: a conversion takes many instructions. */
+TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
+    return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
+                          wasm_i32x4_const_splat(0x4b400000));
+}
+
+/* Four signed bytes. */
+TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+    return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
+}
+
+#define tkvi_m4 v128_t
+#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) wasm_f32x4_sqrt(x)
+#define tkvi_vf_gt(a, b) wasm_f32x4_gt(a, b)
+#define tkvi_vf_where(mask, x) wasm_v128_and(x, mask) /* 0 elsewhere */
+#define tkvi_vm_any(mask) (wasm_v128_any_true(mask))
+#define tkvi_vf_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
+#define tkvi_vi_or(a, b) wasm_v128_or(a, b)
+#define tkvi_vi_and(a, b) wasm_v128_and(a, b)
+#define tkvi_vi_right(x, n) wasm_u32x4_shr(x, n)
+#define tkvi_vi_min(a, b) wasm_i32x4_min(a, b)
+#define tkvi_vi_max(a, b) wasm_i32x4_max(a, b)
+#define tkvi_vi_count(x, a, b) wasm_i32x4_sub(x, wasm_i32x4_gt(a, b)) /* x + (a > b) */
+#define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
+#define tkvi_vi_of_bits(x) (x)
+#define tkvi_vi_trunc(x)                                                                                     \
+    tkvi_nearest_128(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
+#define tkvi_vi_floor(x) tkvi_nearest_128(wasm_f32x4_floor(x))
+#define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
+#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
+#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
+#define tkvi_transpose_bytes_128(v) tkvi_transpose4_128(v)
+#define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
+    wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
+#define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
+
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+#define tkvi_vh_splat(x) wasm_i16x8_splat((int16_t)(x))
+#define tkvi_vh_add(a, b) wasm_i16x8_add(a, b)
+#define tkvi_vh_sub(a, b) wasm_i16x8_sub(a, b)
+#define tkvi_vh_min(a, b) wasm_i16x8_min(a, b)
+#define tkvi_vh_max(a, b) wasm_i16x8_max(a, b)
+#define tkvi_vh_pairs(a, b)                                                                                  \
+    wasm_v128_or(wasm_v128_and(a, wasm_i32x4_const_splat(0xffff)), wasm_i32x4_shl(b, 16))
+#define tkvi_vh_pack(a, b) wasm_i16x8_narrow_i32x4(a, b)
+#define tkvi_vh_first(x) wasm_i32x4_extend_low_i16x8(x)
+#define tkvi_vh_second(x) wasm_i32x4_extend_high_i16x8(x)
+#define tkvi_vh_zip1(x, y) wasm_i16x8_shuffle(x, y, 0, 8, 1, 9, 2, 10, 3, 11)
+#define tkvi_vh_zip2(x, y) wasm_i16x8_shuffle(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
+#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
+#define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
+#define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
+#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
+#define tkvi_vp v128_t
+#define tkvi_vp_zero() wasm_i32x4_const_splat(0)
+#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
+#define tkvi_vp_total(x) (x)
+
+TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
+    return wasm_f32x4_div(a, b);
+}
+
+/* As tkvi_cut_code: the high halves of products, halved. */
+TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+    const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
+    const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
+    const v128_t twice = wasm_u16x8_narrow_i32x4(wasm_u32x4_shr(low, 16), wasm_u32x4_shr(high, 16));
+    return wasm_i16x8_min(wasm_u16x8_avgr(twice, zero), top);
+}
+
+/* Looks up four lanes in a table of eight. An index from 16 on gives 0. */
+TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+    const v128_t at = wasm_i32x4_add(wasm_i32x4_mul(x, wasm_i32x4_const_splat(0x04040404)),
+                                     wasm_i32x4_const_splat(0x03020100));
+    const v128_t second = wasm_i8x16_sub(at, wasm_i8x16_const_splat(16));
+    return wasm_v128_or(wasm_i8x16_swizzle(wasm_v128_load(table), at),
+                        wasm_i8x16_swizzle(wasm_v128_load(table + 4), second));
+}
+
+TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+    const v128_t a = wasm_i32x4_shuffle(v[0], v[1], 0, 4, 1, 5),
+                 b = wasm_i32x4_shuffle(v[2], v[3], 0, 4, 1, 5);
+    const v128_t c = wasm_i32x4_shuffle(v[0], v[1], 2, 6, 3, 7),
+                 d = wasm_i32x4_shuffle(v[2], v[3], 2, 6, 3, 7);
+    v[0] = wasm_i64x2_shuffle(a, b, 0, 2);
+    v[1] = wasm_i64x2_shuffle(a, b, 1, 3);
+    v[2] = wasm_i64x2_shuffle(c, d, 0, 2);
+    v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
+}
+
+TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+
+/* a b >> n, without signs. n: 1 .. 63. */
+TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
+    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
+    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
+}
+
+/* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p), 20);
+    return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
+                          wasm_i32x4_const_splat(0x78800000));
+}
+
+/* Looks up four codes, the first from bit `from` of p on. There is no vector instruction for a table of 64 bytes. */
+TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+    uint32_t x;
+    memcpy(&x, p, 4);
+    x >>= from;
+    return wasm_f32x4_make(level[x & 15], level[x >> bits & 15], level[x >> 2 * bits & 15],
+                           level[x >> 3 * bits & 15]);
+}
+
+/* >>bytes */
+TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
+TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
+TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
+    return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
+
+/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
+    return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) {
+    return wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+    return wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+}
+TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+    return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+
+TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
+
+/* x in lanes i with i < n, else y. */
+TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+    return wasm_v128_bitselect(x, y, wasm_i32x4_lt(wasm_i32x4_const(0, 1, 2, 3), wasm_i32x4_splat(n)));
+}
+
+/* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+#define tkvi_use(x)
+#define TKVI_HAS_NARROW 0
+#define TKVI_BIAS 0
+#define TKVI_K_PLANES 2
+#define TKVI_K_PASSES 8
+#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
+#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
+#define TKVI_V_VECTORS 2
+#define TKVI_V_SLABS 1
+#define TKVI_V_PARTS 2
+#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
+#define TKVI_V_SPLIT 0
+
+/* Nothing has weights of one limb. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) wasm_v128_load(w)
+#define tkvi_store_weights_k(w, stride, r, k) ((void)(k))
+#define tkvi_store_weights_v(w, stride, r, k) ((void)(k))
+#define tkvi_sums v128_t
+#define tkvi_sums_zero() wasm_i32x4_const_splat(0)
+#define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
+#define tkvi_dot_k(sum, codes, u, r) ((void)(codes), (void)(u), sum)
+#define tkvi_dot_v(sum, codes, u, r) ((void)(codes), (void)(u), sum)
+#define tkvi_dot_levels(sum, levels, u, r) ((void)(levels), (void)(u), sum)
+#define tkvi_widen_k(sum) (sum)
+#define tkvi_widen_v(sum) (sum)
+
+/* [row][position], the four of a tile in the order 0 2 1 3, as in the drawing. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb v128_t
+#define tkvi_wide_none() wasm_i32x4_const_splat(0)
+#define tkvi_wide_sums v128_t
+#define tkvi_wide_zero() wasm_i32x4_const_splat(0)
+#define tkvi_even(codes) wasm_v128_and(codes, wasm_i16x8_const_splat(255))
+#define tkvi_odd(codes) wasm_u16x8_shr(codes, 8)
+#define tkvi_wide_even(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride))
+#define tkvi_wide_odd(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride) + 2)
+#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
+    wasm_i32x4_add(wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(even, u)), wasm_i32x4_dot_i16x8(odd, v))
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((w) + (r) * (stride), k)
+
+/* Rows in lanes (kernels/prefill.inc). */
+#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
+#define TKVI_NARROW_VECTORS 2
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 2
+#define TKVI_ROW_TOKENS 4
+#define tkvi_hide(sum) ((void)0)
+#define TKVI_ROWS_NEW(j) 1
+#define tkvi_rows_codes(x) wasm_v128_load32_splat(x)
+#define tkvi_rows_dot_k(sum, codes, w, j) ((void)(codes), (void)(w), sum)
+#define tkvi_rows_dot_v(sum, codes, w, j) ((void)(codes), (void)(w), sum)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) tkvi_dot_wide(sum, even, odd, u, v, 0)
+#define tkvi_pack_rows_k(x) (x)[0]
+#define tkvi_pack_rows_v(x) (x)[0]
+#define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
+#define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
+
+TKVI_FLAT_128 tkvi_b16 tkvi_pack_pairs_128(tkvi_i4 a, tkvi_i4 b) {
+    return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+}
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
+    wasm_v128_store(w, wasm_i16x8_shuffle(k[0], k[1], 0, 4, 2, 6, 8, 12, 10, 14));
+    wasm_v128_store(w + 8, wasm_i16x8_shuffle(k[2], k[3], 0, 4, 2, 6, 8, 12, 10, 14));
+}
+
+#endif /* TKVI_WASM */
+
+#endif /* TKVI_KERNELS_WASM_H */
 /* ======== kernels/code_rows.h ======== */
 /*
  * kernels/code_rows.h - rows of codes: the formats stored by tokens (TKVI_AS_DECODED) as kernels/code_rows.inc reads
@@ -8698,6 +9567,8 @@ TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
 #ifndef TKVI_KERNELS_CODE_ROWS_H
 #define TKVI_KERNELS_CODE_ROWS_H
 
+
+#ifdef TKVI_VECTORS
 
 #define TKVI_MAX_PARTS (TKV_MAX_HEAD_DIM / 16) /* scales of a token */
 
@@ -8842,6 +9713,8 @@ static int64_t tkvi_code_rows_start(const tkvi_code_rows *r) {
     return start < 0x80000000u ? (int64_t)start : (int64_t)start - ((int64_t)1 << 32);
 }
 
+#endif /* TKVI_VECTORS */
+
 #endif /* TKVI_KERNELS_CODE_ROWS_H */
 /* ======== kernels/prefill.h ======== */
 /*
@@ -8950,6 +9823,7 @@ static int tkvi_prefill_lanes(int pad) {
     return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
 }
 
+#ifdef TKVI_VECTORS
 static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
 /* Sorts queries and reference by position. */
@@ -8977,6 +9851,8 @@ static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, in
     }
     return run;
 }
+
+#endif /* TKVI_VECTORS */
 
 #endif /* TKVI_KERNELS_PREFILL_H */
 /* ======== kernels/tiles.h ======== */
@@ -9045,6 +9921,7 @@ typedef struct tkvi_weights_k {
     TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
 } tkvi_weights_k;
 
+#ifdef TKVI_VECTORS
 /* Decoding: sorts metadata of K from positions to channels. */
 static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
@@ -9053,6 +9930,7 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     for (g = 0; g < s->groups; g++)
         for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
 }
+#endif
 
 #endif /* TKVI_KERNELS_TILES_H */
 /* ======== kernels/avx2.h ======== */
@@ -10246,7 +11124,7 @@ TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t
 TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
     static const int32_t units[8] = {1, 8, 8, 8, 8, 8, 4, 1}; /* tkvi_a_unit */
     TKVI_ALIGNED float var[TKVI_LANES], scale[TKVI_LANES], unit[TKVI_LANES], mean_u[TKVI_LANES];
-    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES], far[TKVI_LANES];
+    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES], is_far[TKVI_LANES];
     TKVI_ALIGNED double mean[TKVI_LANES];
     const double n = (double)c->n, n2 = 2.0 * n;
     const tkvi_vf none = tkvi_vf_splat(0.0f), one = tkvi_vf_splat(1.0f);
@@ -10277,10 +11155,10 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         const tkvi_vf by = tkvi_vf_load(scale + l);
         const tkvi_vf size = tkvi_vf_abs(
             tkvi_vf_madd(tkvi_vf_load(step + l), tkvi_vf_load(mean_u + l), tkvi_vf_load(low + l)));
-        const tkvi_vm near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
-        tkvi_vf_store(unit + l, tkvi_vf_where(near, tkvi_vf_load(unit + l)));
+        const tkvi_vm is_near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
+        tkvi_vf_store(unit + l, tkvi_vf_where(is_near, tkvi_vf_load(unit + l)));
         tkvi_vf_store(scale + l, tkvi_vf_select(tkvi_vf_gt(by, none), by, one));
-        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(128)));
+        tkvi_vi_store(is_far + l, tkvi_vi_select(is_near, tkvi_vi_splat(0), tkvi_vi_splat(128)));
     }
     for (l = 0; l < TKVI_LANES; l++) mean[l] = tkvi_f64((double)low[l] + (double)step[l] * (double)mean_u[l]);
     for (l = 0; l < TKVI_LANES; l++) {
@@ -10293,13 +11171,14 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
     for (l = 0; l < 16 / TKVI_VF; l++) {
         const tkvi_vi x = tkvi_vi_load(offset + l * TKVI_VF), less = tkvi_vi_sub(tkvi_vi_splat(0), x);
         bytes[l] = tkvi_vi_and(x, tkvi_vi_splat(255));
-        most = tkvi_vi_max(tkvi_vi_max(most, tkvi_vi_load(far + l * TKVI_VF)), tkvi_vi_max(x, less));
+        most = tkvi_vi_max(tkvi_vi_max(most, tkvi_vi_load(is_far + l * TKVI_VF)), tkvi_vi_max(x, less));
     }
     tkvi_vi_store_u8(c->offset, bytes);
     c->beyond_mask = 0;
     if (tkvi_vf_max_across(tkvi_vi_to_float(most)) < 128.0f) return;
     for (l = 0; l < TKVI_LANES; l++)
-        if (c->width[l] && (offset[l] < -127 || offset[l] > 127 || (far[l] && (c->log[l] || mean[l] != 0.0))))
+        if (c->width[l] &&
+            (offset[l] < -127 || offset[l] > 127 || (is_far[l] && (c->log[l] || mean[l] != 0.0))))
             c->beyond_mask |= 1u << l;
 }
 /* ======== kernels/avx2.h ======== */
@@ -12220,14 +13099,6 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
 }
 
 /* >>softmax, rotation, layout */
-/* exp(s) for x = s log2 e, or 0 where x is below -125. It has fewer operations than exp of kernels/softmax.inc. */
-TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
-    const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
-    const tkvi_vf n = tkvi_vf_round(z);
-    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, tkvi_vf_sub(z, n));
-    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), tkvi_vf_times_power(y, n));
-}
-
 /* Hides scores of tokens outside low .. high - 1. */
 TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
     float *scores = a->s;
@@ -12248,7 +13119,6 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
     float *scores = a->s;
     const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
-    const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
     int lane, t, k, shrinks = 0;
     for (lane = 0; lane < lanes; lane += TKVI_VF) {
         float *s = scores + lane;
@@ -12263,16 +13133,16 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         top[0] = tkvi_vf_max(top[0], top[1]);
         m = TKVI_ABOVE_(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
         if (TKVI_ANY_ABOVE_(m, before)) { /* hidden before: sums are zero, and shrink by 1 */
-            by = TKVI_N(prefill_exp)(tkvi_vf_mul(tkvi_vf_sub(before, m), log2e));
+            by = TKVI_N(exp)(tkvi_vf_sub(before, m));
             by = TKVI_ABOVE_(before, hidden, by, tkvi_vf_splat(1.0f));
             shrinks |= TKVI_ANY_ABOVE_(tkvi_vf_splat(1.0f), by);
             tkvi_vf_store(a->m + lane, m);
         }
         tkvi_vf_store(a->shrink + lane, by);
         /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
-        m = tkvi_vf_sub(none, TKVI_ABOVE_(m, hidden, tkvi_vf_mul(m, log2e), none));
+        m = TKVI_ABOVE_(m, hidden, m, none);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * lanes), log2e, m));
+            const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t * lanes), m));
             tkvi_vf_store(s + t * lanes, y);
             sum = tkvi_vf_add(sum, y);
         }
@@ -15491,14 +16361,6 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
 }
 
 /* >>softmax, rotation, layout */
-/* exp(s) for x = s log2 e, or 0 where x is below -125. It has fewer operations than exp of kernels/softmax.inc. */
-TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
-    const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
-    const tkvi_vf n = tkvi_vf_round(z);
-    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, tkvi_vf_sub(z, n));
-    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), tkvi_vf_times_power(y, n));
-}
-
 /* Hides scores of tokens outside low .. high - 1. */
 TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
     float *scores = a->s;
@@ -15519,7 +16381,6 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
     float *scores = a->s;
     const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
-    const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
     int lane, t, k, shrinks = 0;
     for (lane = 0; lane < lanes; lane += TKVI_VF) {
         float *s = scores + lane;
@@ -15534,16 +16395,16 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         top[0] = tkvi_vf_max(top[0], top[1]);
         m = TKVI_ABOVE_(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
         if (TKVI_ANY_ABOVE_(m, before)) { /* hidden before: sums are zero, and shrink by 1 */
-            by = TKVI_N(prefill_exp)(tkvi_vf_mul(tkvi_vf_sub(before, m), log2e));
+            by = TKVI_N(exp)(tkvi_vf_sub(before, m));
             by = TKVI_ABOVE_(before, hidden, by, tkvi_vf_splat(1.0f));
             shrinks |= TKVI_ANY_ABOVE_(tkvi_vf_splat(1.0f), by);
             tkvi_vf_store(a->m + lane, m);
         }
         tkvi_vf_store(a->shrink + lane, by);
         /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
-        m = tkvi_vf_sub(none, TKVI_ABOVE_(m, hidden, tkvi_vf_mul(m, log2e), none));
+        m = TKVI_ABOVE_(m, hidden, m, none);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * lanes), log2e, m));
+            const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t * lanes), m));
             tkvi_vf_store(s + t * lanes, y);
             sum = tkvi_vf_add(sum, y);
         }
@@ -15900,871 +16761,6 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #endif /* TKVI_AVX512 */
 
 #endif /* TKVI_KERNELS_AVX512_H */
-/* ======== kernels/neon.h ======== */
-/*
- * kernels/neon.h - the types and operations of kernels/vectors_128.h for NEON on little-endian AArch64.
- *
- * With the dot product extension, sdot computes a step in one instruction. Compilers use it with
- * -march=armv8.2-a+dotprod or -mcpu=native, and by default for Apple. Other targets use widening products.
- *
- * Weights are bytes. Each limb of a query row has a weight row of its own. One vector, `quad`, has the four
- * neighbouring weights of four weight rows. sdot selects the row by its lane.
- *
- *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
- *     quad    | row 0: r0 .. r3 | row 1           | row 2   | row 3   |
- *     sum     | t0              | t1              | t2      | t3      |   += codes . quad[row]
- *
- * Calls kernels/scalar.h.
- */
-#ifndef TKVI_KERNELS_NEON_H
-#define TKVI_KERNELS_NEON_H
-
-
-#if !defined(TKV_NO_SIMD) && defined(__aarch64__) && defined(__ARM_NEON) && !defined(__AARCH64EB__) &&       \
-    (defined(__GNUC__) || defined(__clang__)) && !defined(__TINYC__)
-#define TKVI_NEON
-#define TKVI_128
-#include <arm_neon.h>
-
-#define TKVI_FLAT_128 static inline __attribute__((always_inline))
-#define TKVI_ISA_128 TKV_ISA_NEON
-#define TKVI_NAME_128 "neon"
-
-typedef float32x4_t tkvi_f4;
-typedef int32x4_t tkvi_i4;
-typedef uint8x16_t tkvi_b16;
-
-/* >>floats */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return vld1q_f32(p); }
-TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { vst1q_f32(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return vdupq_n_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return vaddq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return vsubq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
-TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
-TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
-TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
-
-TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return vrndnq_f32(x); } /* ties to even */
-
-/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
-TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
-    return vfmaq_f32(vfmaq_f32(vnegq_f32(n), x, vdupq_n_f32(1.44269502f)), x, vdupq_n_f32(1.92596299e-8f));
-}
-
-/* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
-    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
-}
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
-    const float32x2_t x = vld1_f32(p);
-    return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
-}
-
-/* Transposes 4 x 4 floats. */
-TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
-    const float32x4x2_t a = vzipq_f32(vld1q_f32(x), vld1q_f32(x + 2 * x_stride));
-    const float32x4x2_t b = vzipq_f32(vld1q_f32(x + x_stride), vld1q_f32(x + 3 * x_stride));
-    vst1q_f32(y, vzip1q_f32(a.val[0], b.val[0]));
-    vst1q_f32(y + y_stride, vzip2q_f32(a.val[0], b.val[0]));
-    vst1q_f32(y + 2 * y_stride, vzip1q_f32(a.val[1], b.val[1]));
-    vst1q_f32(y + 3 * y_stride, vzip2q_f32(a.val[1], b.val[1]));
-}
-
-/* Four horizontal sums. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
-    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
-}
-
-TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
-    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
-}
-
-TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) { return tkvi_load_finite_f16_128(p); }
-
-TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
-}
-
-#define tkvi_vf_min(a, b) vminq_f32(a, b)
-#define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
-#define tkvi_vf_hide(x) __asm__("" : "+w"(x)) /* hides how x was computed: no reordering, no FMA */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
-#define tkvi_vf_store_f16(p, x) vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)))
-
-/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
-    static const float odd[4] = {1.0f, -1.0f, 1.0f, -1.0f}, high[4] = {1.0f, 1.0f, -1.0f, -1.0f};
-    x = vfmaq_f32(vrev64q_f32(x), x, vld1q_f32(odd));
-    return vfmaq_f32(vextq_f32(x, x, 2), x, vld1q_f32(high));
-}
-
-/* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
-TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return vdupq_n_s32(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return vaddq_s32(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return vsubq_s32(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return vmulq_s32(a, b); }
-TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x); }
-#define TKVI_LEFT_INTS_128(x, n) vshlq_n_s32(x, n)
-TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
-TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
-
-/* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
-}
-
-#define tkvi_m4 uint32x4_t
-#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
-#define tkvi_vf_sqrt(x) vsqrtq_f32(x)
-#define tkvi_vf_gt(a, b) vcgtq_f32(a, b)
-#define tkvi_vf_where(mask, x)                                                                               \
-    vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), mask)) /* 0 elsewhere */
-#define tkvi_vm_any(mask) (vmaxvq_u32(mask) != 0)
-#define tkvi_vf_select(mask, x, y) vbslq_f32(mask, x, y)
-#define tkvi_vi_or(a, b) vorrq_s32(a, b)
-#define tkvi_vi_and(a, b) vandq_s32(a, b)
-#define tkvi_vi_right(x, n) vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), n))
-#define tkvi_vi_min(a, b) vminq_s32(a, b)
-#define tkvi_vi_max(a, b) vmaxq_s32(a, b)
-#define tkvi_vi_count(x, a, b) vsubq_s32(x, vreinterpretq_s32_u32(vcgtq_s32(a, b))) /* x + (a > b) */
-#define tkvi_vi_select(mask, x, y) vbslq_s32(mask, x, y)
-#define tkvi_vi_of_bits(x) vreinterpretq_s32_f32(x)
-#define tkvi_vi_trunc(x) vcvtq_s32_f32(x)
-#define tkvi_vi_floor(x) vcvtmq_s32_f32(x)
-#define tkvi_vi_load_u8(p) vandq_s32(tkvi_load_bytes4_128(p), vdupq_n_s32(255))
-#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
-#define tkvi_vi_pack4(v) tkvi_pack4_128(v) /* four vectors to bytes */
-#define tkvi_vi_scatter4(p, step, x) ((void)(step), vst1q_u8(p, vreinterpretq_u8_s32(x)))
-
-/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
-#define TKVI_HALVES_(x) vreinterpretq_s16_s32(x)
-#define TKVI_OF_HALVES_(x) vreinterpretq_s32_s16(x)
-#define tkvi_vh_splat(x) TKVI_OF_HALVES_(vdupq_n_s16((int16_t)(x)))
-#define tkvi_vh_add(a, b) TKVI_OF_HALVES_(vaddq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
-#define tkvi_vh_sub(a, b) TKVI_OF_HALVES_(vsubq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
-#define tkvi_vh_min(a, b) TKVI_OF_HALVES_(vminq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
-#define tkvi_vh_max(a, b) TKVI_OF_HALVES_(vmaxq_s16(TKVI_HALVES_(a), TKVI_HALVES_(b)))
-#define tkvi_vh_pairs(a, b) vsliq_n_s32(a, b, 16)
-#define tkvi_vh_pack(a, b) TKVI_OF_HALVES_(vcombine_s16(vmovn_s32(a), vmovn_s32(b)))
-#define tkvi_vh_first(x) vmovl_s16(vget_low_s16(TKVI_HALVES_(x)))
-#define tkvi_vh_second(x) vmovl_high_s16(TKVI_HALVES_(x))
-#define tkvi_vh_zip1(x, y) TKVI_OF_HALVES_(vzip1q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
-#define tkvi_vh_zip2(x, y) TKVI_OF_HALVES_(vzip2q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
-#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
-#define tkvi_vi_dot(x, a, b) vaddq_s32(x, tkvi_vp_total(tkvi_vp_dot(tkvi_vp_zero(), a, b)))
-#define tkvi_vi_add_pairs(x, a) vpadalq_s16(x, TKVI_HALVES_(a))
-#define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
-#define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
-#define tkvi_vh_total(sum) (sum)
-#define tkvi_vp tkvi_pair_sums
-#define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
-#define tkvi_vp_dot(x, a, b)                                                                                 \
-    tkvi_pairs_128(vmlal_s16((x).first, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),       \
-                   vmlal_high_s16((x).second, TKVI_HALVES_(a), TKVI_HALVES_(b)))
-#define tkvi_vp_total(x) tkvi_pair_total_128(x)
-
-typedef struct tkvi_pair_sums { /* of neighbouring halves, apart */
-    int32x4_t first, second;
-} tkvi_pair_sums;
-
-TKVI_FLAT_128 tkvi_pair_sums tkvi_pairs_128(int32x4_t first, int32x4_t second) {
-    tkvi_pair_sums x;
-    x.first = first;
-    x.second = second;
-    return x;
-}
-
-TKVI_FLAT_128 tkvi_i4 tkvi_pair_total_128(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
-
-TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
-    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
-    return vdivq_f32(a, b);
-}
-
-/* As tkvi_cut_code. The doubled high half of the product, rounded and shifted by 2. */
-TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
-    const uint16x8_t x = vqsubq_u16(vreinterpretq_u16_s32(u), vreinterpretq_u16_s32(cut));
-    const int16x8_t y = vqdmulhq_s16(vreinterpretq_s16_u16(x), TKVI_HALVES_(by));
-    return TKVI_OF_HALVES_(vminq_s16(vrshrq_n_s16(y, 2), TKVI_HALVES_(top)));
-}
-
-/* Looks up four lanes in a table of eight. */
-TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
-    const tkvi_i4 at = vmlaq_s32(vdupq_n_s32(0x03020100), x, vdupq_n_s32(0x04040404));
-    uint8x16x2_t bytes;
-    bytes.val[0] = vreinterpretq_u8_s32(vld1q_s32(table));
-    bytes.val[1] = vreinterpretq_u8_s32(vld1q_s32(table + 4));
-    return vreinterpretq_s32_u8(vqtbl2q_u8(bytes, vreinterpretq_u8_s32(at)));
-}
-
-TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
-    const int64x2_t a = vreinterpretq_s64_s32(vzip1q_s32(v[0], v[1])),
-                    b = vreinterpretq_s64_s32(vzip1q_s32(v[2], v[3]));
-    const int64x2_t c = vreinterpretq_s64_s32(vzip2q_s32(v[0], v[1])),
-                    d = vreinterpretq_s64_s32(vzip2q_s32(v[2], v[3]));
-    v[0] = vreinterpretq_s32_s64(vzip1q_s64(a, b));
-    v[1] = vreinterpretq_s32_s64(vzip2q_s64(a, b));
-    v[2] = vreinterpretq_s32_s64(vzip1q_s64(c, d));
-    v[3] = vreinterpretq_s32_s64(vzip2q_s64(c, d));
-}
-
-TKVI_FLAT_128 void tkvi_transpose_bytes_128(tkvi_b16 *v) {
-    tkvi_i4 x[4];
-    int i;
-    for (i = 0; i < 4; i++) x[i] = vreinterpretq_s32_u8(v[i]);
-    tkvi_transpose4_128(x);
-    for (i = 0; i < 4; i++) v[i] = vreinterpretq_u8_s32(x[i]);
-}
-
-TKVI_FLAT_128 tkvi_i4 tkvi_pack4_128(const tkvi_i4 *v) {
-    const int16x8_t a = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
-    const int16x8_t b = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
-    return vreinterpretq_s32_s8(vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
-}
-
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
-
-/* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
-    const uint32x4_t x = vreinterpretq_u32_s32(a), y = vreinterpretq_u32_s32(b);
-    const uint64x2_t low = vshlq_u64(vmull_u32(vget_low_u32(x), vget_low_u32(y)), vdupq_n_s64(-n));
-    const uint64x2_t high = vshlq_u64(vmull_high_u32(x, y), vdupq_n_s64(-n));
-    return vreinterpretq_s32_u32(vuzp1q_u32(vreinterpretq_u32_u64(low), vreinterpretq_u32_u64(high)));
-}
-
-/* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
-    const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p)), 7);
-    return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
-                     vdupq_n_f32(4.0f));
-}
-
-/* Looks up four codes, the first from bit `from` of p on. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
-    static const int32_t lane[4] = {0, 1, 2, 3};
-    const uint8_t *b = (const uint8_t *)level;
-    const int32x4_t shift = vmlaq_s32(vdupq_n_s32(-from), vld1q_s32(lane), vdupq_n_s32(-bits));
-    uint8x16x4_t table;
-    uint32x4_t x;
-    uint32_t word;
-    memcpy(&word, p, 4);
-    table.val[0] = vld1q_u8(b);
-    table.val[1] = vld1q_u8(b + 16);
-    table.val[2] = vld1q_u8(b + 32);
-    table.val[3] = vld1q_u8(b + 48);
-    x = vandq_u32(vshlq_u32(vdupq_n_u32(word), shift), vdupq_n_u32(15));
-    x = vmlaq_u32(vdupq_n_u32(0x03020100u), x, vdupq_n_u32(0x04040404u));
-    return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(x)));
-}
-
-/* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return vld1q_u8(p); }
-TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { vst1q_u8(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return vdupq_n_u8((uint8_t)x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return vandq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return vorrq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return vaddq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { return vtstq_u8(a, b); } /* 255 where a & b */
-TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqtbl1q_u8(table, x); }
-
-/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) { return vzip2q_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
-    return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
-    return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
-}
-
-/* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */
-TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)n)); }
-TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)-n)); }
-
-/* x in lanes i with i < n, else y. */
-TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
-    static const int32_t lane[4] = {0, 1, 2, 3};
-    return vbslq_s32(vcltq_s32(vld1q_s32(lane), vdupq_n_s32(n)), x, y);
-}
-
-/* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
- * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
-#define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
-#ifdef __ARM_FEATURE_DOTPROD
-#define TKVI_K_PLANES 4
-#define TKVI_K_PASSES 4
-#define TKVI_K_FIRST(pass) 0
-#define TKVI_K_COLUMN(pass) (16 * (pass))
-#define TKVI_V_VECTORS 4
-#define TKVI_V_PARTS 1
-#define TKVI_V_COLUMN(v, part) (16 * (v))
-#define TKVI_NARROW_VECTORS 4
-#define tkvi_hide(sum) ((void)0)
-#else /* a sum takes two registers */
-#define TKVI_K_PLANES 2
-#define TKVI_K_PASSES 8
-#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
-#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
-#define TKVI_V_VECTORS 2
-#define TKVI_V_PARTS 2
-#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
-#define TKVI_NARROW_VECTORS 2
-#define tkvi_hide(sum) __asm__("" : "+w"((sum).low), "+w"((sum).high)) /* as kernels/simd_avx512.inc */
-#endif
-#define TKVI_V_SLABS 1
-#define TKVI_V_SPLIT 0
-
-/* Weights of one limb: [position / 4][row][4]. */
-#define TKVI_W_TILE 16
-#define tkvi_weights(w, stride, r) vreinterpretq_u8_s8(vld1q_s8(w))
-#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
-
-#ifdef __ARM_FEATURE_DOTPROD
-#define tkvi_sums int32x4_t
-#define tkvi_sums_zero() vdupq_n_s32(0)
-#define TKVI_SUM_MAX 0x7fffffff
-#define TKVI_V_SUM_MAX TKVI_SUM_MAX
-#define tkvi_dot_k(sum, codes, u, r)                                                                         \
-    TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
-#define tkvi_dot_v(sum, codes, u, r)                                                                         \
-    TKVI_DOT_128(1, sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_u8(u), r)
-#define tkvi_widen_k(sum) (sum)
-#define tkvi_widen_v(sum) (sum)
-#else /* 16 sums of 16 bits, which are added up when they are full. In V they have no sign. */
-#define tkvi_sums tkvi_short_sums
-#define tkvi_sums_zero() tkvi_short_sums_128(vdupq_n_s16(0), vdupq_n_s16(0))
-#define TKVI_SUM_MAX 32767
-#define TKVI_V_SUM_MAX 65535
-#define tkvi_dot_k(sum, codes, u, r) tkvi_dot_short_128(sum, codes, TKVI_QUAD_128(u, r))
-#define tkvi_dot_v(sum, codes, u, r) tkvi_dot_unsigned_128(sum, codes, TKVI_QUAD_128(u, r))
-#define tkvi_widen_k(sum) vpaddq_s32(vpaddlq_s16((sum).low), vpaddlq_s16((sum).high))
-#define tkvi_widen_v(sum)                                                                                    \
-    vreinterpretq_s32_u32(vpaddq_u32(vpaddlq_u16(vreinterpretq_u16_s16((sum).low)),                          \
-                                     vpaddlq_u16(vreinterpretq_u16_s16((sum).high))))
-#define TKVI_QUAD_128(u, r) vreinterpretq_u8_s32(vdupq_laneq_s32(vreinterpretq_s32_u8(u), r))
-
-typedef struct tkvi_short_sums {
-    int16x8_t low, high;
-} tkvi_short_sums;
-
-TKVI_FLAT_128 tkvi_short_sums tkvi_short_sums_128(int16x8_t low, int16x8_t high) {
-    tkvi_short_sums x;
-    x.low = low;
-    x.high = high;
-    return x;
-}
-
-TKVI_FLAT_128 tkvi_short_sums tkvi_dot_short_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
-    const int8x16_t x = vreinterpretq_s8_u8(a), y = vreinterpretq_s8_u8(b);
-    return tkvi_short_sums_128(vmlal_s8(sum.low, vget_low_s8(x), vget_low_s8(y)),
-                               vmlal_high_s8(sum.high, x, y));
-}
-
-TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
-    const uint16x8_t low = vreinterpretq_u16_s16(sum.low), high = vreinterpretq_u16_s16(sum.high);
-    return tkvi_short_sums_128(vreinterpretq_s16_u16(vmlal_u8(low, vget_low_u8(a), vget_low_u8(b))),
-                               vreinterpretq_s16_u16(vmlal_high_u8(high, a, b)));
-}
-#endif
-#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
-    TKVI_DOT_128(0, sum, vreinterpretq_s8_u8(levels), vreinterpretq_s8_u8(u), r)
-
-/* Weights of two limbs: [position / 4][limb][row][4] bytes. */
-#define TKVI_WIDE_TILE 16 /* in int16_t */
-#define tkvi_wide_vb tkvi_b16
-#define tkvi_wide_none() vdupq_n_u8(0)
-#define tkvi_wide_sums tkvi_limb_sums
-#define tkvi_even(codes) (codes)
-#define tkvi_odd(codes) (codes)
-#define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
-#define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
-#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
-    ((void)(odd),                                                                                            \
-     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r),       \
-                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r)))
-#define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
-#define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
-
-/* Rows in lanes (kernels/prefill.inc): a vector has the codes of four tokens. u, v: the weights' limbs. */
-#define TKVI_ROW_VECTORS 4 /* the most vectors of rows in a pass */
-#define TKVI_WIDE_VECTORS 2
-#define TKVI_FLOAT_VECTORS 4
-#define TKVI_ROW_TOKENS 4
-#define TKVI_ROWS_NEW(j) ((j) == 0)
-#define tkvi_rows_codes(x) vreinterpretq_u8_s32(vld1q_s32(x))
-#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_dot_k(sum, w, codes, j)
-#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, w, codes, j)
-#define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
-    ((void)(odd),                                                                                            \
-     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j),       \
-                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j)))
-#define tkvi_pack_rows_k(x) tkvi_pack_rows_128(x)
-#define tkvi_pack_rows_v(x) tkvi_pack_rows_128(x)
-#define tkvi_pack_rows_even(x) tkvi_pack_limb_128(x, 1)
-#define tkvi_pack_rows_odd(x) tkvi_pack_limb_128(x, 0)
-
-/* The low bytes of four integers each, transposed: lane l has those of x[0][l] .. x[3][l]. */
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_rows_128(const tkvi_i4 *x) {
-    static const uint8_t order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(x[0]), vreinterpretq_s16_s32(x[1]));
-    const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(x[2]), vreinterpretq_s16_s32(x[3]));
-    return vqtbl1q_u8(vuzp1q_u8(vreinterpretq_u8_s16(a), vreinterpretq_u8_s16(b)), vld1q_u8(order));
-}
-
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_limb_128(const tkvi_i4 *x, const int high) {
-    tkvi_i4 y[4];
-    int i;
-    for (i = 0; i < 4; i++) y[i] = high ? vshrq_n_s32(x[i], 7) : vandq_s32(x[i], vdupq_n_s32(127));
-    return tkvi_pack_rows_128(y);
-}
-
-typedef struct tkvi_limb_sums {
-    int32x4_t high, low;
-} tkvi_limb_sums;
-
-TKVI_FLAT_128 tkvi_limb_sums tkvi_limbs_128(int32x4_t high, int32x4_t low) {
-    tkvi_limb_sums x;
-    x.high = high;
-    x.low = low;
-    return x;
-}
-
-TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {
-    const int32_t four = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(x, x))), 0);
-    memcpy(w, &four, 4);
-}
-
-/* Stores 16 weights of a row. */
-TKVI_FLAT_128 void tkvi_store_narrow_128(int8_t *w, const tkvi_i4 *k) {
-    int i;
-    for (i = 0; i < 4; i++, w += 16) tkvi_store_four_128(w, vmovn_s32(k[i]));
-}
-
-TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
-    int i;
-    for (i = 0; i < 4; i++, w += 32) {
-        const int16x4_t x = vmovn_s32(k[i]);
-        tkvi_store_four_128(w, vshr_n_s16(x, 7));
-        tkvi_store_four_128(w + 16, vand_s16(x, vdup_n_s16(127)));
-    }
-}
-
-#ifdef __ARM_FEATURE_DOTPROD
-#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
-    ((no_sign)                                                                                               \
-         ? vreinterpretq_s32_u32(vdotq_laneq_u32(vreinterpretq_u32_s32(sum), vreinterpretq_u8_s8(codes),     \
-                                                 vreinterpretq_u8_s8(quad), row))                            \
-         : vdotq_laneq_s32(sum, codes, quad, row))
-#else
-/* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
-    return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
-}
-#define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
-    tkvi_dot_128(sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
-#endif
-
-#endif /* TKVI_NEON */
-
-#endif /* TKVI_KERNELS_NEON_H */
-/* ======== kernels/wasm.h ======== */
-/*
- * kernels/wasm.h - the types and operations of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
- *
- * WebAssembly has no product of bytes. i32x4.dot_i16x8_s multiplies 16-bit integers and adds pairs of products.
- * Shifts widen the even and the odd bytes of a vector of codes. The sums of both belong to the same token. Weights
- * have 16 bits and hold both limbs, so two limbs cost no more than one.
- *
- *     codes   | t0: r0 r1 r2 r3 | t1: r0 r1 r2 r3 | t2 ...  | t3 ...  |   16 bytes: 4 tokens (V: channels) x 4
- *     even    | t0: r0    r2    | t1: r0    r2    | t2 ...  | t3 ...  |   8 x 16 bits
- *     odd     | t0: r1    r3    | t1: r1    r3    | t2 ...  | t3 ...  |
- *     quad    | row 0: r0 r2 r1 r3 | row 1: ...                           16 bits each, in memory
- *     sum     | t0              | t1              | t2      | t3      |   += even . r0 r2, += odd . r1 r3
- *
- * Calls kernels/scalar.h.
- */
-#ifndef TKVI_KERNELS_WASM_H
-#define TKVI_KERNELS_WASM_H
-
-
-#if !defined(TKV_NO_SIMD) && defined(__wasm_simd128__) && defined(__clang__)
-#define TKVI_WASM
-#define TKVI_128
-#include <wasm_simd128.h>
-
-#define TKVI_FLAT_128 static inline __attribute__((always_inline))
-#define TKVI_ISA_128 TKV_ISA_WASM
-#define TKVI_NAME_128 "wasm"
-
-typedef v128_t tkvi_f4;
-typedef v128_t tkvi_i4;
-typedef v128_t tkvi_b16;
-
-/* >>floats */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
-    return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
-}
-TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
-    const v128_t x = wasm_v128_load64_zero(p);
-    return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
-}
-
-/* Transposes 4 x 4 floats. */
-TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
-    const v128_t x0 = wasm_v128_load(x), x1 = wasm_v128_load(x + x_stride);
-    const v128_t x2 = wasm_v128_load(x + 2 * x_stride), x3 = wasm_v128_load(x + 3 * x_stride);
-    const v128_t a = wasm_i32x4_shuffle(x0, x1, 0, 4, 1, 5), b = wasm_i32x4_shuffle(x0, x1, 2, 6, 3, 7);
-    const v128_t c = wasm_i32x4_shuffle(x2, x3, 0, 4, 1, 5), d = wasm_i32x4_shuffle(x2, x3, 2, 6, 3, 7);
-    wasm_v128_store(y, wasm_i64x2_shuffle(a, c, 0, 2));
-    wasm_v128_store(y + y_stride, wasm_i64x2_shuffle(a, c, 1, 3));
-    wasm_v128_store(y + 2 * y_stride, wasm_i64x2_shuffle(b, d, 0, 2));
-    wasm_v128_store(y + 3 * y_stride, wasm_i64x2_shuffle(b, d, 1, 3));
-}
-
-/* Four horizontal sums. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
-    tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
-    tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
-    return wasm_f32x4_add(wasm_i32x4_shuffle(ab, cd, 0, 2, 4, 6), wasm_i32x4_shuffle(ab, cd, 1, 3, 5, 7));
-}
-
-TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
-    return wasm_f32x4_extract_lane(tkvi_sum4_128(x, x, x, x), 0);
-}
-
-TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
-    x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
-    return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
-}
-
-TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return wasm_f32x4_nearest(x); } /* ties to even */
-
-/* x log2 e - n, without FMA: (x - n ln 2) log2 e. ln 2 has two floats, and n times the first one is exact. */
-TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
-    const tkvi_f4 r = tkvi_madd_128(x, n, wasm_f32x4_const_splat(-0.693359375f));
-    return wasm_f32x4_mul(tkvi_madd_128(r, n, wasm_f32x4_const_splat(2.12194440e-4f)),
-                          wasm_f32x4_const_splat(1.44269504f));
-}
-
-/* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
-    return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
-}
-
-/* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
- * multiplies by 2^112. This is also right for subnormals. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
-    v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
-    return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
-}
-
-/* Loads any fp16 values. Infinity and NaN come out as 65536 or more in size, and get the largest exponent. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
-    v128_t x = tkvi_load_finite_f16_128(p);
-    v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
-    return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
-}
-
-TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
-    return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
-}
-
-#define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
-#define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
-#define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
-#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
-
-/* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
-    const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
-    const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
-    x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
-    return wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 2, 3, 0, 1), wasm_v128_xor(x, high));
-}
-
-/* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
-TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
-    const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
-    const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
-    const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
-    v128_t y = wasm_i32x4_add(wasm_i32x4_add(size, odd), wasm_i32x4_const_splat(0xfff - 0x38000000));
-    y = wasm_v128_bitselect(few, wasm_u32x4_shr(y, 13),
-                            wasm_i32x4_lt(size, wasm_i32x4_const_splat(0x38800000)));
-    y = wasm_v128_or(y, wasm_v128_and(wasm_u32x4_shr(x, 16), wasm_i32x4_const_splat(0x8000)));
-    wasm_v128_store64_lane(p, wasm_u16x8_narrow_i32x4(y, y), 0);
-}
-
-/* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_add(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_sub(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_mul(a, b); }
-#define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
-TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
-TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
-
-TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
-    x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
-    return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
-}
-
-/* Rounds as tkvi_rne does: a conversion takes many instructions. */
-TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
-    return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
-                          wasm_i32x4_const_splat(0x4b400000));
-}
-
-/* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
-    return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
-}
-
-#define tkvi_m4 v128_t
-#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
-#define tkvi_vf_sqrt(x) wasm_f32x4_sqrt(x)
-#define tkvi_vf_gt(a, b) wasm_f32x4_gt(a, b)
-#define tkvi_vf_where(mask, x) wasm_v128_and(x, mask) /* 0 elsewhere */
-#define tkvi_vm_any(mask) (wasm_v128_any_true(mask))
-#define tkvi_vf_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
-#define tkvi_vi_or(a, b) wasm_v128_or(a, b)
-#define tkvi_vi_and(a, b) wasm_v128_and(a, b)
-#define tkvi_vi_right(x, n) wasm_u32x4_shr(x, n)
-#define tkvi_vi_min(a, b) wasm_i32x4_min(a, b)
-#define tkvi_vi_max(a, b) wasm_i32x4_max(a, b)
-#define tkvi_vi_count(x, a, b) wasm_i32x4_sub(x, wasm_i32x4_gt(a, b)) /* x + (a > b) */
-#define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
-#define tkvi_vi_of_bits(x) (x)
-#define tkvi_vi_trunc(x)                                                                                     \
-    tkvi_nearest_128(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
-#define tkvi_vi_floor(x) tkvi_nearest_128(wasm_f32x4_floor(x))
-#define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
-#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
-#define tkvi_transpose_bytes_128(v) tkvi_transpose4_128(v)
-#define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
-    wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
-#define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
-
-/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
-#define tkvi_vh_splat(x) wasm_i16x8_splat((int16_t)(x))
-#define tkvi_vh_add(a, b) wasm_i16x8_add(a, b)
-#define tkvi_vh_sub(a, b) wasm_i16x8_sub(a, b)
-#define tkvi_vh_min(a, b) wasm_i16x8_min(a, b)
-#define tkvi_vh_max(a, b) wasm_i16x8_max(a, b)
-#define tkvi_vh_pairs(a, b)                                                                                  \
-    wasm_v128_or(wasm_v128_and(a, wasm_i32x4_const_splat(0xffff)), wasm_i32x4_shl(b, 16))
-#define tkvi_vh_pack(a, b) wasm_i16x8_narrow_i32x4(a, b)
-#define tkvi_vh_first(x) wasm_i32x4_extend_low_i16x8(x)
-#define tkvi_vh_second(x) wasm_i32x4_extend_high_i16x8(x)
-#define tkvi_vh_zip1(x, y) wasm_i16x8_shuffle(x, y, 0, 8, 1, 9, 2, 10, 3, 11)
-#define tkvi_vh_zip2(x, y) wasm_i16x8_shuffle(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
-#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
-#define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
-#define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
-#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
-#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
-#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
-#define tkvi_vp v128_t
-#define tkvi_vp_zero() wasm_i32x4_const_splat(0)
-#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
-#define tkvi_vp_total(x) (x)
-
-TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
-    tkvi_vf_hide(b); /* not one reciprocal for several divisions */
-    return wasm_f32x4_div(a, b);
-}
-
-/* As tkvi_cut_code: the high halves of products, halved. */
-TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
-    const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
-    const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
-    const v128_t twice = wasm_u16x8_narrow_i32x4(wasm_u32x4_shr(low, 16), wasm_u32x4_shr(high, 16));
-    return wasm_i16x8_min(wasm_u16x8_avgr(twice, zero), top);
-}
-
-/* Looks up four lanes in a table of eight. An index from 16 on gives 0. */
-TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
-    const v128_t at = wasm_i32x4_add(wasm_i32x4_mul(x, wasm_i32x4_const_splat(0x04040404)),
-                                     wasm_i32x4_const_splat(0x03020100));
-    const v128_t second = wasm_i8x16_sub(at, wasm_i8x16_const_splat(16));
-    return wasm_v128_or(wasm_i8x16_swizzle(wasm_v128_load(table), at),
-                        wasm_i8x16_swizzle(wasm_v128_load(table + 4), second));
-}
-
-TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
-    const v128_t a = wasm_i32x4_shuffle(v[0], v[1], 0, 4, 1, 5),
-                 b = wasm_i32x4_shuffle(v[2], v[3], 0, 4, 1, 5);
-    const v128_t c = wasm_i32x4_shuffle(v[0], v[1], 2, 6, 3, 7),
-                 d = wasm_i32x4_shuffle(v[2], v[3], 2, 6, 3, 7);
-    v[0] = wasm_i64x2_shuffle(a, b, 0, 2);
-    v[1] = wasm_i64x2_shuffle(a, b, 1, 3);
-    v[2] = wasm_i64x2_shuffle(c, d, 0, 2);
-    v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
-}
-
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
-
-/* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
-    const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
-    const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
-    return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
-}
-
-/* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
-    const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p), 20);
-    return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
-                          wasm_i32x4_const_splat(0x78800000));
-}
-
-/* Looks up four codes, the first from bit `from` of p on. There is no vector instruction for a table of 64 bytes. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
-    uint32_t x;
-    memcpy(&x, p, 4);
-    x >>= from;
-    return wasm_f32x4_make(level[x & 15], level[x >> bits & 15], level[x >> 2 * bits & 15],
-                           level[x >> 3 * bits & 15]);
-}
-
-/* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
-    return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
-
-/* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-}
-
-TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
-TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
-
-/* x in lanes i with i < n, else y. */
-TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
-    return wasm_v128_bitselect(x, y, wasm_i32x4_lt(wasm_i32x4_const(0, 1, 2, 3), wasm_i32x4_splat(n)));
-}
-
-/* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
-#define tkvi_use(x)
-#define TKVI_HAS_NARROW 0
-#define TKVI_BIAS 0
-#define TKVI_K_PLANES 2
-#define TKVI_K_PASSES 8
-#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
-#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
-#define TKVI_V_VECTORS 2
-#define TKVI_V_SLABS 1
-#define TKVI_V_PARTS 2
-#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
-#define TKVI_V_SPLIT 0
-
-/* Nothing has weights of one limb. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) wasm_v128_load(w)
-#define tkvi_store_weights_k(w, stride, r, k) ((void)(k))
-#define tkvi_store_weights_v(w, stride, r, k) ((void)(k))
-#define tkvi_sums v128_t
-#define tkvi_sums_zero() wasm_i32x4_const_splat(0)
-#define TKVI_SUM_MAX 0x7fffffff
-#define TKVI_V_SUM_MAX TKVI_SUM_MAX
-#define tkvi_dot_k(sum, codes, u, r) ((void)(codes), (void)(u), sum)
-#define tkvi_dot_v(sum, codes, u, r) ((void)(codes), (void)(u), sum)
-#define tkvi_dot_levels(sum, levels, u, r) ((void)(levels), (void)(u), sum)
-#define tkvi_widen_k(sum) (sum)
-#define tkvi_widen_v(sum) (sum)
-
-/* [row][position], the four of a tile in the order 0 2 1 3, as in the drawing. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb v128_t
-#define tkvi_wide_none() wasm_i32x4_const_splat(0)
-#define tkvi_wide_sums v128_t
-#define tkvi_wide_zero() wasm_i32x4_const_splat(0)
-#define tkvi_even(codes) wasm_v128_and(codes, wasm_i16x8_const_splat(255))
-#define tkvi_odd(codes) wasm_u16x8_shr(codes, 8)
-#define tkvi_wide_even(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride))
-#define tkvi_wide_odd(w, stride, r) wasm_v128_load32_splat((w) + (r) * (stride) + 2)
-#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
-    wasm_i32x4_add(wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(even, u)), wasm_i32x4_dot_i16x8(odd, v))
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((w) + (r) * (stride), k)
-
-/* Rows in lanes (kernels/prefill.inc). */
-#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
-#define TKVI_NARROW_VECTORS 2
-#define TKVI_WIDE_VECTORS 2
-#define TKVI_FLOAT_VECTORS 2
-#define TKVI_ROW_TOKENS 4
-#define tkvi_hide(sum) ((void)0)
-#define TKVI_ROWS_NEW(j) 1
-#define tkvi_rows_codes(x) wasm_v128_load32_splat(x)
-#define tkvi_rows_dot_k(sum, codes, w, j) ((void)(codes), (void)(w), sum)
-#define tkvi_rows_dot_v(sum, codes, w, j) ((void)(codes), (void)(w), sum)
-#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) tkvi_dot_wide(sum, even, odd, u, v, 0)
-#define tkvi_pack_rows_k(x) (x)[0]
-#define tkvi_pack_rows_v(x) (x)[0]
-#define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
-#define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
-
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_pairs_128(tkvi_i4 a, tkvi_i4 b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-}
-
-/* Stores 16 weights of a row. */
-TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
-    wasm_v128_store(w, wasm_i16x8_shuffle(k[0], k[1], 0, 4, 2, 6, 8, 12, 10, 14));
-    wasm_v128_store(w + 8, wasm_i16x8_shuffle(k[2], k[3], 0, 4, 2, 6, 8, 12, 10, 14));
-}
-
-#endif /* TKVI_WASM */
-
-#endif /* TKVI_KERNELS_WASM_H */
 /* ======== kernels/vectors_128.h ======== */
 /*
  * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, for NEON and WebAssembly.
@@ -17843,7 +17839,7 @@ TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t
 TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
     static const int32_t units[8] = {1, 8, 8, 8, 8, 8, 4, 1}; /* tkvi_a_unit */
     TKVI_ALIGNED float var[TKVI_LANES], scale[TKVI_LANES], unit[TKVI_LANES], mean_u[TKVI_LANES];
-    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES], far[TKVI_LANES];
+    TKVI_ALIGNED int32_t sum[TKVI_LANES], offset[TKVI_LANES], is_far[TKVI_LANES];
     TKVI_ALIGNED double mean[TKVI_LANES];
     const double n = (double)c->n, n2 = 2.0 * n;
     const tkvi_vf none = tkvi_vf_splat(0.0f), one = tkvi_vf_splat(1.0f);
@@ -17874,10 +17870,10 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
         const tkvi_vf by = tkvi_vf_load(scale + l);
         const tkvi_vf size = tkvi_vf_abs(
             tkvi_vf_madd(tkvi_vf_load(step + l), tkvi_vf_load(mean_u + l), tkvi_vf_load(low + l)));
-        const tkvi_vm near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
-        tkvi_vf_store(unit + l, tkvi_vf_where(near, tkvi_vf_load(unit + l)));
+        const tkvi_vm is_near = tkvi_vf_gt(tkvi_vf_mul(by, tkvi_vf_splat(1e6f)), size);
+        tkvi_vf_store(unit + l, tkvi_vf_where(is_near, tkvi_vf_load(unit + l)));
         tkvi_vf_store(scale + l, tkvi_vf_select(tkvi_vf_gt(by, none), by, one));
-        tkvi_vi_store(far + l, tkvi_vi_select(near, tkvi_vi_splat(0), tkvi_vi_splat(128)));
+        tkvi_vi_store(is_far + l, tkvi_vi_select(is_near, tkvi_vi_splat(0), tkvi_vi_splat(128)));
     }
     for (l = 0; l < TKVI_LANES; l++) mean[l] = tkvi_f64((double)low[l] + (double)step[l] * (double)mean_u[l]);
     for (l = 0; l < TKVI_LANES; l++) {
@@ -17890,13 +17886,14 @@ TKVI_KERNEL void TKVI_N(finalize_scales)(tkvi_columns *c, int top) {
     for (l = 0; l < 16 / TKVI_VF; l++) {
         const tkvi_vi x = tkvi_vi_load(offset + l * TKVI_VF), less = tkvi_vi_sub(tkvi_vi_splat(0), x);
         bytes[l] = tkvi_vi_and(x, tkvi_vi_splat(255));
-        most = tkvi_vi_max(tkvi_vi_max(most, tkvi_vi_load(far + l * TKVI_VF)), tkvi_vi_max(x, less));
+        most = tkvi_vi_max(tkvi_vi_max(most, tkvi_vi_load(is_far + l * TKVI_VF)), tkvi_vi_max(x, less));
     }
     tkvi_vi_store_u8(c->offset, bytes);
     c->beyond_mask = 0;
     if (tkvi_vf_max_across(tkvi_vi_to_float(most)) < 128.0f) return;
     for (l = 0; l < TKVI_LANES; l++)
-        if (c->width[l] && (offset[l] < -127 || offset[l] > 127 || (far[l] && (c->log[l] || mean[l] != 0.0))))
+        if (c->width[l] &&
+            (offset[l] < -127 || offset[l] > 127 || (is_far[l] && (c->log[l] || mean[l] != 0.0))))
             c->beyond_mask |= 1u << l;
 }
 /* ======== kernels/vectors_128.h ======== */
@@ -19817,14 +19814,6 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
 }
 
 /* >>softmax, rotation, layout */
-/* exp(s) for x = s log2 e, or 0 where x is below -125. It has fewer operations than exp of kernels/softmax.inc. */
-TKVI_OP tkvi_vf TKVI_N(prefill_exp)(tkvi_vf x) {
-    const tkvi_vf least = tkvi_vf_splat(-125.0f), z = tkvi_vf_max(x, least);
-    const tkvi_vf n = tkvi_vf_round(z);
-    const tkvi_vf y = TKVI_EXP2_FRACTION(tkvi_vf_splat, tkvi_vf_madd, tkvi_vf_sub(z, n));
-    return TKVI_ABOVE_(least, x, tkvi_vf_splat(0.0f), tkvi_vf_times_power(y, n));
-}
-
 /* Hides scores of tokens outside low .. high - 1. */
 TKVI_KERNEL void TKVI_N(prefill_hide)(const tkvi_softmax_args *a, int lane) {
     float *scores = a->s;
@@ -19845,7 +19834,6 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
     float *scores = a->s;
     const int lanes = a->lanes;
     const tkvi_vf hidden = tkvi_vf_splat(TKVI_HIDDEN), none = tkvi_vf_splat(0.0f);
-    const tkvi_vf log2e = tkvi_vf_splat(1.44269502f);
     int lane, t, k, shrinks = 0;
     for (lane = 0; lane < lanes; lane += TKVI_VF) {
         float *s = scores + lane;
@@ -19860,16 +19848,16 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         top[0] = tkvi_vf_max(top[0], top[1]);
         m = TKVI_ABOVE_(top[0], tkvi_vf_add(before, tkvi_vf_splat(TKVI_MAX_SLACK)), top[0], before);
         if (TKVI_ANY_ABOVE_(m, before)) { /* hidden before: sums are zero, and shrink by 1 */
-            by = TKVI_N(prefill_exp)(tkvi_vf_mul(tkvi_vf_sub(before, m), log2e));
+            by = TKVI_N(exp)(tkvi_vf_sub(before, m));
             by = TKVI_ABOVE_(before, hidden, by, tkvi_vf_splat(1.0f));
             shrinks |= TKVI_ANY_ABOVE_(tkvi_vf_splat(1.0f), by);
             tkvi_vf_store(a->m + lane, m);
         }
         tkvi_vf_store(a->shrink + lane, by);
         /* A row that has seen no key gets the maximum 0: exp(-1e30 - 0) is 0. */
-        m = tkvi_vf_sub(none, TKVI_ABOVE_(m, hidden, tkvi_vf_mul(m, log2e), none));
+        m = TKVI_ABOVE_(m, hidden, m, none);
         for (t = 0; t < TKVI_BLOCK; t++) {
-            const tkvi_vf y = TKVI_N(prefill_exp)(tkvi_vf_madd(tkvi_vf_load(s + t * lanes), log2e, m));
+            const tkvi_vf y = TKVI_N(exp)(tkvi_vf_sub(tkvi_vf_load(s + t * lanes), m));
             tkvi_vf_store(s + t * lanes, y);
             sum = tkvi_vf_add(sum, y);
         }
@@ -20235,7 +20223,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 
 
 /* 1: an instruction set has kernels for many rows (kernels/prefill.h). */
-#if defined(TKVI_X86) || defined(TKVI_128)
+#ifdef TKVI_VECTORS
 #define TKVI_HAS_PREFILL 1
 #else
 #define TKVI_HAS_PREFILL 0

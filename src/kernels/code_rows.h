@@ -10,7 +10,11 @@
 #ifndef TKVI_KERNELS_CODE_ROWS_H
 #define TKVI_KERNELS_CODE_ROWS_H
 
-#include "kernels/scalar.h"
+#include "kernels/neon.h"
+#include "kernels/wasm.h"
+#include "kernels/x86.h"
+
+#ifdef TKVI_VECTORS
 
 #define TKVI_MAX_PARTS (TKV_MAX_HEAD_DIM / 16) /* scales of a token */
 
@@ -154,5 +158,7 @@ static int64_t tkvi_code_rows_start(const tkvi_code_rows *r) {
     const uint32_t start = tkvi_load32(r->codes + r->s->code_bytes);
     return start < 0x80000000u ? (int64_t)start : (int64_t)start - ((int64_t)1 << 32);
 }
+
+#endif /* TKVI_VECTORS */
 
 #endif /* TKVI_KERNELS_CODE_ROWS_H */

@@ -12,7 +12,7 @@
 #include "kernels/vectors_128.h"
 
 /* 1: an instruction set has kernels for many rows (kernels/prefill.h). */
-#if defined(TKVI_X86) || defined(TKVI_128)
+#ifdef TKVI_VECTORS
 #define TKVI_HAS_PREFILL 1
 #else
 #define TKVI_HAS_PREFILL 0

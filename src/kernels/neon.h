@@ -22,6 +22,7 @@
     (defined(__GNUC__) || defined(__clang__)) && !defined(__TINYC__)
 #define TKVI_NEON
 #define TKVI_128
+#define TKVI_VECTORS
 #include <arm_neon.h>
 
 #define TKVI_FLAT_128 static inline __attribute__((always_inline))

@@ -17,7 +17,9 @@
 #ifndef TKVI_KERNELS_PREFILL_H
 #define TKVI_KERNELS_PREFILL_H
 
-#include "kernels/scalar.h"
+#include "kernels/neon.h"
+#include "kernels/wasm.h"
+#include "kernels/x86.h"
 
 #define TKVI_PREFILL 32          /* the most rows */
 #define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
@@ -105,6 +107,7 @@ static int tkvi_prefill_lanes(int pad) {
     return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
 }
 
+#ifdef TKVI_VECTORS
 static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
 /* Sorts queries and reference by position. */
@@ -132,5 +135,7 @@ static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, in
     }
     return run;
 }
+
+#endif /* TKVI_VECTORS */
 
 #endif /* TKVI_KERNELS_PREFILL_H */

@@ -5,6 +5,8 @@
 #ifndef TKVI_KERNELS_TILES_H
 #define TKVI_KERNELS_TILES_H
 
+#include "kernels/neon.h"
+#include "kernels/wasm.h"
 #include "kernels/x86.h"
 
 /* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
@@ -64,6 +66,7 @@ typedef struct tkvi_weights_k {
     TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
 } tkvi_weights_k;
 
+#ifdef TKVI_VECTORS
 /* Decoding: sorts metadata of K from positions to channels. */
 static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
@@ -72,5 +75,6 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     for (g = 0; g < s->groups; g++)
         for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
 }
+#endif
 
 #endif /* TKVI_KERNELS_TILES_H */

@@ -21,6 +21,7 @@
 #if !defined(TKV_NO_SIMD) && defined(__wasm_simd128__) && defined(__clang__)
 #define TKVI_WASM
 #define TKVI_128
+#define TKVI_VECTORS
 #include <wasm_simd128.h>
 
 #define TKVI_FLAT_128 static inline __attribute__((always_inline))

@@ -20,6 +20,7 @@
     (defined(__x86_64__) || defined(__i386__) || defined(_M_X64) || defined(_M_IX86))
 #if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 8 && !defined(__TINYC__))
 #define TKVI_X86
+#define TKVI_VECTORS
 #define TKVI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define TKVI_FLAT static inline __attribute__((always_inline))
 #ifndef TKV_NO_AVX512
@@ -37,6 +38,7 @@
 #elif defined(_MSC_VER)
 /* Intrinsics need no flag. AVX-512 is off because MSVC 19.38 put its instructions into AVX2 code. */
 #define TKVI_X86
+#define TKVI_VECTORS
 #define TKVI_TARGET_AVX2
 #define TKVI_FLAT static __forceinline
 #endif
