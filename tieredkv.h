@@ -35632,7 +35632,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     for (t = 0; t < n; t++)
         for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
             const tkvi_record *record = &hot->record[h];
-            const int row = tkvi_slot_index(kv, id, t) - start;
+            /* Slots that the entry does not have repeat its first row, which fits the scales of the block. */
+            const int row = tkvi_slot_index(kv, id, tkvi_max(t, kv->pool.entry[id].first_slot)) - start;
             tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
             tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + record->at + record->v_at);

@@ -1024,11 +1024,47 @@ TEST(rows_of_a_moved_part_are_given) {
     tkv_destroy(kv);
 }
 
+/* A sequence can hold a part of a block. The caller has no rows for its other slots, so what lies before the rows
+ * does not change the restored tokens. */
+TEST(rows_before_a_part_are_not_read) {
+    enum { FIRST = 4 + BLOCK / 2, N = 10 * BLOCK - FIRST }; /* FIRST: in the middle of a block */
+    static float k[(BLOCK + LONGEST) * ROW], v[(BLOCK + LONGEST) * ROW];
+    float *const read_k[2] = {k_a, k_b}, *const read_v[2] = {v_a, v_b};
+    tkv_config cfg = small_config();
+    int l, i, start = 0, n, pass;
+    tkv_cache *kv;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2); /* tokens of a block share scales */
+    kv = create_cache(&cfg);
+    for (i = 0; i < 10; i++) CHECK_EQ(append_to_both(kv, NULL, 0, BLOCK), TKV_OK);
+    CHECK_EQ(append_to_both(kv, NULL, 1, 4), TKV_OK); /* the sinks */
+    CHECK_EQ(tkv_seq_copy(kv, 0, FIRST, TKV_UNLIMITED, 1, FIRST), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the block has one holder */
+    CHECK_EQ(append_to_both(kv, NULL, 1, 1), TKV_OK);
+    for (pass = 0; pass < 2; pass++) {
+        CHECK(discard_tokens(kv, 1, N) > 0);
+        n = find_discarded(kv, 1, &start);
+        CHECK(n > BLOCK / 2 && start == 4);
+        for (l = 0; l < LAYERS; l++) {
+            for (i = 0; i < BLOCK * ROW; i++) k[i] = v[i] = pass ? 1000.0f : 0.0f;
+            memcpy(k + BLOCK * ROW, k_model[0][l] + FIRST * ROW, (size_t)(n * ROW) * sizeof *k);
+            memcpy(v + BLOCK * ROW, v_model[0][l] + FIRST * ROW, (size_t)(n * ROW) * sizeof *v);
+            CHECK_EQ(tkv_restore(kv, 1, l, start, k + BLOCK * ROW, v + BLOCK * ROW, n), TKV_OK);
+        }
+        check_cache(kv);
+        CHECK_EQ(tkv_read(kv, 1, 0, 4, N, read_k[pass], read_v[pass]), TKV_OK);
+    }
+    CHECK_MEM(k_a, k_b, (size_t)(N * ROW) * sizeof *k_a);
+    CHECK_MEM(v_a, v_b, (size_t)(N * ROW) * sizeof *v_a);
+    for (i = 0; i < N * ROW; i++) CHECK(fabs((double)k_a[i] - (double)k_model[0][0][FIRST * ROW + i]) < 2.0);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(20);
     RUN(restored_blocks_are_the_same);
     RUN(rows_of_a_moved_part_are_given);
+    RUN(rows_before_a_part_are_not_read);
     RUN(tiers_change_while_blocks_are_discarded);
     RUN(wrong_restores_change_nothing);
     RUN(failed_allocations_change_nothing);
