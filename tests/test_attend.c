@@ -1233,7 +1233,7 @@ static void check_windows(fixture *f, cache_kind kind) {
         if (sizes[i] <= 100) check_param(f, kind, &p, &plain, label);
         else (void)check_call(f, &p, LSE | SCORES, label);
         p.non_causal = 1;
-        (void)check_call(f, &p, LSE | SCORES, label);
+        (void)check_call(f, &p, LSE, label);
     }
     p = plain;
     p.window = TKV_OFF;
@@ -1351,7 +1351,8 @@ TEST(prefill) { /* causal order inside a chunk: the first chunk, or after other 
         p.n = cases[i][2];
         q = make_queries(&f, &p, p.n, TKV_TYPE_F32, PACKED, 1.5);
         (void)check_call(&f, &p, LSE | SCORES, "prefill");
-        p.n = cases[i][1] + cases[i][2]; /* queries for older tokens too */
+        (void)check_call(&f, &p, LSE, "prefill without scores"); /* only such calls take kernels/prefill.h */
+        p.n = cases[i][1] + cases[i][2];                         /* queries for older tokens too */
         free(q);
         q = make_queries(&f, &p, p.n, TKV_TYPE_F32, PACKED, 1.5);
         if (!tkv_test_quick()) (void)check_call(&f, &p, LSE | SCORES, "prefill and before");
@@ -1359,6 +1360,64 @@ TEST(prefill) { /* causal order inside a chunk: the first chunk, or after other 
         close_fixture(&f);
     }
 }
+
+/* The parameters of a call, with 16 rows or more per KV head and without scores: the kernels of kernels/prefill.h. */
+static void check_prefill_parameters(fixture *f, cache_kind kind) {
+    enum { ROWS = 45, BATCH_ROWS = 113, LONGEST = 333 };
+    static const tkv_rows rows[3] = {{2, 35}, {1, 70}, {0, 8}};
+    static const float slopes[4] = {0.1f, 0.0f, 0.02f, 0.5f};
+    static const uint32_t nonfinite[] = {0x7fc00000u, 0x7f800000u, 0xff800000u};
+    float *mask = allocate_floats(BATCH_ROWS * LONGEST), *out = allocate_floats(2 * ROWS * 4 * 48), sinks[4],
+          *x;
+    tkv_attend_params p, plain;
+    uint64_t bits[BATCH_ROWS * 2];
+    void *q;
+    int i, batch;
+    for (i = 0; i < BATCH_ROWS * LONGEST; i++)
+        mask[i] = tkv_rng_below(&f->rng, 4) ? (float)tkv_rng_gauss(&f->rng) : -2e30f;
+    for (i = 0; i < BATCH_ROWS * 2; i++) bits[i] = tkv_rng_u64(&f->rng);
+    for (i = 0; i < 4; i++) sinks[i] = 1.0f + (float)i;
+    for (batch = 0; batch < 2; batch++) {
+        memset(&plain, 0, sizeof plain);
+        plain.n = ROWS;
+        if (batch) plain.batch = rows, plain.n_batch = 3;
+        q = make_queries(f, &plain, batch ? BATCH_ROWS : ROWS, batch ? TKV_TYPE_BF16 : TKV_TYPE_F32,
+                         batch ? GAPS : PACKED, 1.0);
+        (void)check_call(f, &plain, LSE, kind_name[kind]);
+        for (i = 0; i < 6; i++) {
+            p = plain;
+            if (i == 0) p.softcap = 5.0f;
+            if (i == 1) p.alibi_slopes = slopes, p.sink_logits = sinks;
+            if (i == 2) p.mask = mask, p.mask_stride = LONGEST;
+            if (i == 3) p.mask_bits = bits, p.n_mask_bits = batch ? 65 : 80;
+            if (i == 4) p.window = 50;
+            if (i == 5) p.non_causal = 1, p.out_type = TKV_TYPE_F16;
+            (void)check_call(f, &p, LSE, kind_name[kind]);
+        }
+        p = plain;
+        p.mask = mask, p.mask_stride = LONGEST;
+        p.mask_bits = bits, p.n_mask_bits = 65;
+        p.window = 90, p.softcap = 8.0f;
+        p.alibi_slopes = slopes, p.sink_logits = sinks;
+        (void)check_call(f, &p, LSE, kind_name[kind]);
+        free(q);
+    }
+    memset(&p, 0, sizeof p); /* a query that is not finite leaves the bits of the other rows */
+    p.n = ROWS;
+    x = (float *)make_queries(f, &p, p.n, TKV_TYPE_F32, PACKED, 1.0);
+    memset(x + 20 * 128, 0, 128 * sizeof *x);
+    p.out = out;
+    CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
+    for (i = 0; i < 4; i++) x[20 * 128 + 33 * i] = tkv_test_float(nonfinite[i % 3]); /* one in each head */
+    p.out = out + ROWS * 4 * 48;
+    CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
+    memset(out + 20 * 4 * 48, 0, 4 * 48 * sizeof *out);
+    CHECK_MEM(out + ROWS * 4 * 48, out, ROWS * 4 * 48 * sizeof *out);
+    free(x);
+    free(mask);
+    free(out);
+}
+TEST(prefill_parameters) { for_each_kind(check_prefill_parameters); }
 
 TEST(empty_cache) {
     tkv_config cfg = make_config(4, 2, 64, 64);
@@ -1636,6 +1695,73 @@ static void check_nonfinite(fixture *f, cache_kind kind) { /* other rows keep th
     free(q);
 }
 TEST(nonfinite_queries) { for_each_kind(check_nonfinite); }
+
+/* >>logits of 1e4 and more that are exact in floats, near ties in several blocks. The newest key, the reference, has
+ * the logit 0. So the maxima are as large as the logits, and a rounded maximum would show: by 3e-4 at 1e4. Peaks rise
+ * by a little less and a little more than e^8, where the kernels of prefill move their maximum. */
+enum { LARGE_LEN = 320, LARGE_NEW = 24, LARGE_DIM = 32 };
+
+static void check_large_logits(fixture *f, float base, int rows, tkv_isa isa) {
+    static const float peaks[] = {0.0f, 7.75f, 8.25f, 16.0f, 16.5f};
+    const int heads = f->cfg.model.n_heads, size = (LARGE_LEN + LARGE_NEW) * LARGE_DIM;
+    float *k = allocate_floats(size), *v = allocate_floats(size),
+          *q = allocate_floats(rows * heads * LARGE_DIM);
+    float *mask = allocate_floats(rows * (LARGE_LEN + LARGE_NEW)), sinks[4];
+    tkv_attend_params p;
+    char label[96];
+    int i, t;
+    memset(&p, 0, sizeof p);
+    tkv_rng_fill(&f->rng, v, (size_t)size, 1.0);
+    for (t = 0; t < LARGE_LEN;
+         t++) { /* logits are base + peak - below, plus a multiple of 1/64 for each row */
+        const int below = t % 64 == 37 ? 0 : tkv_rng_below(&f->rng, 20 * 64);
+        k[t * LARGE_DIM] = base + peaks[t / 64] - (float)below / 64.0f;
+        k[t * LARGE_DIM + 1] = 1.0f;
+    }
+    append_to_fixture(f, 0, 0, k, v, LARGE_LEN + LARGE_NEW, 100);
+    read_fixture_back(f);
+    for (i = 0; i < rows * heads; i++) {
+        q[i * LARGE_DIM] = 1.0f;
+        q[i * LARGE_DIM + 1] = (float)(i * 37 % 1024) / 64.0f;
+    }
+    for (i = 0; i < heads; i++) sinks[i] = base + 20.0f;
+    for (i = 0; i < rows * (LARGE_LEN + LARGE_NEW); i++)
+        mask[i] = i % (LARGE_LEN + LARGE_NEW) < LARGE_LEN ? 0.0f : -1e30f;
+    p.q = q;
+    p.n = rows;
+    p.scale = 1.0f;
+    if (base < 0.0f) p.mask = mask;
+    for (i = 0; i < 2; i++) {
+        p.sink_logits = i ? sinks : NULL;
+        snprintf(label, sizeof label, "logits of %g, %d rows%s, %s", (double)base, rows, i ? ", sinks" : "",
+                 tkv_get_name(TKV_NAME_ISA, (int)isa));
+        (void)check_call(f, &p, LSE, label);
+    }
+    free(k);
+    free(v);
+    free(q);
+    free(mask);
+}
+
+TEST(large_logits_near_ties) {
+    static const float bases[] = {1e4f, -1e4f, 1e5f, -1e5f};
+    static const int rows[] = {1, 8, LARGE_NEW}; /* of two heads that share keys: the last two are prefills */
+    tkv_isa isas[TKV_ISA_COUNT];
+    const int n_isas = tkv_test_isas(isas);
+    int isa, base, i;
+    for (isa = 0; isa < n_isas; isa++)
+        for (base = 0; base < 4; base++)
+            for (i = 0; i < 3; i++) {
+                tkv_config cfg = make_config(2, 1, LARGE_DIM, LARGE_DIM);
+                fixture f;
+                cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+                cfg.tiers.hot_tokens = TKV_UNLIMITED;
+                cfg.host.isa = isas[isa];
+                if (!open_fixture(&f, &cfg, (uint64_t)base)) return;
+                check_large_logits(&f, bases[base], rows[i], isas[isa]);
+                close_fixture(&f);
+            }
+}
 
 TEST(equal_keys) {
     int kind;
@@ -2100,6 +2226,7 @@ int main(int argc, char **argv) {
     RUN(batches);
     RUN(everything_at_once);
     RUN(prefill);
+    RUN(prefill_parameters);
     RUN(empty_cache);
     RUN(attend_equals_attend_ex);
     RUN(merge);
@@ -2107,6 +2234,7 @@ int main(int argc, char **argv) {
     RUN(layers_that_differ);
     RUN(extreme_queries);
     RUN(nonfinite_queries);
+    RUN(large_logits_near_ties);
     RUN(equal_keys);
     RUN(bad_arguments);
     RUN(outlier_newest_key);
