@@ -1774,8 +1774,9 @@ TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q,
  *   s = softcap * tanh(s / softcap)   with a softcap
  *   s = s + alibi_slopes[h] * (pos(j) - pos(i))   with ALiBi
  *   s = s + mask[i][j]                with a mask
- * A row that sees no key gets zeros, and -inf as its log-sum-exp. A row whose query or logits are not finite sees
- * no key and no learned sink. Keys with a mask of 1e30 or more tie: each gets an attention score of 1. The library
+ * A row that sees no key gets zeros, and -inf as its log-sum-exp. A row whose query is not finite, or whose largest
+ * logit is +inf, sees no key and no learned sink. A logit that is NaN or -inf by overflow is hidden or empties the
+ * row, by instruction set. Keys with a mask of 1e30 or more tie: each gets an attention score of 1. The library
  * recognises NaN and infinities by their bits, so -ffast-math does not matter. */
 typedef struct tkv_attend_params {
     int layer;
@@ -9839,6 +9840,7 @@ static void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
 
 /* Adds n quads to a list of runs. each: the most that a quad adds to a sum; room: what fits into the last run. */
 static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, int *room) {
+    TKVI_ASSERT(n <= 0 || each <= most);
     while (n > 0) {
         const int m = tkvi_min(n, *room / each);
         *run = (uint8_t)(*run + m);

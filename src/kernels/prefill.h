@@ -123,6 +123,7 @@ static void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
 
 /* Adds n quads to a list of runs. each: the most that a quad adds to a sum; room: what fits into the last run. */
 static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, int *room) {
+    TKVI_ASSERT(n <= 0 || each <= most);
     while (n > 0) {
         const int m = tkvi_min(n, *room / each);
         *run = (uint8_t)(*run + m);
