@@ -305,26 +305,15 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
 #ifdef __ARM_FEATURE_DOTPROD
 #define TKVI_K_PLANES 4
-#define TKVI_K_PASSES 4
-#define TKVI_K_FIRST(pass) 0
-#define TKVI_K_COLUMN(pass) (16 * (pass))
 #define TKVI_V_VECTORS 4
-#define TKVI_V_PARTS 1
-#define TKVI_V_COLUMN(v, part) (16 * (v))
 #define TKVI_NARROW_VECTORS 4
 #define tkvi_hide(sum) ((void)0)
 #else /* a sum takes two registers */
 #define TKVI_K_PLANES 2
-#define TKVI_K_PASSES 8
-#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
-#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
 #define TKVI_V_VECTORS 2
-#define TKVI_V_PARTS 2
-#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
 #define TKVI_NARROW_VECTORS 2
 #define tkvi_hide(sum) __asm__("" : "+w"((sum).low), "+w"((sum).high)) /* as kernels/simd_avx512.inc */
 #endif
-#define TKVI_V_SLABS 1
 #define TKVI_V_SPLIT 0
 
 /* Weights of one limb: [position / 4][row][4]. */
@@ -334,7 +323,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_store_weights_v(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
 
 #ifdef __ARM_FEATURE_DOTPROD
-#define tkvi_sums int32x4_t
+#define tkvi_narrow_sums int32x4_t
 #define tkvi_sums_zero() vdupq_n_s32(0)
 #define TKVI_SUM_MAX 0x7fffffff
 #define TKVI_V_SUM_MAX TKVI_SUM_MAX
@@ -345,7 +334,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_widen_k(sum) (sum)
 #define tkvi_widen_v(sum) (sum)
 #else /* 16 sums of 16 bits, which are added up when they are full. In V they have no sign. */
-#define tkvi_sums tkvi_short_sums
+#define tkvi_narrow_sums tkvi_short_sums
 #define tkvi_sums_zero() tkvi_short_sums_128(vdupq_n_s16(0), vdupq_n_s16(0))
 #define TKVI_SUM_MAX 32767
 #define TKVI_V_SUM_MAX 65535

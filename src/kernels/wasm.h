@@ -312,13 +312,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
 #define TKVI_K_PLANES 2
-#define TKVI_K_PASSES 8
-#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
-#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
 #define TKVI_V_VECTORS 2
-#define TKVI_V_SLABS 1
-#define TKVI_V_PARTS 2
-#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
 #define TKVI_V_SPLIT 0
 
 /* Nothing has weights of one limb. */
@@ -326,7 +320,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_weights(w, stride, r) wasm_v128_load(w)
 #define tkvi_store_weights_k(w, stride, r, k) ((void)(k))
 #define tkvi_store_weights_v(w, stride, r, k) ((void)(k))
-#define tkvi_sums v128_t
+#define tkvi_narrow_sums v128_t
 #define tkvi_sums_zero() wasm_i32x4_const_splat(0)
 #define TKVI_SUM_MAX 0x7fffffff
 #define TKVI_V_SUM_MAX TKVI_SUM_MAX
