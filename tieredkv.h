@@ -8956,7 +8956,7 @@ TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
 #endif /* TKVI_KERNELS_SIMD_X86_H */
 /* ======== kernels/neon.h ======== */
 /*
- * kernels/neon.h - the types and operations of kernels/vectors_128.h for NEON on little-endian AArch64.
+ * kernels/neon.h - the vector vocabulary for NEON on little-endian AArch64. kernels/simd_x86.h explains the operations.
  *
  * With the dot product extension, sdot computes a step in one instruction. Compilers use it with
  * -march=armv8.2-a+dotprod or -mcpu=native, and by default for Apple. Other targets use widening products.
@@ -8985,42 +8985,43 @@ TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
 #define TKVI_ISA_128 TKV_ISA_NEON
 #define TKVI_NAME_128 "neon"
 
-typedef float32x4_t tkvi_f4;
-typedef int32x4_t tkvi_i4;
-typedef uint8x16_t tkvi_b16;
+typedef float32x4_t tkvi_vf;
+typedef int32x4_t tkvi_vi;
+typedef uint8x16_t tkvi_vb;
+typedef uint32x4_t tkvi_vm; /* a mask of lanes */
 
 /* >>floats */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return vld1q_f32(p); }
-TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { vst1q_f32(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return vdupq_n_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return vaddq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return vsubq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
-TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
-TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
-TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load(const float *p) { return vld1q_f32(p); }
+TKVI_FLAT_128 void tkvi_vf_store(float *p, tkvi_vf x) { vst1q_f32(p, x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_splat(float x) { return vdupq_n_f32(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_add(tkvi_vf a, tkvi_vf b) { return vaddq_f32(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_sub(tkvi_vf a, tkvi_vf b) { return vsubq_f32(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_mul(tkvi_vf a, tkvi_vf b) { return vmulq_f32(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_madd(tkvi_vf a, tkvi_vf b, tkvi_vf c) { return vfmaq_f32(c, a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_max(tkvi_vf a, tkvi_vf b) { return vmaxq_f32(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_abs(tkvi_vf x) { return vabsq_f32(x); }
+TKVI_FLAT_128 float tkvi_vf_sum_across(tkvi_vf x) { return vaddvq_f32(x); }
+TKVI_FLAT_128 float tkvi_vf_max_across(tkvi_vf x) { return vmaxvq_f32(x); }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return vrndnq_f32(x); } /* ties to even */
+TKVI_FLAT_128 tkvi_vf tkvi_vf_round(tkvi_vf x) { return vrndnq_f32(x); } /* ties to even */
 
 /* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
-TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_exponent_rest(tkvi_vf x, tkvi_vf n) {
     return vfmaq_f32(vfmaq_f32(vnegq_f32(n), x, vdupq_n_f32(1.44269502f)), x, vdupq_n_f32(1.92596299e-8f));
 }
 
 /* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_zero_below(tkvi_vf y, tkvi_vf x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
 }
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_swap(tkvi_vf x) { return vrev64q_f32(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_twice(const float *p) {
     const float32x2_t x = vld1_f32(p);
     return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
 }
 
 /* Transposes 4 x 4 floats. */
-TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+TKVI_FLAT_128 void tkvi_transpose_square(const float *x, int x_stride, float *y, int y_stride) {
     const float32x4x2_t a = vzipq_f32(vld1q_f32(x), vld1q_f32(x + 2 * x_stride));
     const float32x4x2_t b = vzipq_f32(vld1q_f32(x + x_stride), vld1q_f32(x + 3 * x_stride));
     vst1q_f32(y, vzip1q_f32(a.val[0], b.val[0]));
@@ -9029,57 +9030,50 @@ TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, in
     vst1q_f32(y + 3 * y_stride, vzip2q_f32(a.val[1], b.val[1]));
 }
 
-/* Four horizontal sums. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
-    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
-}
+#define tkvi_vf_sum4(to, v) vst1q_f32(to, vpaddq_f32(vpaddq_f32((v)[0], (v)[1]), vpaddq_f32((v)[2], (v)[3])))
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_finite_f16(const uint8_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) { return tkvi_load_finite_f16_128(p); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) { return tkvi_vf_load_finite_f16(p); }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_bf16(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
 
 #define tkvi_vf_min(a, b) vminq_f32(a, b)
 #define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
 #define tkvi_vf_hide(x) __asm__("" : "+w"(x)) /* hides how x was computed: no reordering, no FMA */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
 #define tkvi_vf_store_f16(p, x) vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)))
 
 /* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_butterflies(tkvi_vf x) {
     static const float odd[4] = {1.0f, -1.0f, 1.0f, -1.0f}, high[4] = {1.0f, 1.0f, -1.0f, -1.0f};
     x = vfmaq_f32(vrev64q_f32(x), x, vld1q_f32(odd));
     return vfmaq_f32(vextq_f32(x, x, 2), x, vld1q_f32(high));
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
-TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return vdupq_n_s32(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return vaddq_s32(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return vsubq_s32(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return vmulq_s32(a, b); }
-TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x); }
-#define TKVI_LEFT_INTS_128(x, n) vshlq_n_s32(x, n)
-TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
-TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_load(const int32_t *p) { return vld1q_s32(p); }
+TKVI_FLAT_128 void tkvi_vi_store(int32_t *p, tkvi_vi x) { vst1q_s32(p, x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_splat(int32_t x) { return vdupq_n_s32(x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_add(tkvi_vi a, tkvi_vi b) { return vaddq_s32(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_sub(tkvi_vi a, tkvi_vi b) { return vsubq_s32(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul(tkvi_vi a, tkvi_vi b) { return vmulq_s32(a, b); }
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_vi x) { return vaddvq_s32(x); }
+#define tkvi_vi_left(x, n) vshlq_n_s32(x, n)
+TKVI_FLAT_128 tkvi_vi tkvi_vi_nearest(tkvi_vf x) { return vcvtnq_s32_f32(x); } /* ties to even */
+TKVI_FLAT_128 tkvi_vf tkvi_vi_to_float(tkvi_vi x) { return vcvtq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_of_bits(tkvi_vi x) { return vreinterpretq_f32_s32(x); }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vi tkvi_load_bytes4_128(const uint8_t *p) {
     int32_t x;
     memcpy(&x, p, 4);
     return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
 }
 
-#define tkvi_m4 uint32x4_t
-#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
 #define tkvi_vf_sqrt(x) vsqrtq_f32(x)
 #define tkvi_vf_gt(a, b) vcgtq_f32(a, b)
 #define tkvi_vf_where(mask, x)                                                                               \
@@ -9097,12 +9091,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vi_trunc(x) vcvtq_s32_f32(x)
 #define tkvi_vi_floor(x) vcvtmq_s32_f32(x)
 #define tkvi_vi_load_u8(p) vandq_s32(tkvi_load_bytes4_128(p), vdupq_n_s32(255))
-#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
-#define tkvi_vi_pack4(v) tkvi_pack4_128(v) /* four vectors to bytes */
 #define tkvi_vi_scatter4(p, step, x) ((void)(step), vst1q_u8(p, vreinterpretq_u8_s32(x)))
 
-/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_x86.h */
 #define TKVI_HALVES_(x) vreinterpretq_s16_s32(x)
 #define TKVI_OF_HALVES_(x) vreinterpretq_s32_s16(x)
 #define tkvi_vh_splat(x) TKVI_OF_HALVES_(vdupq_n_s16((int16_t)(x)))
@@ -9116,7 +9107,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_second(x) vmovl_high_s16(TKVI_HALVES_(x))
 #define tkvi_vh_zip1(x, y) TKVI_OF_HALVES_(vzip1q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
 #define tkvi_vh_zip2(x, y) TKVI_OF_HALVES_(vzip2q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
-#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) vaddq_s32(x, tkvi_vp_total(tkvi_vp_dot(tkvi_vp_zero(), a, b)))
 #define tkvi_vi_add_pairs(x, a) vpadalq_s16(x, TKVI_HALVES_(a))
 #define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
@@ -9127,7 +9117,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vp_dot(x, a, b)                                                                                 \
     tkvi_pairs_128(vmlal_s16((x).first, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),       \
                    vmlal_high_s16((x).second, TKVI_HALVES_(a), TKVI_HALVES_(b)))
-#define tkvi_vp_total(x) tkvi_pair_total_128(x)
 
 typedef struct tkvi_pair_sums { /* of neighbouring halves, apart */
     int32x4_t first, second;
@@ -9140,30 +9129,30 @@ TKVI_FLAT_128 tkvi_pair_sums tkvi_pairs_128(int32x4_t first, int32x4_t second) {
     return x;
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_pair_total_128(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
+TKVI_FLAT_128 tkvi_vi tkvi_vp_total(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_div(tkvi_vf a, tkvi_vf b) {
     tkvi_vf_hide(b); /* not one reciprocal for several divisions */
     return vdivq_f32(a, b);
 }
 
 /* As tkvi_cut_code. The doubled high half of the product, rounded and shifted by 2. */
-TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+TKVI_FLAT_128 tkvi_vi tkvi_vh_cut(tkvi_vi u, tkvi_vi cut, tkvi_vi by, tkvi_vi top) {
     const uint16x8_t x = vqsubq_u16(vreinterpretq_u16_s32(u), vreinterpretq_u16_s32(cut));
     const int16x8_t y = vqdmulhq_s16(vreinterpretq_s16_u16(x), TKVI_HALVES_(by));
     return TKVI_OF_HALVES_(vminq_s16(vrshrq_n_s16(y, 2), TKVI_HALVES_(top)));
 }
 
 /* Looks up four lanes in a table of eight. */
-TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
-    const tkvi_i4 at = vmlaq_s32(vdupq_n_s32(0x03020100), x, vdupq_n_s32(0x04040404));
+TKVI_FLAT_128 tkvi_vi tkvi_vi_look_up8(const int32_t *table, tkvi_vi x) {
+    const tkvi_vi at = vmlaq_s32(vdupq_n_s32(0x03020100), x, vdupq_n_s32(0x04040404));
     uint8x16x2_t bytes;
     bytes.val[0] = vreinterpretq_u8_s32(vld1q_s32(table));
     bytes.val[1] = vreinterpretq_u8_s32(vld1q_s32(table + 4));
     return vreinterpretq_s32_u8(vqtbl2q_u8(bytes, vreinterpretq_u8_s32(at)));
 }
 
-TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+TKVI_FLAT_128 void tkvi_vi_transpose4(tkvi_vi *v) {
     const int64x2_t a = vreinterpretq_s64_s32(vzip1q_s32(v[0], v[1])),
                     b = vreinterpretq_s64_s32(vzip1q_s32(v[2], v[3]));
     const int64x2_t c = vreinterpretq_s64_s32(vzip2q_s32(v[0], v[1])),
@@ -9174,24 +9163,24 @@ TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
     v[3] = vreinterpretq_s32_s64(vzip2q_s64(c, d));
 }
 
-TKVI_FLAT_128 void tkvi_transpose_bytes_128(tkvi_b16 *v) {
-    tkvi_i4 x[4];
+TKVI_FLAT_128 void tkvi_vb_transpose4(tkvi_vb *v) {
+    tkvi_vi x[4];
     int i;
     for (i = 0; i < 4; i++) x[i] = vreinterpretq_s32_u8(v[i]);
-    tkvi_transpose4_128(x);
+    tkvi_vi_transpose4(x);
     for (i = 0; i < 4; i++) v[i] = vreinterpretq_u8_s32(x[i]);
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_pack4_128(const tkvi_i4 *v) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_pack4(const tkvi_vi *v) {
     const int16x8_t a = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
     const int16x8_t b = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
     return vreinterpretq_s32_s8(vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_xor(tkvi_vi a, tkvi_vi b) { return veorq_s32(a, b); }
 
 /* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul_right(tkvi_vi a, tkvi_vi b, int n) {
     const uint32x4_t x = vreinterpretq_u32_s32(a), y = vreinterpretq_u32_s32(b);
     const uint64x2_t low = vshlq_u64(vmull_u32(vget_low_u32(x), vget_low_u32(y)), vdupq_n_s64(-n));
     const uint64x2_t high = vshlq_u64(vmull_high_u32(x, y), vdupq_n_s64(-n));
@@ -9199,14 +9188,14 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
 }
 
 /* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_e4m3(const uint8_t *p) {
     const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p)), 7);
     return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
                      vdupq_n_f32(4.0f));
 }
 
 /* Looks up four codes, the first from bit `from` of p on. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+TKVI_FLAT_128 tkvi_vf tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
     static const int32_t lane[4] = {0, 1, 2, 3};
     const uint8_t *b = (const uint8_t *)level;
     const int32x4_t shift = vmlaq_s32(vdupq_n_s32(-from), vld1q_s32(lane), vdupq_n_s32(-bits));
@@ -9224,37 +9213,37 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return vld1q_u8(p); }
-TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { vst1q_u8(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return vdupq_n_u8((uint8_t)x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return vandq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return vorrq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return vaddq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { return vtstq_u8(a, b); } /* 255 where a & b */
-TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqtbl1q_u8(table, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_load(const uint8_t *p) { return vld1q_u8(p); }
+TKVI_FLAT_128 void tkvi_vb_store(uint8_t *p, tkvi_vb x) { vst1q_u8(p, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_splat(int x) { return vdupq_n_u8((uint8_t)x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_and(tkvi_vb a, tkvi_vb b) { return vandq_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_or(tkvi_vb a, tkvi_vb b) { return vorrq_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_xor_128(tkvi_vb a, tkvi_vb b) { return veorq_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_add(tkvi_vb a, tkvi_vb b) { return vaddq_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_test_128(tkvi_vb a, tkvi_vb b) { return vtstq_u8(a, b); } /* 255 where a & b */
+TKVI_FLAT_128 tkvi_vb tkvi_vb_look_up(tkvi_vb table, tkvi_vb x) { return vqtbl1q_u8(table, x); }
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) { return vzip2q_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1(tkvi_vb a, tkvi_vb b) { return vzip1q_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2(tkvi_vb a, tkvi_vb b) { return vzip2q_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1_pairs(tkvi_vb a, tkvi_vb b) {
     return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2_pairs(tkvi_vb a, tkvi_vb b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
 
 /* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */
-TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)n)); }
-TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)-n)); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_left(tkvi_vb x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)n)); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_right(tkvi_vb x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)-n)); }
 
 /* x in lanes i with i < n, else y. */
-TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_first(int n, tkvi_vi x, tkvi_vi y) {
     static const int32_t lane[4] = {0, 1, 2, 3};
     return vbslq_s32(vcltq_s32(vld1q_s32(lane), vdupq_n_s32(n)), x, y);
 }
 
-/* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
+/* >>products, as kernels/simd_x86.h. Each limb has a sum of its own: weights are 128 * high + low, and low is
  * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
 #define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
@@ -9313,13 +9302,13 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_short_sums_128(int16x8_t low, int16x8_t high)
     return x;
 }
 
-TKVI_FLAT_128 tkvi_short_sums tkvi_dot_short_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_short_128(tkvi_short_sums sum, tkvi_vb a, tkvi_vb b) {
     const int8x16_t x = vreinterpretq_s8_u8(a), y = vreinterpretq_s8_u8(b);
     return tkvi_short_sums_128(vmlal_s8(sum.low, vget_low_s8(x), vget_low_s8(y)),
                                vmlal_high_s8(sum.high, x, y));
 }
 
-TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_vb a, tkvi_vb b) {
     const uint16x8_t low = vreinterpretq_u16_s16(sum.low), high = vreinterpretq_u16_s16(sum.high);
     return tkvi_short_sums_128(vreinterpretq_s16_u16(vmlal_u8(low, vget_low_u8(a), vget_low_u8(b))),
                                vreinterpretq_s16_u16(vmlal_high_u8(high, a, b)));
@@ -9330,7 +9319,7 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b1
 
 /* Weights of two limbs: [position / 4][limb][row][4] bytes. */
 #define TKVI_WIDE_TILE 16 /* in int16_t */
-#define tkvi_wide_vb tkvi_b16
+#define tkvi_wide_vb tkvi_vb
 #define tkvi_wide_none() vdupq_n_u8(0)
 #define tkvi_wide_sums tkvi_limb_sums
 #define tkvi_even(codes) (codes)
@@ -9358,24 +9347,23 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b1
     ((void)(odd),                                                                                            \
      tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j),       \
                     TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j)))
-#define tkvi_pack_rows_k(x) tkvi_pack_rows_128(x)
-#define tkvi_pack_rows_v(x) tkvi_pack_rows_128(x)
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_k(x)
 #define tkvi_pack_rows_even(x) tkvi_pack_limb_128(x, 1)
 #define tkvi_pack_rows_odd(x) tkvi_pack_limb_128(x, 0)
 
 /* The low bytes of four integers each, transposed: lane l has those of x[0][l] .. x[3][l]. */
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_rows_128(const tkvi_i4 *x) {
+TKVI_FLAT_128 tkvi_vb tkvi_pack_rows_k(const tkvi_vi *x) {
     static const uint8_t order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(x[0]), vreinterpretq_s16_s32(x[1]));
     const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(x[2]), vreinterpretq_s16_s32(x[3]));
     return vqtbl1q_u8(vuzp1q_u8(vreinterpretq_u8_s16(a), vreinterpretq_u8_s16(b)), vld1q_u8(order));
 }
 
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_limb_128(const tkvi_i4 *x, const int high) {
-    tkvi_i4 y[4];
+TKVI_FLAT_128 tkvi_vb tkvi_pack_limb_128(const tkvi_vi *x, const int high) {
+    tkvi_vi y[4];
     int i;
     for (i = 0; i < 4; i++) y[i] = high ? vshrq_n_s32(x[i], 7) : vandq_s32(x[i], vdupq_n_s32(127));
-    return tkvi_pack_rows_128(y);
+    return tkvi_pack_rows_k(y);
 }
 
 typedef struct tkvi_limb_sums {
@@ -9395,12 +9383,12 @@ TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {
 }
 
 /* Stores 16 weights of a row. */
-TKVI_FLAT_128 void tkvi_store_narrow_128(int8_t *w, const tkvi_i4 *k) {
+TKVI_FLAT_128 void tkvi_store_narrow_128(int8_t *w, const tkvi_vi *k) {
     int i;
     for (i = 0; i < 4; i++, w += 16) tkvi_store_four_128(w, vmovn_s32(k[i]));
 }
 
-TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
+TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_vi *k) {
     int i;
     for (i = 0; i < 4; i++, w += 32) {
         const int16x4_t x = vmovn_s32(k[i]);
@@ -9417,7 +9405,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
          : vdotq_laneq_s32(sum, codes, quad, row))
 #else
 /* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
+TKVI_FLAT_128 tkvi_vi tkvi_dot_128(tkvi_vi sum, int8x16_t c, int8x16_t w) {
     return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
 }
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
@@ -9429,7 +9417,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
 #endif /* TKVI_KERNELS_NEON_H */
 /* ======== kernels/wasm.h ======== */
 /*
- * kernels/wasm.h - the types and operations of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
+ * kernels/wasm.h - the vector vocabulary for WebAssembly with -msimd128. kernels/simd_x86.h explains the operations.
  *
  * WebAssembly has no product of bytes. i32x4.dot_i16x8_s multiplies 16-bit integers and adds pairs of products.
  * Shifts widen the even and the odd bytes of a vector of codes. The sums of both belong to the same token. Weights
@@ -9457,30 +9445,31 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
 #define TKVI_ISA_128 TKV_ISA_WASM
 #define TKVI_NAME_128 "wasm"
 
-typedef v128_t tkvi_f4;
-typedef v128_t tkvi_i4;
-typedef v128_t tkvi_b16;
+typedef v128_t tkvi_vf;
+typedef v128_t tkvi_vi;
+typedef v128_t tkvi_vb;
+typedef v128_t tkvi_vm; /* a mask of lanes */
 
 /* >>floats */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
-    return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load(const float *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vf_store(float *p, tkvi_vf x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_splat(float x) { return wasm_f32x4_splat(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_add(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_add(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_sub(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_sub(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_mul(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_mul(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_madd(tkvi_vf a, tkvi_vf b, tkvi_vf c) {
+    return wasm_f32x4_add(c, wasm_f32x4_mul(a, b));
 }
-TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_max(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_pmax(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_abs(tkvi_vf x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_swap(tkvi_vf x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_twice(const float *p) {
     const v128_t x = wasm_v128_load64_zero(p);
     return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
 }
 
 /* Transposes 4 x 4 floats. */
-TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+TKVI_FLAT_128 void tkvi_transpose_square(const float *x, int x_stride, float *y, int y_stride) {
     const v128_t x0 = wasm_v128_load(x), x1 = wasm_v128_load(x + x_stride);
     const v128_t x2 = wasm_v128_load(x + 2 * x_stride), x3 = wasm_v128_load(x + 3 * x_stride);
     const v128_t a = wasm_i32x4_shuffle(x0, x1, 0, 4, 1, 5), b = wasm_i32x4_shuffle(x0, x1, 2, 6, 3, 7);
@@ -9491,62 +9480,61 @@ TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, in
     wasm_v128_store(y + 3 * y_stride, wasm_i64x2_shuffle(b, d, 1, 3));
 }
 
-/* Four horizontal sums. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
-    tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
-    tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
+TKVI_FLAT_128 tkvi_vf tkvi_sum4_128(tkvi_vf a, tkvi_vf b, tkvi_vf c, tkvi_vf d) {
+    tkvi_vf ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
+    tkvi_vf cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
     return wasm_f32x4_add(wasm_i32x4_shuffle(ab, cd, 0, 2, 4, 6), wasm_i32x4_shuffle(ab, cd, 1, 3, 5, 7));
 }
 
-TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
+#define tkvi_vf_sum4(to, v) tkvi_vf_store(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
+
+TKVI_FLAT_128 float tkvi_vf_sum_across(tkvi_vf x) {
     return wasm_f32x4_extract_lane(tkvi_sum4_128(x, x, x, x), 0);
 }
 
-TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
+TKVI_FLAT_128 float tkvi_vf_max_across(tkvi_vf x) {
     x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return wasm_f32x4_nearest(x); } /* ties to even */
+TKVI_FLAT_128 tkvi_vf tkvi_vf_round(tkvi_vf x) { return wasm_f32x4_nearest(x); } /* ties to even */
 
 /* x log2 e - n, without FMA: (x - n ln 2) log2 e. ln 2 has two floats, and n times the first one is exact. */
-TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
-    const tkvi_f4 r = tkvi_madd_128(x, n, wasm_f32x4_const_splat(-0.693359375f));
-    return wasm_f32x4_mul(tkvi_madd_128(r, n, wasm_f32x4_const_splat(2.12194440e-4f)),
+TKVI_FLAT_128 tkvi_vf tkvi_vf_exponent_rest(tkvi_vf x, tkvi_vf n) {
+    const tkvi_vf r = tkvi_vf_madd(n, wasm_f32x4_const_splat(-0.693359375f), x);
+    return wasm_f32x4_mul(tkvi_vf_madd(n, wasm_f32x4_const_splat(2.12194440e-4f), r),
                           wasm_f32x4_const_splat(1.44269504f));
 }
 
 /* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_zero_below(tkvi_vf y, tkvi_vf x, float least) {
     return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
 }
 
 /* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
  * multiplies by 2^112. This is also right for subnormals. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_finite_f16(const uint8_t *p) {
     v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
     return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
 }
 
 /* Loads any fp16 values. Infinity and NaN come out as 65536 or more in size, and get the largest exponent. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
-    v128_t x = tkvi_load_finite_f16_128(p);
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) {
+    v128_t x = tkvi_vf_load_finite_f16(p);
     v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
     return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_bf16(const uint8_t *p) {
     return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
 }
 
 #define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
 #define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
 #define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
-#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
 
 /* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_butterflies(tkvi_vf x) {
     const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
     const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
     x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
@@ -9554,7 +9542,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
 }
 
 /* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
-TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
+TKVI_FLAT_128 void tkvi_vf_store_f16(uint8_t *p, tkvi_vf x) {
     const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
     const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
     const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
@@ -9566,35 +9554,32 @@ TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_add(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_sub(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_mul(a, b); }
-#define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
-TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
-TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_load(const int32_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vi_store(int32_t *p, tkvi_vi x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_splat(int32_t x) { return wasm_i32x4_splat(x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_add(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_add(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_sub(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_sub(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_mul(a, b); }
+#define tkvi_vi_left(x, n) wasm_i32x4_shl(x, n)
+TKVI_FLAT_128 tkvi_vf tkvi_vi_to_float(tkvi_vi x) { return wasm_f32x4_convert_i32x4(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_of_bits(tkvi_vi x) { return x; }
 
-TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_vi x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
 }
 
 /* Rounds as tkvi_rne does: a conversion takes many instructions. */
-TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_nearest(tkvi_vf x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vi tkvi_load_bytes4_128(const uint8_t *p) {
     return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
 }
 
-#define tkvi_m4 v128_t
-#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
 #define tkvi_vf_sqrt(x) wasm_f32x4_sqrt(x)
 #define tkvi_vf_gt(a, b) wasm_f32x4_gt(a, b)
 #define tkvi_vf_where(mask, x) wasm_v128_and(x, mask) /* 0 elsewhere */
@@ -9609,17 +9594,15 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
 #define tkvi_vi_of_bits(x) (x)
 #define tkvi_vi_trunc(x)                                                                                     \
-    tkvi_nearest_128(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
-#define tkvi_vi_floor(x) tkvi_nearest_128(wasm_f32x4_floor(x))
+    tkvi_vi_nearest(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
+#define tkvi_vi_floor(x) tkvi_vi_nearest(wasm_f32x4_floor(x))
 #define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
-#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
-#define tkvi_transpose_bytes_128(v) tkvi_transpose4_128(v)
+#define tkvi_vb_transpose4(v) tkvi_vi_transpose4(v)
 #define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
     wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
 #define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
 
-/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_x86.h */
 #define tkvi_vh_splat(x) wasm_i16x8_splat((int16_t)(x))
 #define tkvi_vh_add(a, b) wasm_i16x8_add(a, b)
 #define tkvi_vh_sub(a, b) wasm_i16x8_sub(a, b)
@@ -9632,7 +9615,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_second(x) wasm_i32x4_extend_high_i16x8(x)
 #define tkvi_vh_zip1(x, y) wasm_i16x8_shuffle(x, y, 0, 8, 1, 9, 2, 10, 3, 11)
 #define tkvi_vh_zip2(x, y) wasm_i16x8_shuffle(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
-#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
 #define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
 #define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
@@ -9643,13 +9625,13 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
 #define tkvi_vp_total(x) (x)
 
-TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_div(tkvi_vf a, tkvi_vf b) {
     tkvi_vf_hide(b); /* not one reciprocal for several divisions */
     return wasm_f32x4_div(a, b);
 }
 
 /* As tkvi_cut_code: the high halves of products, halved. */
-TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+TKVI_FLAT_128 tkvi_vi tkvi_vh_cut(tkvi_vi u, tkvi_vi cut, tkvi_vi by, tkvi_vi top) {
     const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
     const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
     const v128_t twice = wasm_u16x8_narrow_i32x4(wasm_u32x4_shr(low, 16), wasm_u32x4_shr(high, 16));
@@ -9657,7 +9639,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 t
 }
 
 /* Looks up four lanes in a table of eight. An index from 16 on gives 0. */
-TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_look_up8(const int32_t *table, tkvi_vi x) {
     const v128_t at = wasm_i32x4_add(wasm_i32x4_mul(x, wasm_i32x4_const_splat(0x04040404)),
                                      wasm_i32x4_const_splat(0x03020100));
     const v128_t second = wasm_i8x16_sub(at, wasm_i8x16_const_splat(16));
@@ -9665,7 +9647,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
                         wasm_i8x16_swizzle(wasm_v128_load(table + 4), second));
 }
 
-TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+TKVI_FLAT_128 void tkvi_vi_transpose4(tkvi_vi *v) {
     const v128_t a = wasm_i32x4_shuffle(v[0], v[1], 0, 4, 1, 5),
                  b = wasm_i32x4_shuffle(v[2], v[3], 0, 4, 1, 5);
     const v128_t c = wasm_i32x4_shuffle(v[0], v[1], 2, 6, 3, 7),
@@ -9676,24 +9658,24 @@ TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
     v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_xor(tkvi_vi a, tkvi_vi b) { return wasm_v128_xor(a, b); }
 
 /* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul_right(tkvi_vi a, tkvi_vi b, int n) {
     const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
     const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
     return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
 }
 
-/* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+/* Levels of E4M3, as tkvi_vf_load_finite_f16: the bits in the places of a float, times 2^114. */
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_e4m3(const uint8_t *p) {
     const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p), 20);
     return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
                           wasm_i32x4_const_splat(0x78800000));
 }
 
 /* Looks up four codes, the first from bit `from` of p on. There is no vector instruction for a table of 64 bytes. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+TKVI_FLAT_128 tkvi_vf tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
     uint32_t x;
     memcpy(&x, p, 4);
     x >>= from;
@@ -9702,41 +9684,41 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
+TKVI_FLAT_128 tkvi_vb tkvi_vb_load(const uint8_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vb_store(uint8_t *p, tkvi_vb x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_splat(int x) { return wasm_i8x16_splat((int8_t)x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_and(tkvi_vb a, tkvi_vb b) { return wasm_v128_and(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_or(tkvi_vb a, tkvi_vb b) { return wasm_v128_or(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_xor_128(tkvi_vb a, tkvi_vb b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_add(tkvi_vb a, tkvi_vb b) { return wasm_i8x16_add(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_test_128(tkvi_vb a, tkvi_vb b) { /* 255 where a & b */
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_look_up(tkvi_vb table, tkvi_vb x) { return wasm_i8x16_swizzle(table, x); }
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1(tkvi_vb a, tkvi_vb b) {
     return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2(tkvi_vb a, tkvi_vb b) {
     return wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1_pairs(tkvi_vb a, tkvi_vb b) {
     return wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2_pairs(tkvi_vb a, tkvi_vb b) {
     return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 }
 
-TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
-TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_left(tkvi_vb x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_right(tkvi_vb x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
 
 /* x in lanes i with i < n, else y. */
-TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_first(int n, tkvi_vi x, tkvi_vi y) {
     return wasm_v128_bitselect(x, y, wasm_i32x4_lt(wasm_i32x4_const(0, 1, 2, 3), wasm_i32x4_splat(n)));
 }
 
-/* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+/* >>products, as kernels/simd_x86.h. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
 #define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
@@ -9791,12 +9773,12 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
 #define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
 
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_pairs_128(tkvi_i4 a, tkvi_i4 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_pack_pairs_128(tkvi_vi a, tkvi_vi b) {
     return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
 }
 
 /* Stores 16 weights of a row. */
-TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
+TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_vi *k) {
     wasm_v128_store(w, wasm_i16x8_shuffle(k[0], k[1], 0, 4, 2, 6, 8, 12, 10, 14));
     wasm_v128_store(w + 8, wasm_i16x8_shuffle(k[2], k[3], 0, 4, 2, 6, 8, 12, 10, 14));
 }
@@ -16124,7 +16106,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 /*
  * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, for NEON and WebAssembly.
  *
- * Types and operations that end in _128 come from kernels/neon.h or kernels/wasm.h. The target of the compiler
+ * The vocabulary comes from kernels/neon.h or kernels/wasm.h, and kernels/simd_128.inc. The target of the compiler
  * selects one of them.
  *
  * No machine to measure prefetching of `next` was available, so these kernels do without it.
@@ -16137,8 +16119,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 
 /* ======== kernels/simd_128.inc ======== */
 /*
- * kernels/simd_128.inc - the vector vocabulary for NEON and WebAssembly, as kernels/simd_avx2.inc, over the operations
- * of kernels/neon.h and kernels/wasm.h. Those files also define the products.
+ * kernels/simd_128.inc - the part of the vector vocabulary that NEON and WebAssembly share. kernels/neon.h and
+ * kernels/wasm.h have the others. kernels/simd_x86.h has the same operations, and says what each does.
  *
  * Types: tkvi_vf, 4 floats; tkvi_vi, 4 integers of 32 bits; tkvi_vb, 16 bytes.
  */
@@ -16147,92 +16129,34 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #define TKVI_OP TKVI_FLAT_128
 #define TKVI_KERNEL static
 
-#define tkvi_vf tkvi_f4
-#define tkvi_vi tkvi_i4
-#define tkvi_vb tkvi_b16
 #define TKVI_VF 4  /* floats in a vector */
 #define TKVI_VB 16 /* bytes in a vector */
 
 /* >>floats */
-#define tkvi_vf_load(p) tkvi_load_128(p)
-#define tkvi_vf_store(p, x) tkvi_store_128(p, x)
-#define tkvi_vf_splat(x) tkvi_splat_128(x)
-#define tkvi_vf_add(a, b) tkvi_add_128(a, b)
-#define tkvi_vf_sub(a, b) tkvi_sub_128(a, b)
-#define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
-#define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
-#define tkvi_vf_max(a, b) tkvi_max_128(a, b)
-#define tkvi_vf_abs(x) tkvi_abs_128(x)
-#define tkvi_vm tkvi_m4 /* a mask of lanes */
-#define tkvi_vf_first(n, x, y) tkvi_vf_of_bits(tkvi_first_128(n, tkvi_vi_of_bits(x), tkvi_vi_of_bits(y)))
-#define tkvi_vf_of_bits(x) tkvi_as_float_128(x)
-#define tkvi_vf_load_first(p, n) tkvi_load_first_128(p, n) /* 0 from lane n on; any n */
-#define tkvi_vf_store_first(p, x, n) tkvi_store_first_128(p, x, n)
-#define tkvi_vf_max_across(x) tkvi_max_across_128(x)
-#define tkvi_vf_load_f16(p) tkvi_load_f16_128(p)
-#define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
-#define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
-#define tkvi_vf_swap(x) tkvi_swap_128(x)             /* neighbours */
-#define tkvi_vf_load_twice(p) tkvi_load_twice_128(p) /* 2 floats, each in two neighbours */
-#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_128(p)
+#define tkvi_vf_first(n, x, y) tkvi_vf_of_bits(tkvi_vi_first(n, tkvi_vi_of_bits(x), tkvi_vi_of_bits(y)))
 /* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
 #define tkvi_vf_load_table(level, p, h, bits)                                                                \
     tkvi_load_table_floats_128(level, (p) + (h) * (bits) / 8, (h) * (bits) % 8, bits)
-#define tkvi_vf_sum_across(x) tkvi_sum_across_128(x)
-#define tkvi_vf_load_finite_f16(p) tkvi_load_finite_f16_128(p)
-#define tkvi_vf_load_bf16(p) tkvi_load_bf16_128(p)
-#define tkvi_vf_round(x) tkvi_round_128(x)
-#define tkvi_vf_exponent_rest(x, n) tkvi_exponent_rest_128(x, n) /* x log2 e - n */
 /* y 2^n. The exponent of y plus n must be that of a normal number. */
 #define tkvi_vf_times_power(y, n)                                                                            \
-    tkvi_as_float_128(tkvi_add_ints_128(tkvi_as_ints_128(y), TKVI_LEFT_INTS_128(tkvi_nearest_128(n), 23)))
-#define tkvi_vf_zero_below(y, x, least) tkvi_zero_below_128(y, x, least) /* y where x >= least, 0 elsewhere */
+    tkvi_vf_of_bits(tkvi_vi_add(tkvi_vi_of_bits(y), tkvi_vi_left(tkvi_vi_nearest(n), 23)))
 
 #define TKVI_SQUARE 4 /* size of the matrix that tkvi_transpose_square transposes */
-#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_128(x, x_stride, y, y_stride)
 
 /* >>integers */
-#define tkvi_vi_load(p) tkvi_load_ints_128(p)
-#define tkvi_vi_store(p, x) tkvi_store_ints_128(p, x)
-#define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
-#define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
-#define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
-#define tkvi_vi_xor(a, b) tkvi_xor_ints_128(a, b)
-#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_128(a, b, n) /* a b >> n, without signs */
-#define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
-#define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
-#define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
-#define tkvi_vi_to_float(x) tkvi_to_float_128(x)
-#define tkvi_vi_sum4(to, v) tkvi_store_isum4_128(to, v)
-#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y)   /* x in lanes i with i < n, else y */
-#define tkvi_vi_load_i8(p, n) tkvi_load_signed_128(p, n) /* signed bytes; the first n, the others are 0 */
-#define tkvi_vi_mul(a, b) tkvi_mul_ints_128(a, b)
+#define tkvi_vi_mul16(a, b) tkvi_vi_mul(a, b)
 #define tkvi_vi_store_u8(p, v) tkvi_vi_scatter4(p, 16, tkvi_vi_pack4(v)) /* 16 lanes as bytes */
 
 /* >>bytes */
-#define tkvi_vb_load(p) tkvi_load_bytes_128(p)
-#define tkvi_vb_store(p, x) tkvi_store_bytes_128(p, x)
-#define tkvi_vb_gather4(p, step) tkvi_load_bytes_128(p)
-#define tkvi_vb_transpose4(v) tkvi_transpose_bytes_128(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
-#define tkvi_vb_scatter4(p, step, x) ((void)(step), tkvi_store_bytes_128(p, x))
-#define tkvi_vb_splat(x) tkvi_splat_bytes_128(x)
-#define tkvi_vb_and(a, b) tkvi_and_128(a, b)
-#define tkvi_vb_or(a, b) tkvi_or_128(a, b)
-#define tkvi_vb_left(x, n) tkvi_left_bytes_128(x, n)
-#define tkvi_vb_right(x, n) tkvi_right_bytes_128(x, n)
+#define tkvi_vb_gather4(p, step) tkvi_vb_load(p)
+#define tkvi_vb_scatter4(p, step, x) ((void)(step), tkvi_vb_store(p, x))
 /* The bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by m
  * more for the second half. */
-#define tkvi_vb_tail(p, column) tkvi_load_bytes_128((p) - (column) / 32 * 32)
-#define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_flip(x) tkvi_xor_128(x, tkvi_splat_bytes_128(128)) /* plus or minus 128 */
-#define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
-#define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
-#define tkvi_vb_add(a, b) tkvi_add_bytes_128(a, b)
-#define tkvi_vb_where(a, b) tkvi_and_128(tkvi_test_128(a, a), b) /* b where a > 0 */
-#define tkvi_vb_zip1(a, b) tkvi_zip1_128(a, b)
-#define tkvi_vb_zip2(a, b) tkvi_zip2_128(a, b)
-#define tkvi_vb_zip1_pairs(a, b) tkvi_zip1_pairs_128(a, b)
-#define tkvi_vb_zip2_pairs(a, b) tkvi_zip2_pairs_128(a, b)
+#define tkvi_vb_tail(p, column) tkvi_vb_load((p) - (column) / 32 * 32)
+#define tkvi_vb_right_half(x, column, n, m) tkvi_vb_right(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_flip(x) tkvi_xor_128(x, tkvi_vb_splat(128)) /* plus or minus 128 */
+#define tkvi_vb_table(levels) tkvi_vb_load((const uint8_t *)(levels))
+#define tkvi_vb_where(a, b) tkvi_vb_and(tkvi_test_128(a, a), b) /* b where a > 0 */
 #define tkvi_vb_spread(x) (x)
 
 /* >>exact tiers */
@@ -16247,34 +16171,34 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #define tkvi_ahead(p, n, distance) ((void)(distance)) /* no machine to measure prefetching was available */
 #define tkvi_next_distance(src, next) ((void)(src), (void)(next), (uintptr_t)0)
 
-TKVI_OP tkvi_f4 tkvi_load_first_128(const float *p, int n) {
+TKVI_OP tkvi_vf tkvi_vf_load_first(const float *p, int n) {
     float x[4];
     int i;
-    if (n >= 4) return tkvi_load_128(p);
+    if (n >= 4) return tkvi_vf_load(p);
     for (i = 0; i < 4; i++) x[i] = i < n ? p[i] : 0.0f;
-    return tkvi_load_128(x);
+    return tkvi_vf_load(x);
 }
 
-TKVI_OP void tkvi_store_first_128(float *p, tkvi_f4 y, int n) {
+TKVI_OP void tkvi_vf_store_first(float *p, tkvi_vf y, int n) {
     float x[4];
     int i;
-    tkvi_store_128(n >= 4 ? p : x, y);
+    tkvi_vf_store(n >= 4 ? p : x, y);
     for (i = 0; i < n && n < 4; i++) p[i] = x[i];
 }
 
-TKVI_OP tkvi_i4 tkvi_load_signed_128(const uint8_t *p, int n) {
+TKVI_OP tkvi_vi tkvi_vi_load_i8(const uint8_t *p, int n) {
     uint8_t first[4] = {0};
     if (n >= 4) return tkvi_load_bytes4_128(p);
     memcpy(first, p, (size_t)n);
     return tkvi_load_bytes4_128(first);
 }
 
-TKVI_OP void tkvi_store_max4_128(float *to, const tkvi_f4 *v) {
+TKVI_OP void tkvi_vf_max4(float *to, const tkvi_vf *v) {
     int r;
-    for (r = 0; r < 4; r++) to[r] = tkvi_max_across_128(v[r]);
+    for (r = 0; r < 4; r++) to[r] = tkvi_vf_max_across(v[r]);
 }
 
-TKVI_OP void tkvi_store_isum4_128(int32_t *to, const tkvi_i4 *v) {
+TKVI_OP void tkvi_vi_sum4(int32_t *to, const tkvi_vi *v) {
     int r;
     for (r = 0; r < 4; r++) to[r] = tkvi_sum_ints_across_128(v[r]);
 }

@@ -1,7 +1,7 @@
 /*
  * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, for NEON and WebAssembly.
  *
- * Types and operations that end in _128 come from kernels/neon.h or kernels/wasm.h. The target of the compiler
+ * The vocabulary comes from kernels/neon.h or kernels/wasm.h, and kernels/simd_128.inc. The target of the compiler
  * selects one of them.
  *
  * No machine to measure prefetching of `next` was available, so these kernels do without it.
