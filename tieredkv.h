@@ -9032,15 +9032,11 @@ TKVI_FLAT_128 void tkvi_transpose_square(const float *x, int x_stride, float *y,
 
 #define tkvi_vf_sum4(to, v) vst1q_f32(to, vpaddq_f32(vpaddq_f32((v)[0], (v)[1]), vpaddq_f32((v)[2], (v)[3])))
 
-TKVI_FLAT_128 tkvi_vf tkvi_vf_load_finite_f16(const uint8_t *p) {
-    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
-}
+#define tkvi_vf_load_finite_f16(p) vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)))
 
 TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) { return tkvi_vf_load_finite_f16(p); }
 
-TKVI_FLAT_128 tkvi_vf tkvi_vf_load_bf16(const uint8_t *p) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
-}
+#define tkvi_vf_load_bf16(p) vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16))
 
 #define tkvi_vf_min(a, b) vminq_f32(a, b)
 #define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
@@ -9112,24 +9108,24 @@ TKVI_FLAT_128 tkvi_vi tkvi_load_bytes4_128(const uint8_t *p) {
 #define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
 #define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
 #define tkvi_vh_total(sum) (sum)
-#define tkvi_vp tkvi_pair_sums
-#define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_vp tkvi_two_sums
+#define tkvi_vp_zero() tkvi_two_sums_128(vdupq_n_s32(0), vdupq_n_s32(0))
 #define tkvi_vp_dot(x, a, b)                                                                                 \
-    tkvi_pairs_128(vmlal_s16((x).first, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),       \
-                   vmlal_high_s16((x).second, TKVI_HALVES_(a), TKVI_HALVES_(b)))
+    tkvi_two_sums_128(vmlal_s16((x).low, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),      \
+                      vmlal_high_s16((x).high, TKVI_HALVES_(a), TKVI_HALVES_(b)))
 
-typedef struct tkvi_pair_sums { /* of neighbouring halves, apart */
-    int32x4_t first, second;
-} tkvi_pair_sums;
+typedef struct tkvi_two_sums { /* of the lower and the upper half of vectors, or by the limbs of weights */
+    int32x4_t low, high;
+} tkvi_two_sums;
 
-TKVI_FLAT_128 tkvi_pair_sums tkvi_pairs_128(int32x4_t first, int32x4_t second) {
-    tkvi_pair_sums x;
-    x.first = first;
-    x.second = second;
+TKVI_FLAT_128 tkvi_two_sums tkvi_two_sums_128(int32x4_t low, int32x4_t high) {
+    tkvi_two_sums x;
+    x.low = low;
+    x.high = high;
     return x;
 }
 
-TKVI_FLAT_128 tkvi_vi tkvi_vp_total(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
+TKVI_FLAT_128 tkvi_vi tkvi_vp_total(tkvi_two_sums x) { return vpaddq_s32(x.low, x.high); }
 
 TKVI_FLAT_128 tkvi_vf tkvi_vf_div(tkvi_vf a, tkvi_vf b) {
     tkvi_vf_hide(b); /* not one reciprocal for several divisions */
@@ -9321,16 +9317,16 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_vb
 #define TKVI_WIDE_TILE 16 /* in int16_t */
 #define tkvi_wide_vb tkvi_vb
 #define tkvi_wide_none() vdupq_n_u8(0)
-#define tkvi_wide_sums tkvi_limb_sums
+#define tkvi_wide_sums tkvi_two_sums
 #define tkvi_even(codes) (codes)
 #define tkvi_odd(codes) (codes)
 #define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
 #define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
     ((void)(odd),                                                                                            \
-     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r),       \
-                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r)))
-#define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+     tkvi_two_sums_128(TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r),     \
+                       TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r)))
+#define tkvi_wide_zero() tkvi_vp_zero()
 #define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
 
@@ -9345,8 +9341,8 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_vb
 #define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, w, codes, j)
 #define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
     ((void)(odd),                                                                                            \
-     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j),       \
-                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j)))
+     tkvi_two_sums_128(TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j),     \
+                       TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j)))
 #define tkvi_pack_rows_v(x) tkvi_pack_rows_k(x)
 #define tkvi_pack_rows_even(x) tkvi_pack_limb_128(x, 1)
 #define tkvi_pack_rows_odd(x) tkvi_pack_limb_128(x, 0)
@@ -9364,17 +9360,6 @@ TKVI_FLAT_128 tkvi_vb tkvi_pack_limb_128(const tkvi_vi *x, const int high) {
     int i;
     for (i = 0; i < 4; i++) y[i] = high ? vshrq_n_s32(x[i], 7) : vandq_s32(x[i], vdupq_n_s32(127));
     return tkvi_pack_rows_k(y);
-}
-
-typedef struct tkvi_limb_sums {
-    int32x4_t high, low;
-} tkvi_limb_sums;
-
-TKVI_FLAT_128 tkvi_limb_sums tkvi_limbs_128(int32x4_t high, int32x4_t low) {
-    tkvi_limb_sums x;
-    x.high = high;
-    x.low = low;
-    return x;
 }
 
 TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {
@@ -9457,9 +9442,7 @@ TKVI_FLAT_128 tkvi_vf tkvi_vf_splat(float x) { return wasm_f32x4_splat(x); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_add(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_sub(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_mul(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_mul(a, b); }
-TKVI_FLAT_128 tkvi_vf tkvi_vf_madd(tkvi_vf a, tkvi_vf b, tkvi_vf c) {
-    return wasm_f32x4_add(c, wasm_f32x4_mul(a, b));
-}
+#define tkvi_vf_madd(a, b, c) wasm_f32x4_add(c, wasm_f32x4_mul(a, b))
 TKVI_FLAT_128 tkvi_vf tkvi_vf_max(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_abs(tkvi_vf x) { return wasm_f32x4_abs(x); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_swap(tkvi_vf x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
@@ -9507,9 +9490,7 @@ TKVI_FLAT_128 tkvi_vf tkvi_vf_exponent_rest(tkvi_vf x, tkvi_vf n) {
 }
 
 /* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_vf tkvi_vf_zero_below(tkvi_vf y, tkvi_vf x, float least) {
-    return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
-}
+#define tkvi_vf_zero_below(y, x, least) wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)))
 
 /* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
  * multiplies by 2^112. This is also right for subnormals. */
@@ -9525,9 +9506,7 @@ TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) {
     return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
-TKVI_FLAT_128 tkvi_vf tkvi_vf_load_bf16(const uint8_t *p) {
-    return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
-}
+#define tkvi_vf_load_bf16(p) wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16)
 
 #define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
 #define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
@@ -9697,18 +9676,12 @@ TKVI_FLAT_128 tkvi_vb tkvi_test_128(tkvi_vb a, tkvi_vb b) { /* 255 where a & b *
 TKVI_FLAT_128 tkvi_vb tkvi_vb_look_up(tkvi_vb table, tkvi_vb x) { return wasm_i8x16_swizzle(table, x); }
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1(tkvi_vb a, tkvi_vb b) {
-    return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-}
+#define tkvi_vb_zip1(a, b) wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2(tkvi_vb a, tkvi_vb b) {
     return wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
-TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1_pairs(tkvi_vb a, tkvi_vb b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-}
-TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2_pairs(tkvi_vb a, tkvi_vb b) {
-    return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-}
+#define tkvi_vb_zip1_pairs(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define tkvi_vb_zip2_pairs(a, b) wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 
 TKVI_FLAT_128 tkvi_vb tkvi_vb_left(tkvi_vb x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
 TKVI_FLAT_128 tkvi_vb tkvi_vb_right(tkvi_vb x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
@@ -9773,9 +9746,7 @@ TKVI_FLAT_128 tkvi_vi tkvi_vi_first(int n, tkvi_vi x, tkvi_vi y) {
 #define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
 #define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
 
-TKVI_FLAT_128 tkvi_vb tkvi_pack_pairs_128(tkvi_vi a, tkvi_vi b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-}
+#define tkvi_pack_pairs_128(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
 
 /* Stores 16 weights of a row. */
 TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_vi *k) {
@@ -10184,6 +10155,8 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
  * Products of codes: one-limb sums have 16 bits. vpmaddubsw adds two products, and a few such sums fit. Then they are
  * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
  */
+#define TKVI_ISA TKV_ISA_AVX2
+#define TKVI_ISA_NAME "avx2"
 #define TKVI_N(name) tkvi_##name##_avx2
 #define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX2
@@ -13218,26 +13191,28 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/avx2.h ======== */
-
-static const tkvi_kernels tkvi_kernels_avx2 = {
-    TKV_ISA_AVX2,
-    "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx2)},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx2)},
-    &tkvi_simd_ops_avx2,
-    tkvi_exp64_avx2,
-    tkvi_max64_avx2,
-    tkvi_softmax_step_avx2,
-    &tkvi_prefill_avx2,
-};
-
 /* ======== kernels/simd_end.inc ======== */
 /*
- * kernels/simd_end.inc - ends a vocabulary: undefines what differs between AVX2 and AVX-512. All other macros have the
- * same text in each set. C allows to define such a macro again.
+ * kernels/simd_end.inc - a template: the table of an instruction set's kernels. Then it ends the vocabulary: undefines
+ * what differs between AVX2 and AVX-512. All other macros have the same text in each set, and C allows to define such a
+ * macro again.
  */
+static const tkvi_kernels TKVI_N(kernels) = {
+    TKVI_ISA,
+    TKVI_ISA_NAME,
+    {TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(tiles_k),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_k))},
+    {TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(tiles_v),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_v))},
+    &TKVI_N(simd_ops),
+    TKVI_N(exp64),
+    TKVI_N(max64),
+    TKVI_N(softmax_step),
+    &TKVI_N(prefill),
+};
+
+#undef TKVI_ISA
+#undef TKVI_ISA_NAME
 #undef TKVI_N
 #undef TKVI_SHARED
 #undef TKVI_OP
@@ -13304,6 +13279,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
  * kernels/simd_avx512.inc - opens the vocabulary kernels/simd_x86.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4
  * and later). vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
  */
+#define TKVI_ISA TKV_ISA_AVX512
+#define TKVI_ISA_NAME "avx512"
 #define TKVI_N(name) tkvi_##name##_avx512
 #define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX512
@@ -16042,26 +16019,28 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/avx512.h ======== */
-
-static const tkvi_kernels tkvi_kernels_avx512 = {
-    TKV_ISA_AVX512,
-    "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx512)},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx512)},
-    &tkvi_simd_ops_avx512,
-    tkvi_exp64_avx512,
-    tkvi_max64_avx512,
-    tkvi_softmax_step_avx512,
-    &tkvi_prefill_avx512,
-};
-
 /* ======== kernels/simd_end.inc ======== */
 /*
- * kernels/simd_end.inc - ends a vocabulary: undefines what differs between AVX2 and AVX-512. All other macros have the
- * same text in each set. C allows to define such a macro again.
+ * kernels/simd_end.inc - a template: the table of an instruction set's kernels. Then it ends the vocabulary: undefines
+ * what differs between AVX2 and AVX-512. All other macros have the same text in each set, and C allows to define such a
+ * macro again.
  */
+static const tkvi_kernels TKVI_N(kernels) = {
+    TKVI_ISA,
+    TKVI_ISA_NAME,
+    {TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(tiles_k),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_k))},
+    {TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(tiles_v),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_v))},
+    &TKVI_N(simd_ops),
+    TKVI_N(exp64),
+    TKVI_N(max64),
+    TKVI_N(softmax_step),
+    &TKVI_N(prefill),
+};
+
+#undef TKVI_ISA
+#undef TKVI_ISA_NAME
 #undef TKVI_N
 #undef TKVI_SHARED
 #undef TKVI_OP
@@ -16124,6 +16103,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
  *
  * Types: tkvi_vf, 4 floats; tkvi_vi, 4 integers of 32 bits; tkvi_vb, 16 bytes.
  */
+#define TKVI_ISA TKVI_ISA_128
+#define TKVI_ISA_NAME TKVI_NAME_128
 #define TKVI_N(name) tkvi_##name##_128
 #define TKVI_SHARED(name) tkvi_##name##_128
 #define TKVI_OP TKVI_FLAT_128
@@ -19197,26 +19178,28 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/vectors_128.h ======== */
-
-static const tkvi_kernels tkvi_kernels_128 = {
-    TKVI_ISA_128,
-    TKVI_NAME_128,
-    {tkvi_exact_k_128, tkvi_exact_k_128, tkvi_exact_k_128, tkvi_tiles_k_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_128)},
-    {tkvi_exact_v_128, tkvi_exact_v_128, tkvi_exact_v_128, tkvi_tiles_v_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_128)},
-    &tkvi_simd_ops_128,
-    tkvi_exp64_128,
-    tkvi_max64_128,
-    tkvi_softmax_step_128,
-    &tkvi_prefill_128,
-};
-
 /* ======== kernels/simd_end.inc ======== */
 /*
- * kernels/simd_end.inc - ends a vocabulary: undefines what differs between AVX2 and AVX-512. All other macros have the
- * same text in each set. C allows to define such a macro again.
+ * kernels/simd_end.inc - a template: the table of an instruction set's kernels. Then it ends the vocabulary: undefines
+ * what differs between AVX2 and AVX-512. All other macros have the same text in each set, and C allows to define such a
+ * macro again.
  */
+static const tkvi_kernels TKVI_N(kernels) = {
+    TKVI_ISA,
+    TKVI_ISA_NAME,
+    {TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(tiles_k),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_k))},
+    {TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(tiles_v),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_v))},
+    &TKVI_N(simd_ops),
+    TKVI_N(exp64),
+    TKVI_N(max64),
+    TKVI_N(softmax_step),
+    &TKVI_N(prefill),
+};
+
+#undef TKVI_ISA
+#undef TKVI_ISA_NAME
 #undef TKVI_N
 #undef TKVI_SHARED
 #undef TKVI_OP

@@ -76,15 +76,11 @@ TKVI_FLAT_128 void tkvi_transpose_square(const float *x, int x_stride, float *y,
 
 #define tkvi_vf_sum4(to, v) vst1q_f32(to, vpaddq_f32(vpaddq_f32((v)[0], (v)[1]), vpaddq_f32((v)[2], (v)[3])))
 
-TKVI_FLAT_128 tkvi_vf tkvi_vf_load_finite_f16(const uint8_t *p) {
-    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
-}
+#define tkvi_vf_load_finite_f16(p) vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)))
 
 TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) { return tkvi_vf_load_finite_f16(p); }
 
-TKVI_FLAT_128 tkvi_vf tkvi_vf_load_bf16(const uint8_t *p) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
-}
+#define tkvi_vf_load_bf16(p) vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16))
 
 #define tkvi_vf_min(a, b) vminq_f32(a, b)
 #define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
@@ -156,24 +152,24 @@ TKVI_FLAT_128 tkvi_vi tkvi_load_bytes4_128(const uint8_t *p) {
 #define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
 #define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
 #define tkvi_vh_total(sum) (sum)
-#define tkvi_vp tkvi_pair_sums
-#define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_vp tkvi_two_sums
+#define tkvi_vp_zero() tkvi_two_sums_128(vdupq_n_s32(0), vdupq_n_s32(0))
 #define tkvi_vp_dot(x, a, b)                                                                                 \
-    tkvi_pairs_128(vmlal_s16((x).first, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),       \
-                   vmlal_high_s16((x).second, TKVI_HALVES_(a), TKVI_HALVES_(b)))
+    tkvi_two_sums_128(vmlal_s16((x).low, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),      \
+                      vmlal_high_s16((x).high, TKVI_HALVES_(a), TKVI_HALVES_(b)))
 
-typedef struct tkvi_pair_sums { /* of neighbouring halves, apart */
-    int32x4_t first, second;
-} tkvi_pair_sums;
+typedef struct tkvi_two_sums { /* of the lower and the upper half of vectors, or by the limbs of weights */
+    int32x4_t low, high;
+} tkvi_two_sums;
 
-TKVI_FLAT_128 tkvi_pair_sums tkvi_pairs_128(int32x4_t first, int32x4_t second) {
-    tkvi_pair_sums x;
-    x.first = first;
-    x.second = second;
+TKVI_FLAT_128 tkvi_two_sums tkvi_two_sums_128(int32x4_t low, int32x4_t high) {
+    tkvi_two_sums x;
+    x.low = low;
+    x.high = high;
     return x;
 }
 
-TKVI_FLAT_128 tkvi_vi tkvi_vp_total(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
+TKVI_FLAT_128 tkvi_vi tkvi_vp_total(tkvi_two_sums x) { return vpaddq_s32(x.low, x.high); }
 
 TKVI_FLAT_128 tkvi_vf tkvi_vf_div(tkvi_vf a, tkvi_vf b) {
     tkvi_vf_hide(b); /* not one reciprocal for several divisions */
@@ -365,16 +361,16 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_vb
 #define TKVI_WIDE_TILE 16 /* in int16_t */
 #define tkvi_wide_vb tkvi_vb
 #define tkvi_wide_none() vdupq_n_u8(0)
-#define tkvi_wide_sums tkvi_limb_sums
+#define tkvi_wide_sums tkvi_two_sums
 #define tkvi_even(codes) (codes)
 #define tkvi_odd(codes) (codes)
 #define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
 #define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
     ((void)(odd),                                                                                            \
-     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r),       \
-                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r)))
-#define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+     tkvi_two_sums_128(TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r),     \
+                       TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r)))
+#define tkvi_wide_zero() tkvi_vp_zero()
 #define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
 
@@ -389,8 +385,8 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_vb
 #define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, w, codes, j)
 #define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
     ((void)(odd),                                                                                            \
-     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j),       \
-                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j)))
+     tkvi_two_sums_128(TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j),     \
+                       TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j)))
 #define tkvi_pack_rows_v(x) tkvi_pack_rows_k(x)
 #define tkvi_pack_rows_even(x) tkvi_pack_limb_128(x, 1)
 #define tkvi_pack_rows_odd(x) tkvi_pack_limb_128(x, 0)
@@ -408,17 +404,6 @@ TKVI_FLAT_128 tkvi_vb tkvi_pack_limb_128(const tkvi_vi *x, const int high) {
     int i;
     for (i = 0; i < 4; i++) y[i] = high ? vshrq_n_s32(x[i], 7) : vandq_s32(x[i], vdupq_n_s32(127));
     return tkvi_pack_rows_k(y);
-}
-
-typedef struct tkvi_limb_sums {
-    int32x4_t high, low;
-} tkvi_limb_sums;
-
-TKVI_FLAT_128 tkvi_limb_sums tkvi_limbs_128(int32x4_t high, int32x4_t low) {
-    tkvi_limb_sums x;
-    x.high = high;
-    x.low = low;
-    return x;
 }
 
 TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {

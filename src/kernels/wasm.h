@@ -40,9 +40,7 @@ TKVI_FLAT_128 tkvi_vf tkvi_vf_splat(float x) { return wasm_f32x4_splat(x); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_add(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_add(a, b); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_sub(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_sub(a, b); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_mul(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_mul(a, b); }
-TKVI_FLAT_128 tkvi_vf tkvi_vf_madd(tkvi_vf a, tkvi_vf b, tkvi_vf c) {
-    return wasm_f32x4_add(c, wasm_f32x4_mul(a, b));
-}
+#define tkvi_vf_madd(a, b, c) wasm_f32x4_add(c, wasm_f32x4_mul(a, b))
 TKVI_FLAT_128 tkvi_vf tkvi_vf_max(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_pmax(a, b); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_abs(tkvi_vf x) { return wasm_f32x4_abs(x); }
 TKVI_FLAT_128 tkvi_vf tkvi_vf_swap(tkvi_vf x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
@@ -90,9 +88,7 @@ TKVI_FLAT_128 tkvi_vf tkvi_vf_exponent_rest(tkvi_vf x, tkvi_vf n) {
 }
 
 /* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_vf tkvi_vf_zero_below(tkvi_vf y, tkvi_vf x, float least) {
-    return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
-}
+#define tkvi_vf_zero_below(y, x, least) wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)))
 
 /* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
  * multiplies by 2^112. This is also right for subnormals. */
@@ -108,9 +104,7 @@ TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) {
     return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
-TKVI_FLAT_128 tkvi_vf tkvi_vf_load_bf16(const uint8_t *p) {
-    return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
-}
+#define tkvi_vf_load_bf16(p) wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16)
 
 #define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
 #define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
@@ -280,18 +274,12 @@ TKVI_FLAT_128 tkvi_vb tkvi_test_128(tkvi_vb a, tkvi_vb b) { /* 255 where a & b *
 TKVI_FLAT_128 tkvi_vb tkvi_vb_look_up(tkvi_vb table, tkvi_vb x) { return wasm_i8x16_swizzle(table, x); }
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1(tkvi_vb a, tkvi_vb b) {
-    return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-}
+#define tkvi_vb_zip1(a, b) wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2(tkvi_vb a, tkvi_vb b) {
     return wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
-TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1_pairs(tkvi_vb a, tkvi_vb b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-}
-TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2_pairs(tkvi_vb a, tkvi_vb b) {
-    return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-}
+#define tkvi_vb_zip1_pairs(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define tkvi_vb_zip2_pairs(a, b) wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 
 TKVI_FLAT_128 tkvi_vb tkvi_vb_left(tkvi_vb x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
 TKVI_FLAT_128 tkvi_vb tkvi_vb_right(tkvi_vb x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
@@ -356,9 +344,7 @@ TKVI_FLAT_128 tkvi_vi tkvi_vi_first(int n, tkvi_vi x, tkvi_vi y) {
 #define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
 #define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
 
-TKVI_FLAT_128 tkvi_vb tkvi_pack_pairs_128(tkvi_vi a, tkvi_vi b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-}
+#define tkvi_pack_pairs_128(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
 
 /* Stores 16 weights of a row. */
 TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_vi *k) {
