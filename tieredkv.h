@@ -8257,7 +8257,7 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
-TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
+TKVI_FLAT uintptr_t tkvi_next_distance(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
@@ -8271,7 +8271,7 @@ TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
 #endif
 }
 
-TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
+TKVI_FLAT void tkvi_ahead(const uint8_t *p, int n, uintptr_t ahead) {
     int i;
     for (i = 0; i < n; i += 64) tkvi_prefetch(p + i, ahead);
 }
@@ -8346,8 +8346,8 @@ TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
 #define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
 /* >>integers */
-#define tkvi_vi_load(p) TKVI_N(load)(p)
-#define tkvi_vi_store(p, x) TKVI_N(store)(p, x)
+#define tkvi_vi_load(p) TKVI_MM_SI(loadu_si)((const tkvi_vi *)(const void *)(p))
+#define tkvi_vi_store(p, x) TKVI_MM_SI(storeu_si)((tkvi_vi *)(void *)(p), x)
 #define tkvi_vi_splat(x) TKVI_MM(set1_epi32)(x)
 #define tkvi_vi_add(a, b) TKVI_MM(add_epi32)(a, b)
 #define tkvi_vi_sub(a, b) TKVI_MM(sub_epi32)(a, b)
@@ -8406,9 +8406,10 @@ TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
 #define tkvi_vp_total(x) (x)
 
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) TKVI_N(load)(p)
-#define tkvi_vb_store(p, x) TKVI_N(store)(p, x)
-#define tkvi_vb_splat(x) TKVI_N(splat_bytes)(x)
+#define tkvi_vb_load(p) tkvi_vi_load(p)
+#define tkvi_vb_store(p, x) tkvi_vi_store(p, x)
+/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
+#define tkvi_vb_splat(x) tkvi_vi_splat((int32_t)((uint32_t)(x)*0x01010101u))
 #define tkvi_vb_add(a, b) TKVI_MM(add_epi8)(a, b)
 #define tkvi_vb_and(a, b) TKVI_MM_SI(and_si)(a, b)
 #define tkvi_vb_or(a, b) TKVI_MM_SI(or_si)(a, b)
@@ -8433,9 +8434,6 @@ TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
 #define tkvi_vb_gather4(p, step) TKVI_N(load_parts)(p, step)
 #define tkvi_vb_scatter4(p, step, x) TKVI_N(scatter4)(p, step, x)
 #define tkvi_vb_transpose4(v) TKVI_N(transpose4)(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_next_distance(src, next) tkvi_prefetch_distance(src, next)
 
 /* Exact types that are used less have less code: two rows are four, two tokens of V go together. */
 #define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
@@ -8491,7 +8489,6 @@ TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
 
 /* >>functions, AVX2 */
 TKVI_FLAT_AVX2 __m256i tkvi_load_avx2(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
-TKVI_FLAT_AVX2 void tkvi_store_avx2(void *p, __m256i x) { _mm256_storeu_si256((__m256i *)p, x); }
 
 /* Sixteen or eight bytes, half of a vector or a quarter. */
 TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
@@ -8507,12 +8504,7 @@ TKVI_FLAT int32_t tkvi_load_int_x86(const void *p) {
     return x;
 }
 
-/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_splat_bytes_avx2(int value) {
-    return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
-}
-
-/* Of types, of masks and of signs. */
+/* Conversions and masks. */
 #define tkvi_as_float_avx2(x) _mm256_castsi256_ps(x)
 #define tkvi_as_ints_avx2(x) _mm256_castps_si256(x)
 #define tkvi_gt_avx2(a, b) _mm256_cmp_ps(a, b, _CMP_GT_OQ)
@@ -8743,13 +8735,7 @@ TKVI_FLAT_AVX2 void tkvi_transpose_avx2(const float *x, int x_stride, float *y, 
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_load_avx512(const void *p) { return _mm512_loadu_si512(p); }
-TKVI_FLAT_AVX512 void tkvi_store_avx512(void *p, __m512i x) { _mm512_storeu_si512(p, x); }
-TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
-    return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
-}
-
-/* Of types, of masks and of signs. */
+/* Conversions and masks. */
 #define tkvi_as_float_avx512(x) _mm512_castsi512_ps(x)
 #define tkvi_as_ints_avx512(x) _mm512_castps_si512(x)
 #define tkvi_gt_avx512(a, b) _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)
@@ -9677,9 +9663,8 @@ TKVI_FLAT_128 tkvi_vb tkvi_vb_look_up(tkvi_vb table, tkvi_vb x) { return wasm_i8
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
 #define tkvi_vb_zip1(a, b) wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2(tkvi_vb a, tkvi_vb b) {
-    return wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-}
+#define tkvi_vb_zip2(a, b)                                                                                   \
+    wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #define tkvi_vb_zip1_pairs(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
 #define tkvi_vb_zip2_pairs(a, b) wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 

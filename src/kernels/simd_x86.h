@@ -65,8 +65,8 @@
 #define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
 /* >>integers */
-#define tkvi_vi_load(p) TKVI_N(load)(p)
-#define tkvi_vi_store(p, x) TKVI_N(store)(p, x)
+#define tkvi_vi_load(p) TKVI_MM_SI(loadu_si)((const tkvi_vi *)(const void *)(p))
+#define tkvi_vi_store(p, x) TKVI_MM_SI(storeu_si)((tkvi_vi *)(void *)(p), x)
 #define tkvi_vi_splat(x) TKVI_MM(set1_epi32)(x)
 #define tkvi_vi_add(a, b) TKVI_MM(add_epi32)(a, b)
 #define tkvi_vi_sub(a, b) TKVI_MM(sub_epi32)(a, b)
@@ -125,9 +125,10 @@
 #define tkvi_vp_total(x) (x)
 
 /* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) TKVI_N(load)(p)
-#define tkvi_vb_store(p, x) TKVI_N(store)(p, x)
-#define tkvi_vb_splat(x) TKVI_N(splat_bytes)(x)
+#define tkvi_vb_load(p) tkvi_vi_load(p)
+#define tkvi_vb_store(p, x) tkvi_vi_store(p, x)
+/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
+#define tkvi_vb_splat(x) tkvi_vi_splat((int32_t)((uint32_t)(x)*0x01010101u))
 #define tkvi_vb_add(a, b) TKVI_MM(add_epi8)(a, b)
 #define tkvi_vb_and(a, b) TKVI_MM_SI(and_si)(a, b)
 #define tkvi_vb_or(a, b) TKVI_MM_SI(or_si)(a, b)
@@ -152,9 +153,6 @@
 #define tkvi_vb_gather4(p, step) TKVI_N(load_parts)(p, step)
 #define tkvi_vb_scatter4(p, step, x) TKVI_N(scatter4)(p, step, x)
 #define tkvi_vb_transpose4(v) TKVI_N(transpose4)(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_next_distance(src, next) tkvi_prefetch_distance(src, next)
 
 /* Exact types that are used less have less code: two rows are four, two tokens of V go together. */
 #define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
@@ -210,7 +208,6 @@
 
 /* >>functions, AVX2 */
 TKVI_FLAT_AVX2 __m256i tkvi_load_avx2(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
-TKVI_FLAT_AVX2 void tkvi_store_avx2(void *p, __m256i x) { _mm256_storeu_si256((__m256i *)p, x); }
 
 /* Sixteen or eight bytes, half of a vector or a quarter. */
 TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
@@ -226,12 +223,7 @@ TKVI_FLAT int32_t tkvi_load_int_x86(const void *p) {
     return x;
 }
 
-/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_splat_bytes_avx2(int value) {
-    return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
-}
-
-/* Of types, of masks and of signs. */
+/* Conversions and masks. */
 #define tkvi_as_float_avx2(x) _mm256_castsi256_ps(x)
 #define tkvi_as_ints_avx2(x) _mm256_castps_si256(x)
 #define tkvi_gt_avx2(a, b) _mm256_cmp_ps(a, b, _CMP_GT_OQ)
@@ -462,13 +454,7 @@ TKVI_FLAT_AVX2 void tkvi_transpose_avx2(const float *x, int x_stride, float *y, 
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_load_avx512(const void *p) { return _mm512_loadu_si512(p); }
-TKVI_FLAT_AVX512 void tkvi_store_avx512(void *p, __m512i x) { _mm512_storeu_si512(p, x); }
-TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
-    return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
-}
-
-/* Of types, of masks and of signs. */
+/* Conversions and masks. */
 #define tkvi_as_float_avx512(x) _mm512_castsi512_ps(x)
 #define tkvi_as_ints_avx512(x) _mm512_castps_si512(x)
 #define tkvi_gt_avx512(a, b) _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)

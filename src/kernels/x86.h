@@ -77,7 +77,7 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
-TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
+TKVI_FLAT uintptr_t tkvi_next_distance(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
@@ -91,7 +91,7 @@ TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
 #endif
 }
 
-TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
+TKVI_FLAT void tkvi_ahead(const uint8_t *p, int n, uintptr_t ahead) {
     int i;
     for (i = 0; i < n; i += 64) tkvi_prefetch(p + i, ahead);
 }
