@@ -12529,8 +12529,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     if (nv > 1) { X(b##j, bi##j, 1, j) }                                                                     \
     if (TKVI_ROW_VECTORS > 2 && nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
 #define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) if (TKVI_ROW_TOKENS > 4) {       \
+    { TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) }      \
+    if (TKVI_ROW_TOKENS > 4) {                                                                               \
         TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)      \
     }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
@@ -12566,6 +12566,17 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
                   tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_ANSWERS_(unit)                                                                              \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < nv; v++) {                                                                               \
+        by[v] = tkvi_vf_load(unit + v * TKVI_VF);                                                            \
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);                                                       \
+    }                                                                                                        \
+    if (d->add) {                                                                                            \
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)                                                                 \
+    } else {                                                                                                 \
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)                                                                     \
+    }
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -12591,16 +12602,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
             continue;
         }
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
-            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-        }
-        if (d->add) {
-            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-        } else {
-            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-        }
+        TKVI_ROW_ANSWERS_(d->by)
         return;
     }
 }
@@ -12623,16 +12625,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
     TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
-        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-    }
-    if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-    } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-    }
+    TKVI_ROW_ANSWERS_(d->wide_by)
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
@@ -15357,8 +15350,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     if (nv > 1) { X(b##j, bi##j, 1, j) }                                                                     \
     if (TKVI_ROW_VECTORS > 2 && nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
 #define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) if (TKVI_ROW_TOKENS > 4) {       \
+    { TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) }      \
+    if (TKVI_ROW_TOKENS > 4) {                                                                               \
         TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)      \
     }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
@@ -15394,6 +15387,17 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
                   tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_ANSWERS_(unit)                                                                              \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < nv; v++) {                                                                               \
+        by[v] = tkvi_vf_load(unit + v * TKVI_VF);                                                            \
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);                                                       \
+    }                                                                                                        \
+    if (d->add) {                                                                                            \
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)                                                                 \
+    } else {                                                                                                 \
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)                                                                     \
+    }
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -15419,16 +15423,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
             continue;
         }
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
-            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-        }
-        if (d->add) {
-            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-        } else {
-            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-        }
+        TKVI_ROW_ANSWERS_(d->by)
         return;
     }
 }
@@ -15451,16 +15446,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
     TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
-        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-    }
-    if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-    } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-    }
+    TKVI_ROW_ANSWERS_(d->wide_by)
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
@@ -18516,8 +18502,8 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     if (nv > 1) { X(b##j, bi##j, 1, j) }                                                                     \
     if (TKVI_ROW_VECTORS > 2 && nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
 #define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) if (TKVI_ROW_TOKENS > 4) {       \
+    { TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) }      \
+    if (TKVI_ROW_TOKENS > 4) {                                                                               \
         TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)      \
     }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
@@ -18553,6 +18539,17 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
                   tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_ANSWERS_(unit)                                                                              \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < nv; v++) {                                                                               \
+        by[v] = tkvi_vf_load(unit + v * TKVI_VF);                                                            \
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);                                                       \
+    }                                                                                                        \
+    if (d->add) {                                                                                            \
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)                                                                 \
+    } else {                                                                                                 \
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)                                                                     \
+    }
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -18578,16 +18575,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
             continue;
         }
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
-            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-        }
-        if (d->add) {
-            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-        } else {
-            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-        }
+        TKVI_ROW_ANSWERS_(d->by)
         return;
     }
 }
@@ -18610,16 +18598,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
     TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
-        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-    }
-    if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-    } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-    }
+    TKVI_ROW_ANSWERS_(d->wide_by)
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
