@@ -8539,14 +8539,10 @@ TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
 
 TKVI_FLAT_AVX2 __m256i tkvi_load_signed_avx2(const uint8_t *p, int n) {
     uint8_t first[8] = {0};
-    int32_t four;
-    if (n >= 8) return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
-    if (n == 4) {
-        memcpy(&four, p, 4);
-        return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(four));
-    }
+    if (n >= 8) return _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(p));
+    if (n == 4) return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(tkvi_load_int_x86(p)));
     memcpy(first, p, (size_t)n);
-    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)first));
+    return _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(first));
 }
 
 /* -ffast-math makes a vector division an estimate, but not one of floats. */
@@ -8676,12 +8672,13 @@ TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, const __m256i *k, const i
                                                y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
 }
 
-TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
-    const __m256i x = _mm256_permute4x64_epi64(_mm256_packs_epi32(k[0], k[1]), 0xd8);
+TKVI_FLAT_AVX2 void tkvi_store_wide_x86(int16_t *w, __m256i k) {
     const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5,
                                            2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(x, order));
+    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(k, order));
 }
+#define tkvi_store_wide_avx2(w, k)                                                                           \
+    tkvi_store_wide_x86(w, _mm256_permute4x64_epi64(_mm256_packs_epi32((k)[0], (k)[1]), 0xd8))
 
 /* a + b of sums that live in a loop. gcc otherwise copies them from register to register. */
 #if defined(__GNUC__) && !defined(__clang__)
@@ -8735,6 +8732,7 @@ TKVI_FLAT_AVX2 void tkvi_transpose_avx2(const float *x, int x_stride, float *y, 
 }
 
 #ifdef TKVI_AVX512
+/* >>functions, AVX-512 */
 /* Conversions and masks. */
 #define tkvi_as_float_avx512(x) _mm512_castsi512_ps(x)
 #define tkvi_as_ints_avx512(x) _mm512_castps_si512(x)
@@ -8794,25 +8792,18 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) 
 }
 
 /* Horizontal sums and maxima of four vectors. */
-TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
-    __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
-    __m512 z = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
-    __m256 w = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
-}
-
-TKVI_FLAT_AVX512 __m128 tkvi_max4_avx512(const __m512 *a) {
-    __m512 x = _mm512_max_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    __m512 y = _mm512_max_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
-    __m512 z = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
-    __m256 w = _mm256_max_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
-    return _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
-}
+#define TKVI_ACROSS_FOUR_(name, op)                                                                          \
+    TKVI_FLAT_AVX512 __m128 tkvi_##name##_avx512(const __m512 *a) {                                          \
+        __m512 x = _mm512_##op##_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));         \
+        __m512 y = _mm512_##op##_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));         \
+        __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);                                          \
+        __m512 z = _mm512_##op##_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),                            \
+                                    _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));                           \
+        __m256 w = _mm256_##op##_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));                \
+        return _mm_##op##_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));                        \
+    }
+TKVI_ACROSS_FOUR_(sum4, add)
+TKVI_ACROSS_FOUR_(max4, max)
 
 TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
@@ -8930,11 +8921,7 @@ TKVI_FLAT_AVX512 void tkvi_store_weights_avx512(int8_t *w, const __m512i *k, con
     (void)is_signed;
     _mm_storeu_si128((__m128i *)(void *)w, _mm512_cvtepi32_epi8(k[0]));
 }
-TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
-    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5,
-                                           2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(k[0]), order));
-}
+#define tkvi_store_wide_avx512(w, k) tkvi_store_wide_x86(w, _mm512_cvtepi32_epi16((k)[0]))
 #endif /* TKVI_AVX512 */
 
 #endif /* TKVI_X86 */
