@@ -8248,17 +8248,6 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 #undef TKVI_UNALIGNED
 #endif
 
-/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_splat_bytes_avx2(int value) {
-    return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
-}
-
-#ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
-    return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
-}
-#endif
-
 /* Hides from the compiler how x was computed. gcc treats intrinsics as plain arithmetic: it fuses products into sums,
  * and -ffast-math reorders sums. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -8269,7 +8258,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
-TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
+TKVI_FLAT uintptr_t tkvi_next_distance(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
@@ -8283,22 +8272,9 @@ TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
 #endif
 }
 
-TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
+TKVI_FLAT void tkvi_ahead(const uint8_t *p, int n, uintptr_t ahead) {
     int i;
     for (i = 0; i < n; i += 64) tkvi_prefetch(p + i, ahead);
-}
-
-/* Four weights of neighbouring channels or tokens, to be broadcast. */
-TKVI_FLAT int32_t tkvi_load_four_weights(const int8_t *w) {
-    int32_t x;
-    memcpy(&x, w, 4);
-    return x;
-}
-
-TKVI_FLAT int32_t tkvi_load_two_weights(const int16_t *w) {
-    int32_t x;
-    memcpy(&x, w, 4);
-    return x;
 }
 
 #endif /* TKVI_X86 */
@@ -8306,7 +8282,14 @@ TKVI_FLAT int32_t tkvi_load_two_weights(const int16_t *w) {
 #endif /* TKVI_KERNELS_X86_H */
 /* ======== kernels/simd_x86.h ======== */
 /*
- * kernels/simd_x86.h - the functions of the vocabularies kernels/simd_avx2.inc and kernels/simd_avx512.inc.
+ * kernels/simd_x86.h - the vector vocabulary for AVX2 and AVX-512. kernels/simd_avx2.inc or kernels/simd_avx512.inc
+ * opens it: types, sizes and the prefix of intrinsics. kernels/simd_end.inc ends it. The templates kernels/ *.inc are
+ * kernels in this vocabulary.
+ *
+ * Types: tkvi_vf, floats; tkvi_vi, integers of 32 bits; tkvi_vb, bytes; tkvi_vm, a mask of lanes.
+ *
+ * TKVI_MM(add_ps) is _mm256_add_ps or _mm512_add_ps; TKVI_MM_SI(or_si) is _mm256_or_si256 or _mm512_or_si512. Where
+ * the sets differ, TKVI_N(abs) is tkvi_abs_avx2 or tkvi_abs_avx512 of this file.
  */
 #ifndef TKVI_KERNELS_SIMD_X86_H
 #define TKVI_KERNELS_SIMD_X86_H
@@ -8314,23 +8297,242 @@ TKVI_FLAT int32_t tkvi_load_two_weights(const int16_t *w) {
 
 #ifdef TKVI_X86
 
-TKVI_FLAT_AVX2 __m256i tkvi_load_bytes_avx2(const uint8_t *p) {
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
-}
+/* >>floats */
+#define tkvi_vf_load(p) TKVI_MM(loadu_ps)(p)
+#define tkvi_vf_store(p, x) TKVI_MM(storeu_ps)(p, x)
+#define tkvi_vf_splat(x) TKVI_MM(set1_ps)(x)
+#define tkvi_vf_add(a, b) TKVI_MM(add_ps)(a, b)
+#define tkvi_vf_sub(a, b) TKVI_MM(sub_ps)(a, b)
+#define tkvi_vf_mul(a, b) TKVI_MM(mul_ps)(a, b)
+#define tkvi_vf_madd(a, b, c) TKVI_MM(fmadd_ps)(a, b, c) /* a b + c */
+#define tkvi_vf_div(a, b) TKVI_N(div)(a, b)              /* also under -ffast-math the nearest float */
+#define tkvi_vf_sqrt(x) TKVI_MM(sqrt_ps)(x)
+#define tkvi_vf_max(a, b) TKVI_MM(max_ps)(a, b)
+#define tkvi_vf_min(a, b) TKVI_MM(min_ps)(a, b)
+#define tkvi_vf_xor(a, b) TKVI_MM(xor_ps)(a, b)
+#define tkvi_vf_abs(x) TKVI_N(abs)(x)
+#define tkvi_vf_round(x) TKVI_N(round)(x)
+#define tkvi_vf_sum_across(x) TKVI_N(sum_across)(x)
+#define tkvi_vf_max_across(x) TKVI_N(max_across)(x)
+#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, TKVI_N(sum4)(v)) /* four horizontal sums */
+#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, TKVI_N(max4)(v))
+#define tkvi_vf_gt(a, b) TKVI_N(gt)(a, b)
+#define tkvi_vm_any(mask) TKVI_N(any)(mask)
+#define tkvi_vf_where(mask, x) TKVI_N(where)(mask, x) /* 0 elsewhere */
+#define tkvi_vf_select(mask, x, y) TKVI_N(select)(mask, x, y)
+#define tkvi_vf_of_bits(x) TKVI_N(as_float)(x)
+#define tkvi_vf_first(n, x, y) tkvi_vf_of_bits(tkvi_vi_first(n, tkvi_vi_of_bits(x), tkvi_vi_of_bits(y)))
+#define tkvi_vf_load_first(p, n) TKVI_N(load_first)(p, n) /* 0 from lane n on; any n */
+#define tkvi_vf_store_first(p, x, n) TKVI_N(store_first)(p, x, n)
+#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)              /* hides how x was computed: no reordering, no FMA */
+#define tkvi_vf_butterflies(x) TKVI_N(butterflies)(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
+#define tkvi_vf_swap(x) TKVI_MM(permute_ps)(x, 0xb1)  /* neighbours */
+#define tkvi_vf_load_twice(p) TKVI_N(load_twice)(p)   /* TKVI_VF / 2 floats, each in two neighbours */
+#define tkvi_vf_load_f16(p) TKVI_MM(cvtph_ps)(tkvi_load_half(p))
+#define tkvi_vf_load_finite_f16(p) tkvi_vf_load_f16(p)
+#define tkvi_vf_load_bf16(p) tkvi_vf_of_bits(tkvi_vi_left(TKVI_MM(cvtepu16_epi32)(tkvi_load_half(p)), 16))
+#define tkvi_vf_store_f16(p, x)                                                                              \
+    _mm_storeu_si128((__m128i *)(void *)(p), _mm256_cvtps_ph(x, 0)) /* |x| <= 65504 */
+#define tkvi_vf_load_e4m3(p) TKVI_N(load_e4m3)(p)
+/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
+#define tkvi_vf_load_table(level, p, h, bits) TKVI_N(load_table_floats)(level, (p) + (h) / 8 * (bits), bits)
+/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
+#define tkvi_vf_exponent_rest(x, n)                                                                          \
+    tkvi_vf_madd(x, tkvi_vf_splat(1.92596299e-8f), TKVI_MM(fmsub_ps)(x, tkvi_vf_splat(1.44269502f), n))
+/* y 2^n. The exponent of y plus n must be that of a normal number. */
+#define tkvi_vf_times_power(y, n) TKVI_N(times_power)(y, n)
+#define tkvi_vf_zero_below(y, x, least) TKVI_N(zero_below)(y, x, least) /* y where x >= least, 0 elsewhere */
 
-TKVI_FLAT_AVX2 __m256i tkvi_load_ints_avx2(const int32_t *p) {
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
-}
+#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
+#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
 
+/* >>integers */
+#define tkvi_vi_load(p) TKVI_MM_SI(loadu_si)((const tkvi_vi *)(const void *)(p))
+#define tkvi_vi_store(p, x) TKVI_MM_SI(storeu_si)((tkvi_vi *)(void *)(p), x)
+#define tkvi_vi_splat(x) TKVI_MM(set1_epi32)(x)
+#define tkvi_vi_add(a, b) TKVI_MM(add_epi32)(a, b)
+#define tkvi_vi_sub(a, b) TKVI_MM(sub_epi32)(a, b)
+#define tkvi_vi_mul(a, b) TKVI_MM(mullo_epi32)(a, b)
+#define tkvi_vi_mul16(a, b) TKVI_MM(madd_epi16)(a, b)         /* |a| < 2^15, 0 <= b < 2^15 */
+#define tkvi_vi_mul_right(a, b, n) TKVI_N(mul_right)(a, b, n) /* a b >> n, without signs */
+#define tkvi_vi_left(x, n) TKVI_MM(slli_epi32)(x, n)
+#define tkvi_vi_right(x, n) TKVI_MM(srli_epi32)(x, n)
+#define tkvi_vi_or(a, b) TKVI_MM_SI(or_si)(a, b)
+#define tkvi_vi_and(a, b) TKVI_MM_SI(and_si)(a, b)
+#define tkvi_vi_xor(a, b) TKVI_MM_SI(xor_si)(a, b)
+#define tkvi_vi_min(a, b) TKVI_MM(min_epi32)(a, b)
+#define tkvi_vi_max(a, b) TKVI_MM(max_epi32)(a, b)
+#define tkvi_vi_count(x, a, b) _mm256_sub_epi32(x, _mm256_cmpgt_epi32(a, b)) /* x + (a > b) */
+#define tkvi_vi_nearest(x) TKVI_N(nearest)(x)                                /* ties to even */
+#define tkvi_vi_trunc(x) TKVI_MM(cvttps_epi32)(x)
+#define tkvi_vi_floor(x) TKVI_N(floor)(x)
+#define tkvi_vi_of_bits(x) TKVI_N(as_ints)(x)
+#define tkvi_vi_to_float(x) TKVI_MM(cvtepi32_ps)(x)
+#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), TKVI_N(isum4)(v))
+#define tkvi_vi_first(n, x, y) TKVI_N(first)(n, x, y) /* x in lanes i with i < n, else y */
+#define tkvi_vi_select(mask, x, y)                                                                           \
+    tkvi_vi_of_bits(tkvi_vf_select(mask, tkvi_vf_of_bits(x), tkvi_vf_of_bits(y)))
+#define tkvi_vi_load_i8(p, n) TKVI_N(load_signed)(p, n) /* signed bytes; the first n, the others are 0 */
+#define tkvi_vi_load_u8(p) TKVI_MM(cvtepu8_epi32)(tkvi_load_quarter(p))
+#define tkvi_vi_store_u8(p, v) tkvi_store_weights_avx2((int8_t *)(p), v, 0) /* 16 lanes as bytes */
+#define tkvi_vi_look_up8(table, x) TKVI_N(look_up8)(table, x)
+#define tkvi_vi_transpose4(v) TKVI_N(transpose4)(v)               /* of four vectors, in each 16 bytes */
+#define tkvi_vi_scatter4(p, step, x) TKVI_N(scatter4)(p, step, x) /* each 16 bytes, `step` bytes apart */
+#define tkvi_vi_pack4(v) /* four vectors to bytes: 16 bytes of four lanes, then of the next four */          \
+    _mm256_packus_epi16(_mm256_packs_epi32((v)[0], (v)[1]), _mm256_packs_epi32((v)[2], (v)[3]))
+
+/* >>16-bit halves of 32-bit lanes */
+#define tkvi_vh_splat(x) TKVI_MM(set1_epi16)((short)(x))
+#define tkvi_vh_add(a, b) TKVI_MM(add_epi16)(a, b)
+#define tkvi_vh_sub(a, b) TKVI_MM(sub_epi16)(a, b)
+#define tkvi_vh_min(a, b) TKVI_MM(min_epi16)(a, b)
+#define tkvi_vh_max(a, b) TKVI_MM(max_epi16)(a, b)
+#define tkvi_vh_pairs(a, b) TKVI_N(pairs)(a, b)       /* lower halves of a and of b */
+#define tkvi_vh_pack(a, b) TKVI_MM(packs_epi32)(a, b) /* two vectors of lanes as halves, in any order */
+#define tkvi_vh_first(x) TKVI_MM(srai_epi32)(tkvi_vh_zip1(x, x), 16)  /* the lanes of a */
+#define tkvi_vh_second(x) TKVI_MM(srai_epi32)(tkvi_vh_zip2(x, x), 16) /* the lanes of b */
+#define tkvi_vh_zip1(x, y)                                                                                   \
+    TKVI_MM(unpacklo_epi16)(x, y) /* of two such vectors: lanes of a with halves x and y */
+#define tkvi_vh_zip2(x, y) TKVI_MM(unpackhi_epi16)(x, y)
+#define tkvi_vh_cut(u, cut, by, top) /* as tkvi_cut_code */                                                  \
+    tkvi_vh_min(TKVI_MM(avg_epu16)(TKVI_MM(mulhi_epu16)(TKVI_MM(subs_epu16)(u, cut), by), tkvi_vh_splat(0)), \
+                top)
+#define tkvi_vi_dot(x, a, b) TKVI_N(dot_16)(x, a, b)                /* x + products of both halves */
+#define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, tkvi_vh_splat(1)) /* x + both halves */
+#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
+#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
+#define tkvi_vp tkvi_vi /* sums of products */
+#define tkvi_vp_zero() tkvi_vi_splat(0)
+#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
+#define tkvi_vp_total(x) (x)
+
+/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
+#define tkvi_vb_load(p) tkvi_vi_load(p)
+#define tkvi_vb_store(p, x) tkvi_vi_store(p, x)
+/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
+#define tkvi_vb_splat(x) tkvi_vi_splat((int32_t)((uint32_t)(x)*0x01010101u))
+#define tkvi_vb_add(a, b) TKVI_MM(add_epi8)(a, b)
+#define tkvi_vb_and(a, b) TKVI_MM_SI(and_si)(a, b)
+#define tkvi_vb_or(a, b) TKVI_MM_SI(or_si)(a, b)
+#define tkvi_vb_where(a, b) TKVI_N(where_bytes)(a, b) /* b where a > 0 */
+#define tkvi_vb_left(x, n) TKVI_MM(slli_epi16)(x, (unsigned char)(n))
+#define tkvi_vb_right(x, n) TKVI_MM(srli_epi16)(x, (unsigned char)(n))
+/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields for a half: shifted right by
+ * n, and by m more for the second half. */
+#define tkvi_vb_tail(p, column) TKVI_N(load_tail)(p, column)
+#define tkvi_vb_right_half(x, column, n, m) TKVI_N(right_half)(x, column, n, m)
+#define tkvi_vb_flip(x) TKVI_MM_SI(xor_si)(x, tkvi_vb_splat(128)) /* plus or minus 128 */
+#define tkvi_vb_table(levels) TKVI_N(load_table)(levels)
+#define tkvi_vb_look_up(table, x) TKVI_MM(shuffle_epi8)(table, x)
+/* Interleave the first or second halves of each 16 bytes, by bytes or by pairs. tkvi_vb_spread gives the order of words
+ * with which the four results of zip and zip_pairs are in order. */
+#define tkvi_vb_zip1(a, b) TKVI_MM(unpacklo_epi8)(a, b)
+#define tkvi_vb_zip2(a, b) TKVI_MM(unpackhi_epi8)(a, b)
+#define tkvi_vb_zip1_pairs(a, b) TKVI_MM(unpacklo_epi16)(a, b)
+#define tkvi_vb_zip2_pairs(a, b) TKVI_MM(unpackhi_epi16)(a, b)
+#define tkvi_vb_spread(x) TKVI_N(spread)(x)
+/* Each 16 bytes from or to another place, `step` bytes apart. */
+#define tkvi_vb_gather4(p, step) TKVI_N(load_parts)(p, step)
+#define tkvi_vb_scatter4(p, step, x) TKVI_N(scatter4)(p, step, x)
+#define tkvi_vb_transpose4(v) TKVI_N(transpose4)(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
+
+/* Exact types that are used less have less code: two rows are four, two tokens of V go together. */
+#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
+
+/* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
+#define TKVI_HAS_NARROW 1
+#define TKVI_BIAS 0      /* products take 8-bit codes minus this */
+#define TKVI_V_VECTORS 2 /* vectors of V in a pass */
+
+/* Weights of one limb: bytes, [row][position]. */
+#define TKVI_W_TILE 4
+#define tkvi_weights(w, stride, r) tkvi_vi_splat(tkvi_load_int_x86((w) + (r) * (stride)))
+#define tkvi_store_weights_k(w, stride, r, k) TKVI_N(store_weights)((w) + (r) * (stride), k, 1)
+#define tkvi_store_weights_v(w, stride, r, k) TKVI_N(store_weights)((w) + (r) * (stride), k, 0)
+#define tkvi_narrow_sums tkvi_vi
+#define tkvi_sums_zero() tkvi_vi_splat(0)
+#define tkvi_dot_k(sum, codes, u, r) TKVI_N(dot_bytes)(sum, codes, u)
+#define tkvi_dot_v(sum, codes, u, r) TKVI_N(dot_bytes)(sum, u, codes)
+#define tkvi_widen_k(sum) TKVI_N(widen_signed)(sum)
+#define tkvi_widen_v(sum) TKVI_N(widen_unsigned)(sum)
+#define tkvi_dot_levels(sum, levels, u, r) TKVI_N(dot_levels)(sum, u, levels) /* weights up to 127 */
+
+/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
+#define TKVI_WIDE_TILE 4
+#define tkvi_wide_vb tkvi_vi /* weights, loaded */
+#define tkvi_wide_none() tkvi_vi_splat(0)
+#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_wide_sums tkvi_vi
+#define tkvi_wide_zero() tkvi_vi_splat(0)
+#define tkvi_even(codes) tkvi_vi_and(codes, tkvi_vh_splat(255))
+#define tkvi_odd(codes) TKVI_MM(srli_epi16)(codes, 8)
+#define tkvi_wide_even(w, stride, r) tkvi_vi_splat(tkvi_load_int_x86((w) + (r) * (stride)))
+#define tkvi_wide_odd(w, stride, r) tkvi_vi_splat(tkvi_load_int_x86((w) + (r) * (stride) + 2))
+#define tkvi_dot_wide(sum, even, odd, u, v, r) tkvi_vi_dot(tkvi_vi_dot(sum, even, u), odd, v)
+#define tkvi_widen_wide(sum) (sum)
+#define tkvi_store_wide(w, stride, r, k) TKVI_N(store_wide)((w) + (r) * (stride), k)
+
+/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows. x: codes in memory. */
+#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
+#define TKVI_NARROW_VECTORS 2
+#define TKVI_WIDE_VECTORS 2
+#define TKVI_FLOAT_VECTORS 2
+#define TKVI_ROWS_NEW(j) 1 /* 1: token j needs a vector of codes of its own */
+#define tkvi_rows_codes(x) tkvi_vi_splat(*(x))
+#define tkvi_rows_dot_k(sum, codes, w, j) TKVI_N(rows_dot_bytes)(sum, codes, w)
+#define tkvi_rows_dot_v(sum, codes, w, j) TKVI_N(rows_dot_bytes)(sum, w, codes)
+#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) TKVI_N(rows_dot_wide)(sum, even, odd, u, v)
+/* Weights of four channels or tokens, as the products take them. */
+#define tkvi_pack_rows_k(x) TKVI_N(pack_rows)(x, 1)
+#define tkvi_pack_rows_v(x) TKVI_N(pack_rows)(x, 0)
+#define tkvi_pack_rows_even(x) tkvi_vh_pairs((x)[0], (x)[2])
+#define tkvi_pack_rows_odd(x) tkvi_vh_pairs((x)[1], (x)[3])
+
+/* >>functions, AVX2 */
+TKVI_FLAT_AVX2 __m256i tkvi_load_avx2(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+
+/* Sixteen or eight bytes, half of a vector or a quarter. */
 TKVI_FLAT_AVX2 __m128i tkvi_load_bytes16_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
+TKVI_FLAT_AVX2 __m128i tkvi_load_bytes8_avx2(const uint8_t *p) {
+    return _mm_loadl_epi64((const __m128i *)(const void *)p);
+}
+
+TKVI_FLAT int32_t tkvi_load_int_x86(const void *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return x;
+}
+
+/* Conversions and masks. */
+#define tkvi_as_float_avx2(x) _mm256_castsi256_ps(x)
+#define tkvi_as_ints_avx2(x) _mm256_castps_si256(x)
+#define tkvi_gt_avx2(a, b) _mm256_cmp_ps(a, b, _CMP_GT_OQ)
+#define tkvi_any_avx2(mask) (_mm256_movemask_ps(mask) != 0)
+#define tkvi_where_avx2(mask, x) _mm256_and_ps(x, mask)
+#define tkvi_select_avx2(m, x, y) _mm256_blendv_ps(y, x, m)
+#define tkvi_abs_avx2(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
+#define tkvi_where_bytes_avx2(a, b) _mm256_andnot_si256(_mm256_cmpeq_epi8(a, _mm256_setzero_si256()), b)
+
+/* Rounding and exponents. */
+#define tkvi_nearest_avx2(x) _mm256_cvtps_epi32(x)
+#define tkvi_floor_avx2(x) _mm256_cvttps_epi32(_mm256_floor_ps(x))
+#define tkvi_round_avx2(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+TKVI_FLAT_AVX2 __m256 tkvi_times_power_avx2(__m256 y, __m256 n) {
+    const __m256i shift = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), shift));
+}
+#define tkvi_zero_below_avx2(y, x, least)                                                                    \
+    _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ))
 
 /* Mask of the first n of 8 lanes. n can be any number. */
 TKVI_FLAT_AVX2 __m256i tkvi_lane_mask_avx2(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
+#define tkvi_first_avx2(n, x, y) _mm256_blendv_epi8(y, x, tkvi_lane_mask_avx2(n))
+#define tkvi_load_first_avx2(p, n) _mm256_maskload_ps(p, tkvi_lane_mask_avx2(n))
 TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
     if (n >= 8) _mm256_storeu_ps(to, x);
     else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
@@ -8338,14 +8540,10 @@ TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
 
 TKVI_FLAT_AVX2 __m256i tkvi_load_signed_avx2(const uint8_t *p, int n) {
     uint8_t first[8] = {0};
-    int32_t four;
-    if (n >= 8) return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
-    if (n == 4) {
-        memcpy(&four, p, 4);
-        return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(four));
-    }
+    if (n >= 8) return _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(p));
+    if (n == 4) return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(tkvi_load_int_x86(p)));
     memcpy(first, p, (size_t)n);
-    return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)first));
+    return _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(first));
 }
 
 /* -ffast-math makes a vector division an estimate, but not one of floats. */
@@ -8379,16 +8577,6 @@ TKVI_FLAT_AVX2 __m256 tkvi_butterflies_avx2(__m256 x) {
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
     x = _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
     return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
-}
-
-TKVI_FLAT int32_t tkvi_load_int_x86(const uint8_t *p) {
-    int32_t x;
-    memcpy(&x, p, 4);
-    return x;
-}
-
-TKVI_FLAT_AVX2 __m128i tkvi_load_bytes8_avx2(const uint8_t *p) {
-    return _mm_loadl_epi64((const __m128i *)(const void *)p);
 }
 
 /* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
@@ -8426,13 +8614,13 @@ TKVI_FLAT_AVX2 __m256i tkvi_load_parts_avx2(const uint8_t *p, int distance) {
                                    tkvi_load_bytes16_avx2(p + distance), 1);
 }
 
-TKVI_FLAT_AVX2 float tkvi_sum_avx2(__m256 a) {
+TKVI_FLAT_AVX2 float tkvi_sum_across_avx2(__m256 a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-TKVI_FLAT_AVX2 float tkvi_max_avx2(__m256 a) {
+TKVI_FLAT_AVX2 float tkvi_max_across_avx2(__m256 a) {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
@@ -8451,14 +8639,6 @@ TKVI_FLAT_AVX2 __m128 tkvi_max4_avx2(const __m256 *a) {
     return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 }
 
-TKVI_FLAT_AVX2 void tkvi_store_bytes_avx2(uint8_t *p, __m256i x) {
-    _mm256_storeu_si256((__m256i *)(void *)p, x);
-}
-
-TKVI_FLAT_AVX2 void tkvi_store_ints_avx2(int32_t *p, __m256i x) {
-    _mm256_storeu_si256((__m256i *)(void *)p, x);
-}
-
 TKVI_FLAT_AVX2 __m256i tkvi_load_table_avx2(const int8_t *levels) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
@@ -8468,6 +8648,23 @@ TKVI_FLAT_AVX2 __m128i tkvi_isum4_avx2(const __m256i *a) {
     return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
 }
 
+/* >>bytes and halves, AVX2 */
+#define tkvi_look_up8_avx2(table, x) _mm256_permutevar8x32_epi32(tkvi_load_avx2(table), x)
+#define tkvi_pairs_avx2(a, b) _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa)
+#define tkvi_spread_avx2(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))
+#define tkvi_load_tail_avx2(p, column) tkvi_load_avx2((p) - (column))
+#define tkvi_right_half_avx2(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
+
+/* >>products, AVX2 */
+#define tkvi_dot_16_avx2(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b))
+#define tkvi_dot_bytes_avx2(sum, no_sign, with_sign)                                                         \
+    _mm256_add_epi16(sum, _mm256_maddubs_epi16(no_sign, with_sign))
+#define tkvi_dot_levels_avx2(sum, weights, levels)                                                           \
+    tkvi_dot_16_avx2(sum, _mm256_maddubs_epi16(weights, levels), _mm256_set1_epi16(1))
+#define tkvi_widen_signed_avx2(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
+#define tkvi_widen_unsigned_avx2(sum)                                                                        \
+    _mm256_add_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(sum, 16))
+
 /* Stores 16 weights of a row. */
 TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, const __m256i *k, const int is_signed) {
     const __m256i x = _mm256_packs_epi32(k[0], k[1]);
@@ -8476,12 +8673,13 @@ TKVI_FLAT_AVX2 void tkvi_store_weights_avx2(int8_t *w, const __m256i *k, const i
                                                y, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5))));
 }
 
-TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
-    const __m256i x = _mm256_permute4x64_epi64(_mm256_packs_epi32(k[0], k[1]), 0xd8);
+TKVI_FLAT_AVX2 void tkvi_store_wide_x86(int16_t *w, __m256i k) {
     const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5,
                                            2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(x, order));
+    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(k, order));
 }
+#define tkvi_store_wide_avx2(w, k)                                                                           \
+    tkvi_store_wide_x86(w, _mm256_permute4x64_epi64(_mm256_packs_epi32((k)[0], (k)[1]), 0xd8))
 
 /* a + b of sums that live in a loop. gcc otherwise copies them from register to register. */
 #if defined(__GNUC__) && !defined(__clang__)
@@ -8490,14 +8688,15 @@ TKVI_FLAT_AVX2 void tkvi_store_wide_avx2(int16_t *w, const __m256i *k) {
 #else
 #define TKVI_ADD_IN_PLACE(add, bits, a, b) a = add(a, b)
 #endif
-TKVI_FLAT_AVX2 __m256i tkvi_add_16_avx2(__m256i a, __m256i b) {
-    TKVI_ADD_IN_PLACE(_mm256_add_epi16, "w", a, b);
-    return a;
+TKVI_FLAT_AVX2 __m256i tkvi_rows_dot_bytes_avx2(__m256i sum, __m256i no_sign, __m256i with_sign) {
+    const __m256i x = _mm256_maddubs_epi16(no_sign, with_sign);
+    TKVI_ADD_IN_PLACE(_mm256_add_epi16, "w", sum, x);
+    return sum;
 }
-
-TKVI_FLAT_AVX2 __m256i tkvi_add_32_avx2(__m256i a, __m256i b) {
-    TKVI_ADD_IN_PLACE(_mm256_add_epi32, "d", a, b);
-    return a;
+TKVI_FLAT_AVX2 __m256i tkvi_rows_dot_wide_avx2(__m256i sum, __m256i even, __m256i odd, __m256i u, __m256i v) {
+    const __m256i x = _mm256_add_epi32(_mm256_madd_epi16(even, u), _mm256_madd_epi16(odd, v));
+    TKVI_ADD_IN_PLACE(_mm256_add_epi32, "d", sum, x);
+    return sum;
 }
 
 /* Joins weights of four channels or tokens: lane l of the result has the bytes x[0][l], x[1][l], x[2][l], x[3][l]. */
@@ -8534,9 +8733,28 @@ TKVI_FLAT_AVX2 void tkvi_transpose_avx2(const float *x, int x_stride, float *y, 
 }
 
 #ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_load_bytes_avx512(const uint8_t *p) {
-    return _mm512_loadu_si512((const void *)p);
+/* >>functions, AVX-512 */
+/* Conversions and masks. */
+#define tkvi_as_float_avx512(x) _mm512_castsi512_ps(x)
+#define tkvi_as_ints_avx512(x) _mm512_castps_si512(x)
+#define tkvi_gt_avx512(a, b) _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)
+#define tkvi_any_avx512(mask) ((mask) != 0)
+#define tkvi_where_avx512(m, x) _mm512_maskz_mov_ps(m, x)
+#define tkvi_select_avx512(m, x, y) _mm512_mask_blend_ps(m, y, x)
+#define tkvi_abs_avx512(x) _mm512_abs_ps(x)
+#define tkvi_where_bytes_avx512(a, b) _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(a, a), b)
+#define tkvi_sum_across_avx512(x) _mm512_reduce_add_ps(x)
+#define tkvi_max_across_avx512(x) _mm512_reduce_max_ps(x)
+
+/* Rounding and exponents. */
+TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
+    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+#define tkvi_floor_avx512(x) _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
+#define tkvi_round_avx512(x) _mm512_cvtepi32_ps(tkvi_nearest_avx512(x))
+#define tkvi_times_power_avx512(y, n) _mm512_scalef_ps(y, n)
+#define tkvi_zero_below_avx512(y, x, least)                                                                  \
+    _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), y)
 
 TKVI_FLAT_AVX512 __m512 tkvi_load_e4m3_avx512(const uint8_t *p) {
     __m256i x = _mm256_srai_epi16(_mm256_slli_epi16(_mm256_cvtepu8_epi16(tkvi_load_bytes16_avx2(p)), 8), 1);
@@ -8575,25 +8793,18 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) 
 }
 
 /* Horizontal sums and maxima of four vectors. */
-TKVI_FLAT_AVX512 __m128 tkvi_sum4_avx512(const __m512 *a) {
-    __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
-    __m512 z = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
-    __m256 w = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
-}
-
-TKVI_FLAT_AVX512 __m128 tkvi_max4_avx512(const __m512 *a) {
-    __m512 x = _mm512_max_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    __m512 y = _mm512_max_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);
-    __m512 z = _mm512_max_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));
-    __m256 w = _mm256_max_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
-    return _mm_max_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
-}
+#define TKVI_ACROSS_FOUR_(name, op)                                                                          \
+    TKVI_FLAT_AVX512 __m128 tkvi_##name##_avx512(const __m512 *a) {                                          \
+        __m512 x = _mm512_##op##_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));         \
+        __m512 y = _mm512_##op##_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));         \
+        __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);                                          \
+        __m512 z = _mm512_##op##_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),                            \
+                                    _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));                           \
+        __m256 w = _mm256_##op##_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));                \
+        return _mm_##op##_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));                        \
+    }
+TKVI_ACROSS_FOUR_(sum4, add)
+TKVI_ACROSS_FOUR_(max4, max)
 
 TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
@@ -8606,6 +8817,15 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
 /* Mask of the first n of 16 lanes. n can be any number. */
 TKVI_FLAT_AVX512 __mmask16 tkvi_lane_mask_avx512(int n) {
     return (__mmask16)(n >= 16 ? 0xffff : n < 0 ? 0 : (1 << n) - 1);
+}
+
+TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(int n, __m512i x, __m512i y) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_mask_blend_epi32(_mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(n)), y, x);
+}
+#define tkvi_load_first_avx512(p, n) _mm512_maskz_loadu_ps(tkvi_lane_mask_avx512(n), p)
+TKVI_FLAT_AVX512 void tkvi_store_first_avx512(float *to, __m512 x, int n) {
+    _mm512_mask_storeu_ps(to, tkvi_lane_mask_avx512(n), x);
 }
 
 TKVI_FLAT_AVX512 __m512i tkvi_load_signed_avx512(const uint8_t *p, int n) {
@@ -8666,10 +8886,6 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_table_avx512(const int8_t *levels) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)levels));
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_nearest_avx512(__m512 x) {
-    return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-
 TKVI_FLAT_AVX512 __m512i tkvi_pack_rows_avx512(const __m512i *x, const int is_signed) {
     const __m512i order =
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -8677,12 +8893,36 @@ TKVI_FLAT_AVX512 __m512i tkvi_pack_rows_avx512(const __m512i *x, const int is_si
     return _mm512_shuffle_epi8(is_signed ? _mm512_packs_epi16(a, b) : _mm512_packus_epi16(a, b), order);
 }
 
-/* Stores 16 weights of a row. */
-TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
-    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15, 0, 1, 4, 5,
-                                           2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-    _mm256_storeu_si256((__m256i *)(void *)w, _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(k[0]), order));
+/* >>bytes and halves, AVX-512 */
+#define tkvi_look_up8_avx512(table, x)                                                                       \
+    _mm512_permutexvar_epi32(x, _mm512_castsi256_si512(tkvi_load_avx2(table)))
+#define tkvi_pairs_avx512(a, b) _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16))
+TKVI_FLAT_AVX512 __m512i tkvi_spread_avx512(__m512i x) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, x);
 }
+#define tkvi_load_tail_avx512(p, column) _mm512_broadcast_i64x4(tkvi_load_avx2((p) + (column)))
+TKVI_FLAT_AVX512 __m512i tkvi_right_half_avx512(__m512i x, int column, int n, int m) {
+    const __m256i high = _mm256_set1_epi16((short)(n + m));
+    (void)column;
+    return _mm512_srlv_epi16(x, _mm512_inserti64x4(_mm512_set1_epi16((short)n), high, 1));
+}
+
+/* >>products, AVX-512 */
+#define tkvi_dot_16_avx512(x, a, b) _mm512_dpwssd_epi32(x, a, b)
+#define tkvi_dot_bytes_avx512(sum, no_sign, with_sign) _mm512_dpbusd_epi32(sum, no_sign, with_sign)
+#define tkvi_dot_levels_avx512(sum, weights, levels) tkvi_dot_bytes_avx512(sum, weights, levels)
+#define tkvi_rows_dot_bytes_avx512(sum, no_sign, with_sign) tkvi_dot_bytes_avx512(sum, no_sign, with_sign)
+#define tkvi_rows_dot_wide_avx512(sum, even, odd, u, v) tkvi_dot_wide(sum, even, odd, u, v, 0)
+#define tkvi_widen_signed_avx512(sum) (sum)
+#define tkvi_widen_unsigned_avx512(sum) (sum)
+
+/* Stores 16 weights of a row. */
+TKVI_FLAT_AVX512 void tkvi_store_weights_avx512(int8_t *w, const __m512i *k, const int is_signed) {
+    (void)is_signed;
+    _mm_storeu_si128((__m128i *)(void *)w, _mm512_cvtepi32_epi8(k[0]));
+}
+#define tkvi_store_wide_avx512(w, k) tkvi_store_wide_x86(w, _mm512_cvtepi32_epi16((k)[0]))
 #endif /* TKVI_AVX512 */
 
 #endif /* TKVI_X86 */
@@ -8690,7 +8930,7 @@ TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
 #endif /* TKVI_KERNELS_SIMD_X86_H */
 /* ======== kernels/neon.h ======== */
 /*
- * kernels/neon.h - the types and operations of kernels/vectors_128.h for NEON on little-endian AArch64.
+ * kernels/neon.h - the vector vocabulary for NEON on little-endian AArch64. kernels/simd_x86.h explains the operations.
  *
  * With the dot product extension, sdot computes a step in one instruction. Compilers use it with
  * -march=armv8.2-a+dotprod or -mcpu=native, and by default for Apple. Other targets use widening products.
@@ -8719,42 +8959,43 @@ TKVI_FLAT_AVX512 void tkvi_store_wide_avx512(int16_t *w, const __m512i *k) {
 #define TKVI_ISA_128 TKV_ISA_NEON
 #define TKVI_NAME_128 "neon"
 
-typedef float32x4_t tkvi_f4;
-typedef int32x4_t tkvi_i4;
-typedef uint8x16_t tkvi_b16;
+typedef float32x4_t tkvi_vf;
+typedef int32x4_t tkvi_vi;
+typedef uint8x16_t tkvi_vb;
+typedef uint32x4_t tkvi_vm; /* a mask of lanes */
 
 /* >>floats */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return vld1q_f32(p); }
-TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { vst1q_f32(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return vdupq_n_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return vaddq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return vsubq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return vmulq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) { return vfmaq_f32(a, x, y); }
-TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return vmaxq_f32(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return vabsq_f32(x); }
-TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) { return vaddvq_f32(x); }
-TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) { return vmaxvq_f32(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load(const float *p) { return vld1q_f32(p); }
+TKVI_FLAT_128 void tkvi_vf_store(float *p, tkvi_vf x) { vst1q_f32(p, x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_splat(float x) { return vdupq_n_f32(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_add(tkvi_vf a, tkvi_vf b) { return vaddq_f32(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_sub(tkvi_vf a, tkvi_vf b) { return vsubq_f32(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_mul(tkvi_vf a, tkvi_vf b) { return vmulq_f32(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_madd(tkvi_vf a, tkvi_vf b, tkvi_vf c) { return vfmaq_f32(c, a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_max(tkvi_vf a, tkvi_vf b) { return vmaxq_f32(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_abs(tkvi_vf x) { return vabsq_f32(x); }
+TKVI_FLAT_128 float tkvi_vf_sum_across(tkvi_vf x) { return vaddvq_f32(x); }
+TKVI_FLAT_128 float tkvi_vf_max_across(tkvi_vf x) { return vmaxvq_f32(x); }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return vrndnq_f32(x); } /* ties to even */
+TKVI_FLAT_128 tkvi_vf tkvi_vf_round(tkvi_vf x) { return vrndnq_f32(x); } /* ties to even */
 
 /* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
-TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_exponent_rest(tkvi_vf x, tkvi_vf n) {
     return vfmaq_f32(vfmaq_f32(vnegq_f32(n), x, vdupq_n_f32(1.44269502f)), x, vdupq_n_f32(1.92596299e-8f));
 }
 
 /* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_zero_below(tkvi_vf y, tkvi_vf x, float least) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(y), vcgeq_f32(x, vdupq_n_f32(least))));
 }
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return vrev64q_f32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_swap(tkvi_vf x) { return vrev64q_f32(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_twice(const float *p) {
     const float32x2_t x = vld1_f32(p);
     return vcombine_f32(vzip1_f32(x, x), vzip2_f32(x, x));
 }
 
 /* Transposes 4 x 4 floats. */
-TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+TKVI_FLAT_128 void tkvi_transpose_square(const float *x, int x_stride, float *y, int y_stride) {
     const float32x4x2_t a = vzipq_f32(vld1q_f32(x), vld1q_f32(x + 2 * x_stride));
     const float32x4x2_t b = vzipq_f32(vld1q_f32(x + x_stride), vld1q_f32(x + 3 * x_stride));
     vst1q_f32(y, vzip1q_f32(a.val[0], b.val[0]));
@@ -8763,57 +9004,46 @@ TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, in
     vst1q_f32(y + 3 * y_stride, vzip2q_f32(a.val[1], b.val[1]));
 }
 
-/* Four horizontal sums. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
-    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
-}
+#define tkvi_vf_sum4(to, v) vst1q_f32(to, vpaddq_f32(vpaddq_f32((v)[0], (v)[1]), vpaddq_f32((v)[2], (v)[3])))
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
-    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
-}
+#define tkvi_vf_load_finite_f16(p) vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)))
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) { return tkvi_load_finite_f16_128(p); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) { return tkvi_vf_load_finite_f16(p); }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
-}
+#define tkvi_vf_load_bf16(p) vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16))
 
 #define tkvi_vf_min(a, b) vminq_f32(a, b)
 #define tkvi_vf_xor(a, b) vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(a), vreinterpretq_u32_f32(b)))
 #define tkvi_vf_hide(x) __asm__("" : "+w"(x)) /* hides how x was computed: no reordering, no FMA */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
 #define tkvi_vf_store_f16(p, x) vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x)))
 
 /* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_butterflies(tkvi_vf x) {
     static const float odd[4] = {1.0f, -1.0f, 1.0f, -1.0f}, high[4] = {1.0f, 1.0f, -1.0f, -1.0f};
     x = vfmaq_f32(vrev64q_f32(x), x, vld1q_f32(odd));
     return vfmaq_f32(vextq_f32(x, x, 2), x, vld1q_f32(high));
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return vld1q_s32(p); }
-TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { vst1q_s32(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return vdupq_n_s32(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return vaddq_s32(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return vsubq_s32(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return vmulq_s32(a, b); }
-TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) { return vaddvq_s32(x); }
-#define TKVI_LEFT_INTS_128(x, n) vshlq_n_s32(x, n)
-TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) { return vcvtnq_s32_f32(x); } /* ties to even */
-TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return vcvtq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return vreinterpretq_f32_s32(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return vreinterpretq_s32_f32(x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_load(const int32_t *p) { return vld1q_s32(p); }
+TKVI_FLAT_128 void tkvi_vi_store(int32_t *p, tkvi_vi x) { vst1q_s32(p, x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_splat(int32_t x) { return vdupq_n_s32(x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_add(tkvi_vi a, tkvi_vi b) { return vaddq_s32(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_sub(tkvi_vi a, tkvi_vi b) { return vsubq_s32(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul(tkvi_vi a, tkvi_vi b) { return vmulq_s32(a, b); }
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_vi x) { return vaddvq_s32(x); }
+#define tkvi_vi_left(x, n) vshlq_n_s32(x, n)
+TKVI_FLAT_128 tkvi_vi tkvi_vi_nearest(tkvi_vf x) { return vcvtnq_s32_f32(x); } /* ties to even */
+TKVI_FLAT_128 tkvi_vf tkvi_vi_to_float(tkvi_vi x) { return vcvtq_f32_s32(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_of_bits(tkvi_vi x) { return vreinterpretq_f32_s32(x); }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vi tkvi_load_bytes4_128(const uint8_t *p) {
     int32_t x;
     memcpy(&x, p, 4);
     return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(x)))));
 }
 
-#define tkvi_m4 uint32x4_t
-#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
 #define tkvi_vf_sqrt(x) vsqrtq_f32(x)
 #define tkvi_vf_gt(a, b) vcgtq_f32(a, b)
 #define tkvi_vf_where(mask, x)                                                                               \
@@ -8831,12 +9061,9 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vi_trunc(x) vcvtq_s32_f32(x)
 #define tkvi_vi_floor(x) vcvtmq_s32_f32(x)
 #define tkvi_vi_load_u8(p) vandq_s32(tkvi_load_bytes4_128(p), vdupq_n_s32(255))
-#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
-#define tkvi_vi_pack4(v) tkvi_pack4_128(v) /* four vectors to bytes */
 #define tkvi_vi_scatter4(p, step, x) ((void)(step), vst1q_u8(p, vreinterpretq_u8_s32(x)))
 
-/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_x86.h */
 #define TKVI_HALVES_(x) vreinterpretq_s16_s32(x)
 #define TKVI_OF_HALVES_(x) vreinterpretq_s32_s16(x)
 #define tkvi_vh_splat(x) TKVI_OF_HALVES_(vdupq_n_s16((int16_t)(x)))
@@ -8850,54 +9077,52 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_second(x) vmovl_high_s16(TKVI_HALVES_(x))
 #define tkvi_vh_zip1(x, y) TKVI_OF_HALVES_(vzip1q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
 #define tkvi_vh_zip2(x, y) TKVI_OF_HALVES_(vzip2q_s16(TKVI_HALVES_(x), TKVI_HALVES_(y)))
-#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) vaddq_s32(x, tkvi_vp_total(tkvi_vp_dot(tkvi_vp_zero(), a, b)))
 #define tkvi_vi_add_pairs(x, a) vpadalq_s16(x, TKVI_HALVES_(a))
 #define TKVI_CUTS 3 /* ranges of K columns that are tried at once: their sums stay in registers */
 #define tkvi_vh_sum(sum, a) tkvi_vi_add_pairs(sum, a)
 #define tkvi_vh_total(sum) (sum)
-#define tkvi_vp tkvi_pair_sums
-#define tkvi_vp_zero() tkvi_pairs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+#define tkvi_vp tkvi_two_sums
+#define tkvi_vp_zero() tkvi_two_sums_128(vdupq_n_s32(0), vdupq_n_s32(0))
 #define tkvi_vp_dot(x, a, b)                                                                                 \
-    tkvi_pairs_128(vmlal_s16((x).first, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),       \
-                   vmlal_high_s16((x).second, TKVI_HALVES_(a), TKVI_HALVES_(b)))
-#define tkvi_vp_total(x) tkvi_pair_total_128(x)
+    tkvi_two_sums_128(vmlal_s16((x).low, vget_low_s16(TKVI_HALVES_(a)), vget_low_s16(TKVI_HALVES_(b))),      \
+                      vmlal_high_s16((x).high, TKVI_HALVES_(a), TKVI_HALVES_(b)))
 
-typedef struct tkvi_pair_sums { /* of neighbouring halves, apart */
-    int32x4_t first, second;
-} tkvi_pair_sums;
+typedef struct tkvi_two_sums { /* of the lower and the upper half of vectors, or by the limbs of weights */
+    int32x4_t low, high;
+} tkvi_two_sums;
 
-TKVI_FLAT_128 tkvi_pair_sums tkvi_pairs_128(int32x4_t first, int32x4_t second) {
-    tkvi_pair_sums x;
-    x.first = first;
-    x.second = second;
+TKVI_FLAT_128 tkvi_two_sums tkvi_two_sums_128(int32x4_t low, int32x4_t high) {
+    tkvi_two_sums x;
+    x.low = low;
+    x.high = high;
     return x;
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_pair_total_128(tkvi_pair_sums x) { return vpaddq_s32(x.first, x.second); }
+TKVI_FLAT_128 tkvi_vi tkvi_vp_total(tkvi_two_sums x) { return vpaddq_s32(x.low, x.high); }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_div(tkvi_vf a, tkvi_vf b) {
     tkvi_vf_hide(b); /* not one reciprocal for several divisions */
     return vdivq_f32(a, b);
 }
 
 /* As tkvi_cut_code. The doubled high half of the product, rounded and shifted by 2. */
-TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+TKVI_FLAT_128 tkvi_vi tkvi_vh_cut(tkvi_vi u, tkvi_vi cut, tkvi_vi by, tkvi_vi top) {
     const uint16x8_t x = vqsubq_u16(vreinterpretq_u16_s32(u), vreinterpretq_u16_s32(cut));
     const int16x8_t y = vqdmulhq_s16(vreinterpretq_s16_u16(x), TKVI_HALVES_(by));
     return TKVI_OF_HALVES_(vminq_s16(vrshrq_n_s16(y, 2), TKVI_HALVES_(top)));
 }
 
 /* Looks up four lanes in a table of eight. */
-TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
-    const tkvi_i4 at = vmlaq_s32(vdupq_n_s32(0x03020100), x, vdupq_n_s32(0x04040404));
+TKVI_FLAT_128 tkvi_vi tkvi_vi_look_up8(const int32_t *table, tkvi_vi x) {
+    const tkvi_vi at = vmlaq_s32(vdupq_n_s32(0x03020100), x, vdupq_n_s32(0x04040404));
     uint8x16x2_t bytes;
     bytes.val[0] = vreinterpretq_u8_s32(vld1q_s32(table));
     bytes.val[1] = vreinterpretq_u8_s32(vld1q_s32(table + 4));
     return vreinterpretq_s32_u8(vqtbl2q_u8(bytes, vreinterpretq_u8_s32(at)));
 }
 
-TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+TKVI_FLAT_128 void tkvi_vi_transpose4(tkvi_vi *v) {
     const int64x2_t a = vreinterpretq_s64_s32(vzip1q_s32(v[0], v[1])),
                     b = vreinterpretq_s64_s32(vzip1q_s32(v[2], v[3]));
     const int64x2_t c = vreinterpretq_s64_s32(vzip2q_s32(v[0], v[1])),
@@ -8908,24 +9133,24 @@ TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
     v[3] = vreinterpretq_s32_s64(vzip2q_s64(c, d));
 }
 
-TKVI_FLAT_128 void tkvi_transpose_bytes_128(tkvi_b16 *v) {
-    tkvi_i4 x[4];
+TKVI_FLAT_128 void tkvi_vb_transpose4(tkvi_vb *v) {
+    tkvi_vi x[4];
     int i;
     for (i = 0; i < 4; i++) x[i] = vreinterpretq_s32_u8(v[i]);
-    tkvi_transpose4_128(x);
+    tkvi_vi_transpose4(x);
     for (i = 0; i < 4; i++) v[i] = vreinterpretq_u8_s32(x[i]);
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_pack4_128(const tkvi_i4 *v) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_pack4(const tkvi_vi *v) {
     const int16x8_t a = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
     const int16x8_t b = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
     return vreinterpretq_s32_s8(vcombine_s8(vmovn_s16(a), vmovn_s16(b)));
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return veorq_s32(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_xor(tkvi_vi a, tkvi_vi b) { return veorq_s32(a, b); }
 
 /* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul_right(tkvi_vi a, tkvi_vi b, int n) {
     const uint32x4_t x = vreinterpretq_u32_s32(a), y = vreinterpretq_u32_s32(b);
     const uint64x2_t low = vshlq_u64(vmull_u32(vget_low_u32(x), vget_low_u32(y)), vdupq_n_s64(-n));
     const uint64x2_t high = vshlq_u64(vmull_high_u32(x, y), vdupq_n_s64(-n));
@@ -8933,14 +9158,14 @@ TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
 }
 
 /* Levels of E4M3, read as fp16. E4M3 has one exponent bit less, so no code becomes infinity or NaN. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_e4m3(const uint8_t *p) {
     const int16x4_t x = vshl_n_s16(vmovn_s32(tkvi_load_bytes4_128(p)), 7);
     return vmulq_f32(vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(x, vdup_n_s16((int16_t)0xbfff)))),
                      vdupq_n_f32(4.0f));
 }
 
 /* Looks up four codes, the first from bit `from` of p on. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+TKVI_FLAT_128 tkvi_vf tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
     static const int32_t lane[4] = {0, 1, 2, 3};
     const uint8_t *b = (const uint8_t *)level;
     const int32x4_t shift = vmlaq_s32(vdupq_n_s32(-from), vld1q_s32(lane), vdupq_n_s32(-bits));
@@ -8958,63 +9183,52 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return vld1q_u8(p); }
-TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { vst1q_u8(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return vdupq_n_u8((uint8_t)x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return vandq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return vorrq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return veorq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return vaddq_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { return vtstq_u8(a, b); } /* 255 where a & b */
-TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return vqtbl1q_u8(table, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_load(const uint8_t *p) { return vld1q_u8(p); }
+TKVI_FLAT_128 void tkvi_vb_store(uint8_t *p, tkvi_vb x) { vst1q_u8(p, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_splat(int x) { return vdupq_n_u8((uint8_t)x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_and(tkvi_vb a, tkvi_vb b) { return vandq_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_or(tkvi_vb a, tkvi_vb b) { return vorrq_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_xor_128(tkvi_vb a, tkvi_vb b) { return veorq_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_add(tkvi_vb a, tkvi_vb b) { return vaddq_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_test_128(tkvi_vb a, tkvi_vb b) { return vtstq_u8(a, b); } /* 255 where a & b */
+TKVI_FLAT_128 tkvi_vb tkvi_vb_look_up(tkvi_vb table, tkvi_vb x) { return vqtbl1q_u8(table, x); }
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) { return vzip1q_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) { return vzip2q_u8(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1(tkvi_vb a, tkvi_vb b) { return vzip1q_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2(tkvi_vb a, tkvi_vb b) { return vzip2q_u8(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip1_pairs(tkvi_vb a, tkvi_vb b) {
     return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_vb tkvi_vb_zip2_pairs(tkvi_vb a, tkvi_vb b) {
     return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
 }
 
 /* Shifts of bytes. n is 0 .. 7; where it is a constant, the compiler takes the immediate form. */
-TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)n)); }
-TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)-n)); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_left(tkvi_vb x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)n)); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_right(tkvi_vb x, int n) { return vshlq_u8(x, vdupq_n_s8((int8_t)-n)); }
 
 /* x in lanes i with i < n, else y. */
-TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_first(int n, tkvi_vi x, tkvi_vi y) {
     static const int32_t lane[4] = {0, 1, 2, 3};
     return vbslq_s32(vcltq_s32(vld1q_s32(lane), vdupq_n_s32(n)), x, y);
 }
 
-/* >>products, as kernels/simd_avx2.inc. Each limb has a sum of its own: weights are 128 * high + low, and low is
+/* >>products, as kernels/simd_x86.h. Each limb has a sum of its own: weights are 128 * high + low, and low is
  * 0 .. 127. A row of weights is a lane of a vector, as in the drawing. `even` is the codes, and `odd` is not used. */
 #define tkvi_use(x) __asm__("" : : "w"(x)); /* orders unrolled steps: gcc otherwise mixes them, and spills */
 #define TKVI_HAS_NARROW 1
 #define TKVI_BIAS 128 /* the product extension has no unsigned by signed bytes: 8-bit codes become signed */
 #ifdef __ARM_FEATURE_DOTPROD
 #define TKVI_K_PLANES 4
-#define TKVI_K_PASSES 4
-#define TKVI_K_FIRST(pass) 0
-#define TKVI_K_COLUMN(pass) (16 * (pass))
 #define TKVI_V_VECTORS 4
-#define TKVI_V_PARTS 1
-#define TKVI_V_COLUMN(v, part) (16 * (v))
 #define TKVI_NARROW_VECTORS 4
 #define tkvi_hide(sum) ((void)0)
 #else /* a sum takes two registers */
 #define TKVI_K_PLANES 2
-#define TKVI_K_PASSES 8
-#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
-#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
 #define TKVI_V_VECTORS 2
-#define TKVI_V_PARTS 2
-#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
 #define TKVI_NARROW_VECTORS 2
 #define tkvi_hide(sum) __asm__("" : "+w"((sum).low), "+w"((sum).high)) /* as kernels/simd_avx512.inc */
 #endif
-#define TKVI_V_SLABS 1
 #define TKVI_V_SPLIT 0
 
 /* Weights of one limb: [position / 4][row][4]. */
@@ -9024,7 +9238,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_store_weights_v(w, stride, r, k) tkvi_store_narrow_128((w) + 4 * (r), k)
 
 #ifdef __ARM_FEATURE_DOTPROD
-#define tkvi_sums int32x4_t
+#define tkvi_narrow_sums int32x4_t
 #define tkvi_sums_zero() vdupq_n_s32(0)
 #define TKVI_SUM_MAX 0x7fffffff
 #define TKVI_V_SUM_MAX TKVI_SUM_MAX
@@ -9035,7 +9249,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_widen_k(sum) (sum)
 #define tkvi_widen_v(sum) (sum)
 #else /* 16 sums of 16 bits, which are added up when they are full. In V they have no sign. */
-#define tkvi_sums tkvi_short_sums
+#define tkvi_narrow_sums tkvi_short_sums
 #define tkvi_sums_zero() tkvi_short_sums_128(vdupq_n_s16(0), vdupq_n_s16(0))
 #define TKVI_SUM_MAX 32767
 #define TKVI_V_SUM_MAX 65535
@@ -9058,13 +9272,13 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_short_sums_128(int16x8_t low, int16x8_t high)
     return x;
 }
 
-TKVI_FLAT_128 tkvi_short_sums tkvi_dot_short_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_short_128(tkvi_short_sums sum, tkvi_vb a, tkvi_vb b) {
     const int8x16_t x = vreinterpretq_s8_u8(a), y = vreinterpretq_s8_u8(b);
     return tkvi_short_sums_128(vmlal_s8(sum.low, vget_low_s8(x), vget_low_s8(y)),
                                vmlal_high_s8(sum.high, x, y));
 }
 
-TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b16 a, tkvi_b16 b) {
+TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_vb a, tkvi_vb b) {
     const uint16x8_t low = vreinterpretq_u16_s16(sum.low), high = vreinterpretq_u16_s16(sum.high);
     return tkvi_short_sums_128(vreinterpretq_s16_u16(vmlal_u8(low, vget_low_u8(a), vget_low_u8(b))),
                                vreinterpretq_s16_u16(vmlal_high_u8(high, a, b)));
@@ -9075,18 +9289,18 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b1
 
 /* Weights of two limbs: [position / 4][limb][row][4] bytes. */
 #define TKVI_WIDE_TILE 16 /* in int16_t */
-#define tkvi_wide_vb tkvi_b16
+#define tkvi_wide_vb tkvi_vb
 #define tkvi_wide_none() vdupq_n_u8(0)
-#define tkvi_wide_sums tkvi_limb_sums
+#define tkvi_wide_sums tkvi_two_sums
 #define tkvi_even(codes) (codes)
 #define tkvi_odd(codes) (codes)
 #define tkvi_wide_even(w, stride, r) vld1q_u8((const uint8_t *)(w))
 #define tkvi_wide_odd(w, stride, r) vld1q_u8((const uint8_t *)(w) + 16)
 #define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
     ((void)(odd),                                                                                            \
-     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r),       \
-                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r)))
-#define tkvi_wide_zero() tkvi_limbs_128(vdupq_n_s32(0), vdupq_n_s32(0))
+     tkvi_two_sums_128(TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(v), r),     \
+                       TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(even), vreinterpretq_s8_u8(u), r)))
+#define tkvi_wide_zero() tkvi_vp_zero()
 #define tkvi_widen_wide(sum) vaddq_s32(vshlq_n_s32((sum).high, 7), (sum).low)
 #define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_128((int8_t *)(w) + 4 * (r), k)
 
@@ -9101,37 +9315,25 @@ TKVI_FLAT_128 tkvi_short_sums tkvi_dot_unsigned_128(tkvi_short_sums sum, tkvi_b1
 #define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, w, codes, j)
 #define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
     ((void)(odd),                                                                                            \
-     tkvi_limbs_128(TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j),       \
-                    TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j)))
-#define tkvi_pack_rows_k(x) tkvi_pack_rows_128(x)
-#define tkvi_pack_rows_v(x) tkvi_pack_rows_128(x)
+     tkvi_two_sums_128(TKVI_DOT_128(0, (sum).low, vreinterpretq_s8_u8(v), vreinterpretq_s8_u8(even), j),     \
+                       TKVI_DOT_128(0, (sum).high, vreinterpretq_s8_u8(u), vreinterpretq_s8_u8(even), j)))
+#define tkvi_pack_rows_v(x) tkvi_pack_rows_k(x)
 #define tkvi_pack_rows_even(x) tkvi_pack_limb_128(x, 1)
 #define tkvi_pack_rows_odd(x) tkvi_pack_limb_128(x, 0)
 
 /* The low bytes of four integers each, transposed: lane l has those of x[0][l] .. x[3][l]. */
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_rows_128(const tkvi_i4 *x) {
+TKVI_FLAT_128 tkvi_vb tkvi_pack_rows_k(const tkvi_vi *x) {
     static const uint8_t order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     const int16x8_t a = vuzp1q_s16(vreinterpretq_s16_s32(x[0]), vreinterpretq_s16_s32(x[1]));
     const int16x8_t b = vuzp1q_s16(vreinterpretq_s16_s32(x[2]), vreinterpretq_s16_s32(x[3]));
     return vqtbl1q_u8(vuzp1q_u8(vreinterpretq_u8_s16(a), vreinterpretq_u8_s16(b)), vld1q_u8(order));
 }
 
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_limb_128(const tkvi_i4 *x, const int high) {
-    tkvi_i4 y[4];
+TKVI_FLAT_128 tkvi_vb tkvi_pack_limb_128(const tkvi_vi *x, const int high) {
+    tkvi_vi y[4];
     int i;
     for (i = 0; i < 4; i++) y[i] = high ? vshrq_n_s32(x[i], 7) : vandq_s32(x[i], vdupq_n_s32(127));
-    return tkvi_pack_rows_128(y);
-}
-
-typedef struct tkvi_limb_sums {
-    int32x4_t high, low;
-} tkvi_limb_sums;
-
-TKVI_FLAT_128 tkvi_limb_sums tkvi_limbs_128(int32x4_t high, int32x4_t low) {
-    tkvi_limb_sums x;
-    x.high = high;
-    x.low = low;
-    return x;
+    return tkvi_pack_rows_k(y);
 }
 
 TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {
@@ -9140,12 +9342,12 @@ TKVI_FLAT_128 void tkvi_store_four_128(int8_t *w, int16x4_t x) {
 }
 
 /* Stores 16 weights of a row. */
-TKVI_FLAT_128 void tkvi_store_narrow_128(int8_t *w, const tkvi_i4 *k) {
+TKVI_FLAT_128 void tkvi_store_narrow_128(int8_t *w, const tkvi_vi *k) {
     int i;
     for (i = 0; i < 4; i++, w += 16) tkvi_store_four_128(w, vmovn_s32(k[i]));
 }
 
-TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
+TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_vi *k) {
     int i;
     for (i = 0; i < 4; i++, w += 32) {
         const int16x4_t x = vmovn_s32(k[i]);
@@ -9162,7 +9364,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_i4 *k) {
          : vdotq_laneq_s32(sum, codes, quad, row))
 #else
 /* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels. */
-TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
+TKVI_FLAT_128 tkvi_vi tkvi_dot_128(tkvi_vi sum, int8x16_t c, int8x16_t w) {
     return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
 }
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
@@ -9174,7 +9376,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
 #endif /* TKVI_KERNELS_NEON_H */
 /* ======== kernels/wasm.h ======== */
 /*
- * kernels/wasm.h - the types and operations of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
+ * kernels/wasm.h - the vector vocabulary for WebAssembly with -msimd128. kernels/simd_x86.h explains the operations.
  *
  * WebAssembly has no product of bytes. i32x4.dot_i16x8_s multiplies 16-bit integers and adds pairs of products.
  * Shifts widen the even and the odd bytes of a vector of codes. The sums of both belong to the same token. Weights
@@ -9202,30 +9404,29 @@ TKVI_FLAT_128 tkvi_i4 tkvi_dot_128(tkvi_i4 sum, int8x16_t c, int8x16_t w) {
 #define TKVI_ISA_128 TKV_ISA_WASM
 #define TKVI_NAME_128 "wasm"
 
-typedef v128_t tkvi_f4;
-typedef v128_t tkvi_i4;
-typedef v128_t tkvi_b16;
+typedef v128_t tkvi_vf;
+typedef v128_t tkvi_vi;
+typedef v128_t tkvi_vb;
+typedef v128_t tkvi_vm; /* a mask of lanes */
 
 /* >>floats */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
-    return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
-}
-TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load(const float *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vf_store(float *p, tkvi_vf x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_splat(float x) { return wasm_f32x4_splat(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_add(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_add(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_sub(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_sub(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_mul(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_mul(a, b); }
+#define tkvi_vf_madd(a, b, c) wasm_f32x4_add(c, wasm_f32x4_mul(a, b))
+TKVI_FLAT_128 tkvi_vf tkvi_vf_max(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_pmax(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_abs(tkvi_vf x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_swap(tkvi_vf x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_twice(const float *p) {
     const v128_t x = wasm_v128_load64_zero(p);
     return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
 }
 
 /* Transposes 4 x 4 floats. */
-TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+TKVI_FLAT_128 void tkvi_transpose_square(const float *x, int x_stride, float *y, int y_stride) {
     const v128_t x0 = wasm_v128_load(x), x1 = wasm_v128_load(x + x_stride);
     const v128_t x2 = wasm_v128_load(x + 2 * x_stride), x3 = wasm_v128_load(x + 3 * x_stride);
     const v128_t a = wasm_i32x4_shuffle(x0, x1, 0, 4, 1, 5), b = wasm_i32x4_shuffle(x0, x1, 2, 6, 3, 7);
@@ -9236,62 +9437,57 @@ TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, in
     wasm_v128_store(y + 3 * y_stride, wasm_i64x2_shuffle(b, d, 1, 3));
 }
 
-/* Four horizontal sums. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
-    tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
-    tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
+TKVI_FLAT_128 tkvi_vf tkvi_sum4_128(tkvi_vf a, tkvi_vf b, tkvi_vf c, tkvi_vf d) {
+    tkvi_vf ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
+    tkvi_vf cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
     return wasm_f32x4_add(wasm_i32x4_shuffle(ab, cd, 0, 2, 4, 6), wasm_i32x4_shuffle(ab, cd, 1, 3, 5, 7));
 }
 
-TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
+#define tkvi_vf_sum4(to, v) tkvi_vf_store(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
+
+TKVI_FLAT_128 float tkvi_vf_sum_across(tkvi_vf x) {
     return wasm_f32x4_extract_lane(tkvi_sum4_128(x, x, x, x), 0);
 }
 
-TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
+TKVI_FLAT_128 float tkvi_vf_max_across(tkvi_vf x) {
     x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return wasm_f32x4_nearest(x); } /* ties to even */
+TKVI_FLAT_128 tkvi_vf tkvi_vf_round(tkvi_vf x) { return wasm_f32x4_nearest(x); } /* ties to even */
 
 /* x log2 e - n, without FMA: (x - n ln 2) log2 e. ln 2 has two floats, and n times the first one is exact. */
-TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
-    const tkvi_f4 r = tkvi_madd_128(x, n, wasm_f32x4_const_splat(-0.693359375f));
-    return wasm_f32x4_mul(tkvi_madd_128(r, n, wasm_f32x4_const_splat(2.12194440e-4f)),
+TKVI_FLAT_128 tkvi_vf tkvi_vf_exponent_rest(tkvi_vf x, tkvi_vf n) {
+    const tkvi_vf r = tkvi_vf_madd(n, wasm_f32x4_const_splat(-0.693359375f), x);
+    return wasm_f32x4_mul(tkvi_vf_madd(n, wasm_f32x4_const_splat(2.12194440e-4f), r),
                           wasm_f32x4_const_splat(1.44269504f));
 }
 
 /* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
-    return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
-}
+#define tkvi_vf_zero_below(y, x, least) wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)))
 
 /* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
  * multiplies by 2^112. This is also right for subnormals. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_finite_f16(const uint8_t *p) {
     v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
     return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
 }
 
 /* Loads any fp16 values. Infinity and NaN come out as 65536 or more in size, and get the largest exponent. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
-    v128_t x = tkvi_load_finite_f16_128(p);
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) {
+    v128_t x = tkvi_vf_load_finite_f16(p);
     v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
     return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
-    return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
-}
+#define tkvi_vf_load_bf16(p) wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16)
 
 #define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
 #define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
 #define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
-#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
 
 /* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_butterflies(tkvi_vf x) {
     const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
     const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
     x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
@@ -9299,7 +9495,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
 }
 
 /* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
-TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
+TKVI_FLAT_128 void tkvi_vf_store_f16(uint8_t *p, tkvi_vf x) {
     const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
     const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
     const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
@@ -9311,35 +9507,32 @@ TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_add(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_sub(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_mul(a, b); }
-#define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
-TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
-TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_load(const int32_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vi_store(int32_t *p, tkvi_vi x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_splat(int32_t x) { return wasm_i32x4_splat(x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_add(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_add(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_sub(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_sub(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_mul(a, b); }
+#define tkvi_vi_left(x, n) wasm_i32x4_shl(x, n)
+TKVI_FLAT_128 tkvi_vf tkvi_vi_to_float(tkvi_vi x) { return wasm_f32x4_convert_i32x4(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_of_bits(tkvi_vi x) { return x; }
 
-TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_vi x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
 }
 
 /* Rounds as tkvi_rne does: a conversion takes many instructions. */
-TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_nearest(tkvi_vf x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vi tkvi_load_bytes4_128(const uint8_t *p) {
     return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
 }
 
-#define tkvi_m4 v128_t
-#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
 #define tkvi_vf_sqrt(x) wasm_f32x4_sqrt(x)
 #define tkvi_vf_gt(a, b) wasm_f32x4_gt(a, b)
 #define tkvi_vf_where(mask, x) wasm_v128_and(x, mask) /* 0 elsewhere */
@@ -9354,17 +9547,15 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
 #define tkvi_vi_of_bits(x) (x)
 #define tkvi_vi_trunc(x)                                                                                     \
-    tkvi_nearest_128(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
-#define tkvi_vi_floor(x) tkvi_nearest_128(wasm_f32x4_floor(x))
+    tkvi_vi_nearest(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
+#define tkvi_vi_floor(x) tkvi_vi_nearest(wasm_f32x4_floor(x))
 #define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
-#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
-#define tkvi_transpose_bytes_128(v) tkvi_transpose4_128(v)
+#define tkvi_vb_transpose4(v) tkvi_vi_transpose4(v)
 #define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
     wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
 #define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
 
-/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_x86.h */
 #define tkvi_vh_splat(x) wasm_i16x8_splat((int16_t)(x))
 #define tkvi_vh_add(a, b) wasm_i16x8_add(a, b)
 #define tkvi_vh_sub(a, b) wasm_i16x8_sub(a, b)
@@ -9377,7 +9568,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_second(x) wasm_i32x4_extend_high_i16x8(x)
 #define tkvi_vh_zip1(x, y) wasm_i16x8_shuffle(x, y, 0, 8, 1, 9, 2, 10, 3, 11)
 #define tkvi_vh_zip2(x, y) wasm_i16x8_shuffle(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
-#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
 #define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
 #define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
@@ -9388,13 +9578,13 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
 #define tkvi_vp_total(x) (x)
 
-TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_div(tkvi_vf a, tkvi_vf b) {
     tkvi_vf_hide(b); /* not one reciprocal for several divisions */
     return wasm_f32x4_div(a, b);
 }
 
 /* As tkvi_cut_code: the high halves of products, halved. */
-TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+TKVI_FLAT_128 tkvi_vi tkvi_vh_cut(tkvi_vi u, tkvi_vi cut, tkvi_vi by, tkvi_vi top) {
     const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
     const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
     const v128_t twice = wasm_u16x8_narrow_i32x4(wasm_u32x4_shr(low, 16), wasm_u32x4_shr(high, 16));
@@ -9402,7 +9592,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 t
 }
 
 /* Looks up four lanes in a table of eight. An index from 16 on gives 0. */
-TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_look_up8(const int32_t *table, tkvi_vi x) {
     const v128_t at = wasm_i32x4_add(wasm_i32x4_mul(x, wasm_i32x4_const_splat(0x04040404)),
                                      wasm_i32x4_const_splat(0x03020100));
     const v128_t second = wasm_i8x16_sub(at, wasm_i8x16_const_splat(16));
@@ -9410,7 +9600,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
                         wasm_i8x16_swizzle(wasm_v128_load(table + 4), second));
 }
 
-TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+TKVI_FLAT_128 void tkvi_vi_transpose4(tkvi_vi *v) {
     const v128_t a = wasm_i32x4_shuffle(v[0], v[1], 0, 4, 1, 5),
                  b = wasm_i32x4_shuffle(v[2], v[3], 0, 4, 1, 5);
     const v128_t c = wasm_i32x4_shuffle(v[0], v[1], 2, 6, 3, 7),
@@ -9421,24 +9611,24 @@ TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
     v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_xor(tkvi_vi a, tkvi_vi b) { return wasm_v128_xor(a, b); }
 
 /* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul_right(tkvi_vi a, tkvi_vi b, int n) {
     const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
     const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
     return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
 }
 
-/* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+/* Levels of E4M3, as tkvi_vf_load_finite_f16: the bits in the places of a float, times 2^114. */
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_e4m3(const uint8_t *p) {
     const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p), 20);
     return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
                           wasm_i32x4_const_splat(0x78800000));
 }
 
 /* Looks up four codes, the first from bit `from` of p on. There is no vector instruction for a table of 64 bytes. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+TKVI_FLAT_128 tkvi_vf tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
     uint32_t x;
     memcpy(&x, p, 4);
     x >>= from;
@@ -9447,52 +9637,39 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
+TKVI_FLAT_128 tkvi_vb tkvi_vb_load(const uint8_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vb_store(uint8_t *p, tkvi_vb x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_splat(int x) { return wasm_i8x16_splat((int8_t)x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_and(tkvi_vb a, tkvi_vb b) { return wasm_v128_and(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_or(tkvi_vb a, tkvi_vb b) { return wasm_v128_or(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_xor_128(tkvi_vb a, tkvi_vb b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_add(tkvi_vb a, tkvi_vb b) { return wasm_i8x16_add(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_test_128(tkvi_vb a, tkvi_vb b) { /* 255 where a & b */
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_look_up(tkvi_vb table, tkvi_vb x) { return wasm_i8x16_swizzle(table, x); }
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-}
+#define tkvi_vb_zip1(a, b) wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define tkvi_vb_zip2(a, b)                                                                                   \
+    wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define tkvi_vb_zip1_pairs(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define tkvi_vb_zip2_pairs(a, b) wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 
-TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
-TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_left(tkvi_vb x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_right(tkvi_vb x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
 
 /* x in lanes i with i < n, else y. */
-TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_first(int n, tkvi_vi x, tkvi_vi y) {
     return wasm_v128_bitselect(x, y, wasm_i32x4_lt(wasm_i32x4_const(0, 1, 2, 3), wasm_i32x4_splat(n)));
 }
 
-/* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+/* >>products, as kernels/simd_x86.h. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
 #define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
 #define TKVI_K_PLANES 2
-#define TKVI_K_PASSES 8
-#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
-#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
 #define TKVI_V_VECTORS 2
-#define TKVI_V_SLABS 1
-#define TKVI_V_PARTS 2
-#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
 #define TKVI_V_SPLIT 0
 
 /* Nothing has weights of one limb. */
@@ -9500,7 +9677,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_weights(w, stride, r) wasm_v128_load(w)
 #define tkvi_store_weights_k(w, stride, r, k) ((void)(k))
 #define tkvi_store_weights_v(w, stride, r, k) ((void)(k))
-#define tkvi_sums v128_t
+#define tkvi_narrow_sums v128_t
 #define tkvi_sums_zero() wasm_i32x4_const_splat(0)
 #define TKVI_SUM_MAX 0x7fffffff
 #define TKVI_V_SUM_MAX TKVI_SUM_MAX
@@ -9542,12 +9719,10 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
 #define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
 
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_pairs_128(tkvi_i4 a, tkvi_i4 b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-}
+#define tkvi_pack_pairs_128(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
 
 /* Stores 16 weights of a row. */
-TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
+TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_vi *k) {
     wasm_v128_store(w, wasm_i16x8_shuffle(k[0], k[1], 0, 4, 2, 6, 8, 12, 10, 14));
     wasm_v128_store(w + 8, wasm_i16x8_shuffle(k[2], k[3], 0, 4, 2, 6, 8, 12, 10, 14));
 }
@@ -9949,202 +10124,38 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 
 /* ======== kernels/simd_avx2.inc ======== */
 /*
- * kernels/simd_avx2.inc - the vector vocabulary for AVX2, FMA and F16C (Haswell, Zen and later). kernels/simd_end.inc
- * ends it. The templates kernels/ *.inc are kernels in this vocabulary.
- *
- * Types: tkvi_vf, 8 floats; tkvi_vi, 8 integers of 32 bits; tkvi_vb, 32 bytes.
+ * kernels/simd_avx2.inc - opens the vocabulary kernels/simd_x86.h for AVX2, FMA and F16C (Haswell, Zen and later).
  *
  * Products of codes: one-limb sums have 16 bits. vpmaddubsw adds two products, and a few such sums fit. Then they are
  * widened to 32 bits. Products by 16-bit weights use vpmaddwd, on the even and the odd bytes of the codes.
  */
+#define TKVI_ISA TKV_ISA_AVX2
+#define TKVI_ISA_NAME "avx2"
 #define TKVI_N(name) tkvi_##name##_avx2
 #define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX2
 #define TKVI_KERNEL static TKVI_TARGET_AVX2
+#define TKVI_MM(op) _mm256_##op
+#define TKVI_MM_SI(op) _mm256_##op##256
 
 #define tkvi_vf __m256
 #define tkvi_vi __m256i
 #define tkvi_vb __m256i
+#define tkvi_vm __m256
 #define TKVI_VF 8  /* floats in a vector */
 #define TKVI_VB 32 /* bytes in a vector */
+#define tkvi_load_half(p) tkvi_load_bytes16_avx2(p)
+#define tkvi_load_quarter(p) tkvi_load_bytes8_avx2(p)
 
-/* >>floats */
-#define tkvi_vf_load(p) _mm256_loadu_ps(p)
-#define tkvi_vf_store(p, x) _mm256_storeu_ps(p, x)
-#define tkvi_vf_splat(x) _mm256_set1_ps(x)
-#define tkvi_vf_add(a, b) _mm256_add_ps(a, b)
-#define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
-#define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
-#define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
-#define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
-#define tkvi_vf_min(a, b) _mm256_min_ps(a, b)
-#define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
-#define tkvi_vf_abs(x) _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)))
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx2(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx2(v))
-#define tkvi_vm __m256                        /* a mask of lanes */
-#define tkvi_vf_div(a, b) tkvi_div_avx2(a, b) /* also under -ffast-math the nearest float */
-#define tkvi_vf_sqrt(x) _mm256_sqrt_ps(x)
-#define tkvi_vf_gt(a, b) _mm256_cmp_ps(a, b, _CMP_GT_OQ)
-#define tkvi_vf_where(mask, x) _mm256_and_ps(x, mask) /* 0 elsewhere */
-#define tkvi_vm_any(mask) (_mm256_movemask_ps(mask) != 0)
-#define tkvi_vf_select(mask, x, y) _mm256_blendv_ps(y, x, mask)
-#define tkvi_vf_first(n, x, y)                                                                               \
-    _mm256_blendv_ps(y, x, _mm256_castsi256_ps(tkvi_lane_mask_avx2(n))) /* as tkvi_vi_first */
-#define tkvi_vf_of_bits(x) _mm256_castsi256_ps(x)
-#define tkvi_vf_load_first(p, n) _mm256_maskload_ps(p, tkvi_lane_mask_avx2(n)) /* 0 from lane n on; any n */
-#define tkvi_vf_store_first(p, x, n) tkvi_store_first_avx2(p, x, n)
-#define tkvi_vf_max_across(x) tkvi_max_avx2(x)
-#define tkvi_vf_hide(x) TKVI_HIDE_X86(x)                /* hides how x was computed: no reordering, no FMA */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_avx2(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
-#define tkvi_vf_load_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
-#define tkvi_vf_store_f16(p, x)                                                                              \
-    _mm_storeu_si128((__m128i *)(void *)(p), _mm256_cvtps_ph(x, 0)) /* |x| <= 65504 */
-#define tkvi_vf_swap(x) _mm256_permute_ps(x, 0xb1)                  /* neighbours */
-#define tkvi_vf_load_twice(p) tkvi_load_twice_avx2(p)               /* 4 floats, each in two neighbours */
-#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx2(p)
-/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
-#define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx2(level, (p) + (h) / 8 * (bits), bits)
-#define tkvi_vf_sum_across(x) tkvi_sum_avx2(x)
-#define tkvi_vf_load_finite_f16(p) _mm256_cvtph_ps(tkvi_load_bytes16_avx2(p))
-#define tkvi_vf_load_bf16(p)                                                                                 \
-    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tkvi_load_bytes16_avx2(p)), 16))
-#define tkvi_vf_round(x) _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
-/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
-#define tkvi_vf_exponent_rest(x, n)                                                                          \
-    _mm256_fmadd_ps(x, _mm256_set1_ps(1.92596299e-8f), _mm256_fmsub_ps(x, _mm256_set1_ps(1.44269502f), n))
-/* y 2^n. The exponent of y plus n must be that of a normal number. */
-#define tkvi_vf_times_power(y, n)                                                                            \
-    _mm256_castsi256_ps(                                                                                     \
-        _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)))
-#define tkvi_vf_zero_below(y, x, least) /* y where x >= least, 0 elsewhere */                                \
-    _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GE_OQ))
-
-#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
-#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
-
-/* >>integers */
-#define tkvi_vi_load(p) tkvi_load_ints_avx2(p)
-#define tkvi_vi_store(p, x) tkvi_store_ints_avx2(p, x)
-#define tkvi_vi_splat(x) _mm256_set1_epi32(x)
-#define tkvi_vi_add(a, b) _mm256_add_epi32(a, b)
-#define tkvi_vi_sub(a, b) _mm256_sub_epi32(a, b)
-#define tkvi_vi_left(x, n) _mm256_slli_epi32(x, n)
-#define tkvi_vi_mul16(a, b) _mm256_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
-#define tkvi_vi_nearest(x) _mm256_cvtps_epi32(x)    /* ties to even */
-#define tkvi_vi_to_float(x) _mm256_cvtepi32_ps(x)
-#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx2(v))
-/* x in lanes i with i < n, else y */
-#define tkvi_vi_first(n, x, y)                                                                               \
-    _mm256_blendv_epi8(y, x,                                                                                 \
-                       _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)))
-#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx2(p, n) /* signed bytes; the first n, the others are 0 */
-#define tkvi_vi_or(a, b) _mm256_or_si256(a, b)
-#define tkvi_vi_and(a, b) _mm256_and_si256(a, b)
-#define tkvi_vi_xor(a, b) _mm256_xor_si256(a, b)
-#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx2(a, b, n) /* a b >> n, without signs */
-#define tkvi_vi_right(x, n) _mm256_srli_epi32(x, n)
-#define tkvi_vi_mul(a, b) _mm256_mullo_epi32(a, b)
-#define tkvi_vi_min(a, b) _mm256_min_epi32(a, b)
-#define tkvi_vi_max(a, b) _mm256_max_epi32(a, b)
-#define tkvi_vi_count(x, a, b) _mm256_sub_epi32(x, _mm256_cmpgt_epi32(a, b)) /* x + (a > b) */
-#define tkvi_vi_select(mask, x, y)                                                                           \
-    _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(y), _mm256_castsi256_ps(x), mask))
-#define tkvi_vi_of_bits(x) _mm256_castps_si256(x)
-#define tkvi_vi_trunc(x) _mm256_cvttps_epi32(x)
-#define tkvi_vi_floor(x) _mm256_cvttps_epi32(_mm256_floor_ps(x))
-#define tkvi_vi_load_u8(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(p)))
-#define tkvi_vi_store_u8(p, v) tkvi_store_weights_avx2((int8_t *)(p), v, 0) /* 16 lanes as bytes */
-#define tkvi_vi_look_up8(table, x) _mm256_permutevar8x32_epi32(tkvi_load_ints_avx2(table), x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_avx2(v) /* of four vectors, in each 16 bytes */
-#define tkvi_vi_pack4(v) /* four vectors to bytes: 16 bytes of four lanes, then of the next four */          \
-    _mm256_packus_epi16(_mm256_packs_epi32((v)[0], (v)[1]), _mm256_packs_epi32((v)[2], (v)[3]))
-#define tkvi_vi_scatter4(p, step, x) tkvi_scatter4_avx2(p, step, x) /* each 16 bytes, `step` bytes apart */
-
-/* >>16-bit halves of 32-bit lanes */
-#define tkvi_vh_splat(x) _mm256_set1_epi16((short)(x))
-#define tkvi_vh_add(a, b) _mm256_add_epi16(a, b)
-#define tkvi_vh_sub(a, b) _mm256_sub_epi16(a, b)
-#define tkvi_vh_min(a, b) _mm256_min_epi16(a, b)
-#define tkvi_vh_max(a, b) _mm256_max_epi16(a, b)
-#define tkvi_vh_pairs(a, b)                                                                                  \
-    _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa) /* lower halves of a and of b */
-#define tkvi_vh_pack(a, b) _mm256_packs_epi32(a, b)       /* two vectors of lanes as halves, in any order */
-#define tkvi_vh_first(x) _mm256_srai_epi32(_mm256_unpacklo_epi16(x, x), 16)  /* the lanes of a */
-#define tkvi_vh_second(x) _mm256_srai_epi32(_mm256_unpackhi_epi16(x, x), 16) /* the lanes of b */
-#define tkvi_vh_zip1(x, y)                                                                                   \
-    _mm256_unpacklo_epi16(x, y) /* of two such vectors: lanes of a with halves x and y */
-#define tkvi_vh_zip2(x, y) _mm256_unpackhi_epi16(x, y)
-#define tkvi_vh_cut(u, cut, by, top) /* as tkvi_cut_code */                                                  \
-    _mm256_min_epi16(                                                                                        \
-        _mm256_avg_epu16(_mm256_mulhi_epu16(_mm256_subs_epu16(u, cut), by), _mm256_setzero_si256()), top)
-#define tkvi_vi_dot(x, a, b) _mm256_add_epi32(x, _mm256_madd_epi16(a, b)) /* x + products of both halves */
-#define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm256_set1_epi16(1))   /* x + both halves */
-#define TKVI_CUTS 1 /* ranges of K columns that are tried at once: their sums stay in registers */
-#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
-#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
-#define tkvi_vp __m256i /* sums of products */
-#define tkvi_vp_zero() _mm256_setzero_si256()
-#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
-#define tkvi_vp_total(x) (x)
-
-/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) tkvi_load_bytes_avx2(p)
-#define tkvi_vb_store(p, x) tkvi_store_bytes_avx2(p, x)
-#define tkvi_vb_gather4(p, step) tkvi_load_parts_avx2(p, step)
-#define tkvi_vb_transpose4(v) tkvi_transpose4_avx2(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
-#define tkvi_vb_scatter4(p, step, x) tkvi_scatter4_avx2(p, step, x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_avx2(x)
-#define tkvi_vb_and(a, b) _mm256_and_si256(a, b)
-#define tkvi_vb_or(a, b) _mm256_or_si256(a, b)
-#define tkvi_vb_left(x, n) _mm256_slli_epi16(x, n)
-#define tkvi_vb_right(x, n) _mm256_srli_epi16(x, n)
-/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields for a half: shifted right by
- * n, and by m more for the second half. */
-#define tkvi_vb_tail(p, column) tkvi_load_bytes_avx2((p) - (column))
-#define tkvi_vb_right_half(x, column, n, m) _mm256_srli_epi16(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_flip(x) _mm256_xor_si256(x, tkvi_splat_bytes_avx2(128)) /* plus or minus 128 */
-#define tkvi_vb_table(levels) tkvi_load_table_avx2(levels)
-#define tkvi_vb_look_up(table, x) _mm256_shuffle_epi8(table, x)
-#define tkvi_vb_add(a, b) _mm256_add_epi8(a, b)
-#define tkvi_vb_where(a, b)                                                                                  \
-    _mm256_andnot_si256(_mm256_cmpeq_epi8(a, _mm256_setzero_si256()), b) /* b where a > 0 */
-/* Interleave the first or second halves of each 16 bytes, by bytes or by pairs. tkvi_vb_spread gives the order of words
- * with which the four results of zip and zip_pairs are in order. */
-#define tkvi_vb_zip1(a, b) _mm256_unpacklo_epi8(a, b)
-#define tkvi_vb_zip2(a, b) _mm256_unpackhi_epi8(a, b)
-#define tkvi_vb_zip1_pairs(a, b) _mm256_unpacklo_epi16(a, b)
-#define tkvi_vb_zip2_pairs(a, b) _mm256_unpackhi_epi16(a, b)
-#define tkvi_vb_spread(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
-
-/* >>exact tiers */
-#define TKVI_EXACT_TOKENS 3  /* tokens of K at a time, for four rows */
+#define TKVI_CUTS 1          /* ranges of K columns that are tried at once: their sums stay in registers */
+#define TKVI_EXACT_TOKENS 3  /* exact tiers: tokens of K at a time, for four rows */
 #define TKVI_EXACT_VECTORS 3 /* vectors of V in a pass, for four rows */
-/* Types that are used less have less code: two rows are four, two tokens of V go together. */
-#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
-#define TKVI_EXACT_LAST 2 /* in the last pass of V */
-
-/* >>products of four codes by four weights. w: the weights, in memory, of row 0. r: a row. */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0     /* products take 8-bit codes minus this */
-#define TKVI_V_PARTS 1  /* passes of a slab */
-#define TKVI_K_PLANES 2 /* planes of a K tile in a pass */
-#define TKVI_K_PASSES 4
-#define TKVI_K_FIRST(pass) ((pass) / 2 * 2)   /* first plane of a pass */
-#define TKVI_K_COLUMN(pass) ((pass) % 2 * 32) /* first byte of a plane */
-#define TKVI_V_VECTORS 2                      /* vectors of V in a pass, 8 channels each */
-#define TKVI_V_SLABS 1                        /* slabs in a pass */
-#define TKVI_V_COLUMN(v, part) (32 * (v))
-#define TKVI_V_SPLIT 0 /* 1: odd planes have sums of their own */
-
-/* Weights of one limb: bytes, [row][position]. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) _mm256_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 1)
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_avx2((w) + (r) * (stride), k, 0)
+#define TKVI_EXACT_LAST 2    /* in the last pass of V */
+#define TKVI_K_PLANES 2      /* planes of a K tile in a pass */
+#define TKVI_V_SPLIT 0       /* 1: odd planes of V have sums of their own */
+#define TKVI_SUM_MAX 32767   /* what a one-limb sum of K can hold */
+#define TKVI_V_SUM_MAX 65535 /* sums of V have no sign */
+#define TKVI_ROW_TOKENS 4    /* rows in lanes: tokens or channels in a pass */
 
 /* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -10157,54 +10168,7 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_keep(sum)
 #define tkvi_keep_pointer(p)
 #endif
-
-#define tkvi_sums __m256i
-#define tkvi_sums_zero() _mm256_setzero_si256()
-#define TKVI_SUM_MAX 32767   /* K */
-#define TKVI_V_SUM_MAX 65535 /* sums of V have no sign */
-#define tkvi_dot_k(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, u))
-#define tkvi_dot_v(sum, codes, u, r) _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, codes))
-#define tkvi_widen_k(sum) _mm256_madd_epi16(sum, _mm256_set1_epi16(1))
-#define tkvi_widen_v(sum)                                                                                    \
-    _mm256_add_epi32(_mm256_and_si256(sum, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(sum, 16))
-/* signed levels by unsigned weights up to 127 */
-#define tkvi_dot_levels(sum, levels, u, r)                                                                   \
-    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, levels), _mm256_set1_epi16(1)))
-
-/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb __m256i /* weights, loaded */
-#define tkvi_wide_none() _mm256_setzero_si256()
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
-#define tkvi_wide_sums __m256i
-#define tkvi_wide_zero() _mm256_setzero_si256()
-#define tkvi_even(codes) _mm256_and_si256(codes, _mm256_set1_epi16(255))
-#define tkvi_odd(codes) _mm256_srli_epi16(codes, 8)
-#define tkvi_wide_even(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
-#define tkvi_wide_odd(w, stride, r) _mm256_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
-#define tkvi_dot_wide(sum, even, odd, u, v, r)                                                               \
-    _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_madd_epi16(even, u)), _mm256_madd_epi16(odd, v))
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx2((w) + (r) * (stride), k)
-
-/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows. x: codes in memory. */
 #define tkvi_hide(sum) ((void)0)
-#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
-#define TKVI_NARROW_VECTORS 2
-#define TKVI_WIDE_VECTORS 2
-#define TKVI_FLOAT_VECTORS 2
-#define TKVI_ROW_TOKENS 4
-#define TKVI_ROWS_NEW(j) 1 /* 1: token j needs a vector of codes of its own */
-#define tkvi_rows_codes(x) _mm256_set1_epi32(*(x))
-#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_add_16_avx2(sum, _mm256_maddubs_epi16(codes, w))
-#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_add_16_avx2(sum, _mm256_maddubs_epi16(w, codes))
-#define tkvi_rows_dot_wide(sum, even, odd, u, v, j)                                                          \
-    tkvi_add_32_avx2(sum, _mm256_add_epi32(_mm256_madd_epi16(even, u), _mm256_madd_epi16(odd, v)))
-/* Weights of four channels or tokens, as the products take them. */
-#define tkvi_pack_rows_k(x) tkvi_pack_rows_avx2(x, 1)
-#define tkvi_pack_rows_v(x) tkvi_pack_rows_avx2(x, 0)
-#define tkvi_pack_rows_even(x) _mm256_blend_epi16((x)[0], _mm256_slli_epi32((x)[2], 16), 0xaa)
-#define tkvi_pack_rows_odd(x) _mm256_blend_epi16((x)[1], _mm256_slli_epi32((x)[3], 16), 0xaa)
 /* ======== kernels/avx2.h ======== */
 
 /* ======== kernels/codes.inc ======== */
@@ -11489,7 +11453,7 @@ TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, ui
 
 TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                  const float *ref, int rows, int n, int n_limbs, float *scores) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     int r;
     (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
@@ -11505,7 +11469,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
         {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
         {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
         {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     const tkvi_storage type = s->format->stored;
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
@@ -11817,7 +11781,7 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     const int pad = s->pad;
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
@@ -11856,7 +11820,7 @@ TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const
     const int pad = s->pad;
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
         tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
@@ -12054,19 +12018,12 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     TKVI_SUMS_OF_(X, EACH, 0) TKVI_SUMS_OF_(X, EACH, 1) TKVI_SUMS_OF_(X, EACH, 2) TKVI_SUMS_OF_(X, EACH, 3)
 #define TKVI_SUMS_OF_(X, EACH, r)                                                                            \
     if (r < nr) { EACH(X, r) }
-#define TKVI_DECLARE_TWO_(type, zero, r) type a##r = zero, b##r = zero;
-#define TKVI_DECLARE_FOUR_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
-#define TKVI_DECLARE_(HOW, type, zero)                                                                       \
-    HOW(type, zero, 0) HOW(type, zero, 1) HOW(type, zero, 2) HOW(type, zero, 3)
+#define TKVI_DECLARE_OF_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
+#define TKVI_DECLARE_(type, zero)                                                                            \
+    TKVI_DECLARE_OF_(type, zero, 0)                                                                          \
+    TKVI_DECLARE_OF_(type, zero, 1) TKVI_DECLARE_OF_(type, zero, 2) TKVI_DECLARE_OF_(type, zero, 3)
 #define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
-#define TKVI_FOUR_(X, r) X(a##r, 0, r) X(b##r, 1, r) X(c##r, 2, r) X(d##r, 3, r)
-#if TKVI_K_PLANES == 2
-#define TKVI_K_SUMS_ TKVI_DECLARE_TWO_
-#define TKVI_K_EACH_ TKVI_TWO_
-#else
-#define TKVI_K_SUMS_ TKVI_DECLARE_FOUR_
-#define TKVI_K_EACH_ TKVI_FOUR_
-#endif
+#define TKVI_TWO_MORE_(X, r) X(c##r, 2, r) X(d##r, 3, r)
 
 /* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
@@ -12099,7 +12056,14 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
 }
 
-/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+/* >>K. A pass takes TKVI_K_PLANES planes of a vector of each. */
+#define TKVI_K_PASSES (64 / TKVI_VB * 4 / TKVI_K_PLANES)
+#define TKVI_K_FIRST(pass) ((pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
+#define TKVI_K_COLUMN(pass) ((pass) % (64 / TKVI_VB) * TKVI_VB) /* first byte of a plane */
+#define TKVI_K_EACH_(X, r)                                                                                   \
+    TKVI_TWO_(X, r)                                                                                          \
+    if (TKVI_K_PLANES > 2) { TKVI_TWO_MORE_(X, r) }
+/* Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
 #define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
@@ -12176,7 +12140,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
-            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+            TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
@@ -12197,7 +12161,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             tkvi_vb u = tkvi_vb_splat(0);
             tkvi_vi more;
             int room = TKVI_SUM_MAX, left;
-            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
+            TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
             for (; width > 0; width--)
                 for (left = d->s->tiles.n[width]; left > 0;) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
@@ -12228,34 +12192,31 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     }
 }
 
-/* >>V. With TKVI_V_SPLIT, odd planes have sums c##r and d##r. */
-#if TKVI_V_VECTORS == 2
-#define TKVI_V_EACH_ TKVI_TWO_
-#else
-#define TKVI_V_EACH_ TKVI_FOUR_
-#endif
+/* >>V. A pass takes TKVI_V_VECTORS vectors: parts of one slab, or each is a slab. With TKVI_V_SPLIT, odd planes have
+ * sums c##r and d##r. */
+#define TKVI_V_SLABS (TKVI_V_VECTORS * TKVI_VB > 64 ? TKVI_V_VECTORS * TKVI_VB / 64 : 1)
+#define TKVI_V_PARTS                                                                                         \
+    (TKVI_V_VECTORS * TKVI_VB < 64 ? 64 / (TKVI_V_VECTORS * TKVI_VB) : 1) /* passes of a slab */
+#define TKVI_V_COLUMN(v, part) (((part)*TKVI_V_VECTORS + (v)) * TKVI_VB % 64)
+#define TKVI_V_EACH_(X, r)                                                                                   \
+    TKVI_TWO_(X, r)                                                                                          \
+    if (TKVI_V_VECTORS > 2) { TKVI_TWO_MORE_(X, r) }
 #if TKVI_V_SPLIT
-#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
-#define TKVI_V_ODD_(X, r) X(c##r, 0, r) X(d##r, 1, r)
 #define TKVI_V_STEP_(X, r)                                                                                   \
     if (p % 2) {                                                                                             \
-        TKVI_V_ODD_(X, r)                                                                                    \
+        X(c##r, 0, r) X(d##r, 1, r)                                                                          \
     } else {                                                                                                 \
-        TKVI_V_EACH_(X, r)                                                                                   \
+        TKVI_TWO_(X, r)                                                                                      \
     }
 #define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
 #define TKVI_V_HIDE_(sum, p, r) tkvi_hide(sum);
+#define TKVI_V_HIDE_ALL_(X, r) TKVI_TWO_(X, r) TKVI_TWO_MORE_(X, r)
 #define TKVI_V_JOIN_ALL_                                                                                     \
-    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_FOUR_)                                                                 \
+    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_V_HIDE_ALL_)                                                           \
     TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
 #else
 #define TKVI_V_STEP_ TKVI_V_EACH_
 #define TKVI_V_JOIN_ALL_
-#if TKVI_V_VECTORS == 2
-#define TKVI_V_SUMS_ TKVI_DECLARE_TWO_
-#else
-#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
-#endif
 #endif
 #define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
@@ -12285,7 +12246,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+/* next: bytes from a slab to the next one. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
     for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
@@ -12301,7 +12262,7 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
+    TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -12322,7 +12283,7 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
+    TKVI_DECLARE_(tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
         TKVI_V_LOAD_(8)
         TKVI_UNROLL
@@ -12343,7 +12304,7 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         TKVI_V_LOAD_(width)
         TKVI_UNROLL
@@ -12451,7 +12412,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     a.coarse = tkvi_coarse_k(s);
     d.s = s;
     d.codes = src;
-    d.ahead = tkvi_distance(src, next);
+    d.ahead = tkvi_next_distance(src, next);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
     d.most_width = most_width;
     d.w = weights[0].w;
@@ -12507,7 +12468,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.w = w;
     d.wide_w = wide_w;
     d.sums = sums;
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_next_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
@@ -12521,7 +12482,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
             const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
-            d.ahead = tkvi_distance(src, next);
+            d.ahead = tkvi_next_distance(src, next);
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
             for (r = 0; r < rows; r += 4) {
@@ -12552,43 +12513,22 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #define TKVI_ANY_ABOVE_(a, b) tkvi_vm_any(tkvi_vf_gt(a, b))
 
 /* >>products. Sums of token j are a##j (first vector of rows), b##j, c##j and d##j; as 32-bit integers ai##j ... */
-#if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
     X(a##j, ai##j, 0, j)                                                                                     \
-    X(b##j, bi##j, 1, j)                                                                                     \
-    if (nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
+    if (nv > 1) { X(b##j, bi##j, 1, j) }                                                                     \
+    if (TKVI_ROW_VECTORS > 2 && nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    { TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) }      \
+    if (TKVI_ROW_TOKENS > 4) {                                                                               \
+        TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)      \
+    }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
 #define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero, ci##j = zero, di##j = zero;
-#else
-#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, ai##j, 0, j)                                                                                     \
-    if (nv > 1) { X(b##j, bi##j, 1, j) }
-#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
-#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero;
-#endif
-#if TKVI_ROW_TOKENS == 8
-#define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 1)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
 #define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
     HOW(type, zero, 0)                                                                                       \
     HOW(type, zero, 1)                                                                                       \
     HOW(type, zero, 2)                                                                                       \
-    HOW(type, zero, 3)                                                                                       \
-    HOW(type, zero, 4)                                                                                       \
-    HOW(type, zero, 5)                                                                                       \
-    HOW(type, zero, 6) HOW(type, zero, 7)
-#else
-#define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
-#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
-    HOW(type, zero, 0)                                                                                       \
-    HOW(type, zero, 1)                                                                                       \
-    HOW(type, zero, 2) HOW(type, zero, 3)
-#endif
+    HOW(type, zero, 3) HOW(type, zero, 4) HOW(type, zero, 5) HOW(type, zero, 6) HOW(type, zero, 7)
 
 #define TKVI_ROW_DOT_(sum, wide, v, j)                                                                       \
     if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
@@ -12615,6 +12555,17 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
                   tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_ANSWERS_(unit)                                                                              \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < nv; v++) {                                                                               \
+        by[v] = tkvi_vf_load(unit + v * TKVI_VF);                                                            \
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);                                                       \
+    }                                                                                                        \
+    if (d->add) {                                                                                            \
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)                                                                 \
+    } else {                                                                                                 \
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)                                                                     \
+    }
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -12626,7 +12577,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
     for (;; run++) {
-        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_narrow_sums, tkvi_sums_zero())
         TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
         tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
@@ -12640,16 +12591,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
             continue;
         }
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
-            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-        }
-        if (d->add) {
-            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-        } else {
-            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-        }
+        TKVI_ROW_ANSWERS_(d->by)
         return;
     }
 }
@@ -12672,16 +12614,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
     TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
-        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-    }
-    if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-    } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-    }
+    TKVI_ROW_ANSWERS_(d->wide_by)
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
@@ -13209,14 +13142,14 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
     else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
 }
 
 TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    const float *p, int lanes, int n, int n_limbs, float *out) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
     else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
 }
@@ -13225,272 +13158,58 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/avx2.h ======== */
-
-static const tkvi_kernels tkvi_kernels_avx2 = {
-    TKV_ISA_AVX2,
-    "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx2)},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx2)},
-    &tkvi_simd_ops_avx2,
-    tkvi_exp64_avx2,
-    tkvi_max64_avx2,
-    tkvi_softmax_step_avx2,
-    &tkvi_prefill_avx2,
+/* ======== kernels/simd_end.inc ======== */
+/*
+ * kernels/simd_end.inc - a template: the table of an instruction set's kernels. Then it ends the vocabulary: undefines
+ * what differs between AVX2 and AVX-512. All other macros have the same text in each set, and C allows to define such a
+ * macro again.
+ */
+static const tkvi_kernels TKVI_N(kernels) = {
+    TKVI_ISA,
+    TKVI_ISA_NAME,
+    {TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(tiles_k),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_k))},
+    {TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(tiles_v),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_v))},
+    &TKVI_N(simd_ops),
+    TKVI_N(exp64),
+    TKVI_N(max64),
+    TKVI_N(softmax_step),
+    &TKVI_N(prefill),
 };
 
-/* ======== kernels/simd_end.inc ======== */
-/* kernels/simd_end.inc - ends a vocabulary and its templates. */
+#undef TKVI_ISA
+#undef TKVI_ISA_NAME
 #undef TKVI_N
+#undef TKVI_SHARED
 #undef TKVI_OP
 #undef TKVI_KERNEL
+#undef TKVI_MM
+#undef TKVI_MM_SI
 #undef tkvi_vf
 #undef tkvi_vi
 #undef tkvi_vb
+#undef tkvi_vm
 #undef TKVI_VF
 #undef TKVI_VB
-#undef tkvi_vf_load
-#undef tkvi_vf_store
-#undef tkvi_vf_splat
-#undef tkvi_vf_add
-#undef tkvi_vf_sub
-#undef tkvi_vf_mul
-#undef tkvi_vf_madd
-#undef tkvi_vf_max
-#undef tkvi_vf_abs
-#undef tkvi_vf_sum4
-#undef tkvi_vf_max4
-#undef tkvi_vf_sum_across
-#undef tkvi_vf_max_across
-#undef tkvi_vf_load_f16
-#undef tkvi_vf_load_bf16
-#undef tkvi_vf_round
-#undef tkvi_vf_exponent_rest
-#undef tkvi_vf_times_power
-#undef tkvi_vf_zero_below
-#undef tkvi_vi_load
-#undef tkvi_vi_store
-#undef tkvi_vi_splat
-#undef tkvi_vi_add
-#undef tkvi_vi_sub
-#undef tkvi_vi_left
-#undef tkvi_vi_mul16
-#undef tkvi_vi_nearest
-#undef tkvi_vi_to_float
-#undef tkvi_vi_sum4
-#undef tkvi_vi_first
-#undef tkvi_vb_load
-#undef tkvi_vb_store
-#undef tkvi_vb_splat
-#undef tkvi_vb_and
-#undef tkvi_vb_or
-#undef tkvi_vb_left
-#undef tkvi_vb_right
-#undef tkvi_vb_tail
-#undef tkvi_vb_right_half
-#undef tkvi_vb_flip
-#undef tkvi_vb_table
-#undef tkvi_vb_look_up
-#undef tkvi_ahead
-#undef tkvi_distance
+#undef tkvi_load_half
+#undef tkvi_load_quarter
+#undef tkvi_gather
+#undef TKVI_CUTS
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
-#undef TKVI_EXACT_IS_SHORT
-#undef TKVI_HAS_NARROW
-#undef TKVI_BIAS
-#undef TKVI_V_PARTS
 #undef TKVI_K_PLANES
-#undef TKVI_K_PASSES
-#undef TKVI_K_FIRST
-#undef TKVI_K_COLUMN
-#undef TKVI_V_VECTORS
-#undef TKVI_V_SLABS
-#undef TKVI_V_COLUMN
 #undef TKVI_V_SPLIT
-#undef TKVI_W_TILE
-#undef tkvi_weights
-#undef tkvi_store_weights_k
-#undef tkvi_store_weights_v
+#undef TKVI_SUM_MAX
+#undef TKVI_V_SUM_MAX
+#undef TKVI_ROW_TOKENS
 #undef tkvi_keep
 #undef tkvi_use
 #undef tkvi_keep_pointer
-#undef tkvi_sums
-#undef tkvi_sums_zero
-#undef TKVI_SUM_MAX
-#undef tkvi_dot_k
-#undef tkvi_dot_v
-#undef tkvi_widen_k
-#undef tkvi_widen_v
-#undef tkvi_dot_levels
-#undef TKVI_WIDE_TILE
-#undef tkvi_wide_vb
-#undef tkvi_wide_none
-#undef tkvi_keep_wide
-#undef tkvi_wide_sums
-#undef tkvi_wide_zero
-#undef tkvi_even
-#undef tkvi_odd
-#undef tkvi_wide_even
-#undef tkvi_wide_odd
-#undef tkvi_dot_wide
-#undef tkvi_widen_wide
-#undef tkvi_store_wide
-#undef TKVI_EACH_SUM_
-#undef TKVI_SUMS_OF_
-#undef TKVI_DECLARE_TWO_
-#undef TKVI_DECLARE_FOUR_
-#undef TKVI_DECLARE_
-#undef TKVI_TWO_
-#undef TKVI_FOUR_
-#undef TKVI_K_SUMS_
-#undef TKVI_K_EACH_
-#undef TKVI_K_SUM_
-#undef TKVI_K_CLEAR_
-#undef TKVI_K_SAVE_
-#undef TKVI_K_IS_UNPACKED_
-#undef TKVI_K_DOT_
-#undef TKVI_K_DOT_WIDE_
-#undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_LOAD_
-#undef TKVI_K_RUN_
-#undef TKVI_K_WIDE_RUN_
-#undef TKVI_V_EACH_
-#undef TKVI_V_SUMS_
-#undef TKVI_V_ODD_
-#undef TKVI_V_STEP_
-#undef TKVI_V_HIDE_
-#undef TKVI_V_JOIN_
-#undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_DOT_
-#undef TKVI_V_DOT_LEVELS_
-#undef TKVI_V_DOT_WIDE_
-#undef TKVI_V_SUM_
-#undef TKVI_V_SPILL_
-#undef TKVI_V_SAVE_
-#undef TKVI_V_SAVE_LEVELS_
-#undef TKVI_V_SAVE_WIDE_
-#undef TKVI_V_LOAD_
-#undef TKVI_EACH_ROWS_
-#undef tkvi_vf_div
-#undef TKVI_ABOVE_
-#undef TKVI_ANY_ABOVE_
-#undef tkvi_vm_any
-#undef TKVI_SQUARE
-#undef tkvi_transpose_square
-#undef tkvi_vi_mul
-#undef TKVI_V_SUM_MAX
-#undef TKVI_ROW_VECTORS
-#undef TKVI_ROW_TOKENS
-#undef TKVI_ROWS_NEW
-#undef tkvi_rows_codes
-#undef tkvi_rows_dot_k
-#undef tkvi_rows_dot_v
-#undef tkvi_rows_dot_wide
-#undef tkvi_pack_rows_k
-#undef tkvi_pack_rows_v
-#undef tkvi_pack_rows_even
-#undef tkvi_pack_rows_odd
-#undef TKVI_ROW_SUMS_OF_
-#undef TKVI_ROW_DECLARE_OF_
-#undef TKVI_ROW_SUMS_
-#undef TKVI_ROW_DECLARE_
-#undef TKVI_ROW_TOTAL_
-#undef TKVI_ROW_DOT_
-#undef TKVI_ROW_WIDE_DOT_
-#undef TKVI_ROW_FLOAT_DOT_
-#undef TKVI_ROW_FLOAT_ANSWER_
-#undef TKVI_WIDE_VECTORS
-#undef TKVI_ROW_WIDENED_OF_
-#undef TKVI_ROW_WIDEN_
-#undef TKVI_ROW_WIDEN_WIDE_
-#undef TKVI_ROW_MORE_
-#undef TKVI_ROW_SPILL_
-#undef TKVI_ROW_OUT_
-#undef TKVI_ROW_ANSWER_
-#undef TKVI_ROW_ADD_ANSWER_
 #undef tkvi_hide
-#undef tkvi_vf_min
-#undef tkvi_vf_xor
-#undef tkvi_vf_load_first
-#undef tkvi_vf_store_first
-#undef tkvi_gather
-#undef tkvi_vf_hide
-#undef tkvi_vf_butterflies
-#undef tkvi_vf_store_f16
-#undef tkvi_vi_load_i8
-#undef tkvi_vb_add
-#undef tkvi_vb_where
-#undef tkvi_vb_zip1
-#undef tkvi_vb_zip2
-#undef tkvi_vb_zip1_pairs
-#undef tkvi_vb_zip2_pairs
-#undef tkvi_vb_spread
-#undef TKVI_WITHIN_
-#undef TKVI_ACROSS_
-#undef tkvi_vm
-#undef tkvi_vf_sqrt
-#undef tkvi_vf_gt
-#undef tkvi_vf_where
-#undef tkvi_vf_select
-#undef tkvi_vf_first
-#undef tkvi_vf_of_bits
-#undef tkvi_vi_or
-#undef tkvi_vi_and
-#undef tkvi_vi_right
-#undef tkvi_vi_min
-#undef tkvi_vi_max
-#undef tkvi_vi_count
-#undef tkvi_vi_select
-#undef tkvi_vi_of_bits
-#undef tkvi_vi_trunc
-#undef tkvi_vi_floor
-#undef tkvi_vi_load_u8
-#undef tkvi_vi_store_u8
-#undef tkvi_vi_look_up8
-#undef tkvi_vi_transpose4
-#undef tkvi_vi_pack4
-#undef tkvi_vh_splat
-#undef tkvi_vh_add
-#undef tkvi_vh_sub
-#undef tkvi_vh_min
-#undef tkvi_vh_max
-#undef tkvi_vh_pairs
-#undef tkvi_vh_pack
-#undef tkvi_vh_first
-#undef tkvi_vh_second
-#undef tkvi_vh_zip1
-#undef tkvi_vh_zip2
-#undef tkvi_vh_cut
-#undef tkvi_vi_dot
-#undef tkvi_vi_add_pairs
-#undef tkvi_vp
-#undef tkvi_vp_zero
-#undef tkvi_vp_dot
-#undef tkvi_vp_total
-#undef tkvi_vi_scatter4
-#undef tkvi_vb_scatter4
-#undef TKVI_CUTS
-#undef tkvi_vh_sum
-#undef tkvi_vh_total
-#undef TKVI_SHARED
-#undef tkvi_vf_swap
-#undef tkvi_vf_load_twice
-#undef tkvi_vf_load_e4m3
-#undef tkvi_vf_load_table
-#undef tkvi_vi_xor
-#undef tkvi_vi_mul_right
-#undef tkvi_vb_gather4
-#undef tkvi_vb_transpose4
-#undef TKVI_EXACT_ROW_
-#undef TKVI_EXACT_PASS_
-#undef TKVI_EXACT_LAST_
-#undef TKVI_EXACT_ALL_
-#undef tkvi_vf_load_finite_f16
-#undef TKVI_NARROW_VECTORS
-#undef TKVI_FLOAT_VECTORS
-#undef TKVI_ROW_INSTANCES_
+#undef TKVI_V_STEP_
+#undef TKVI_V_JOIN_ALL_
 #undef TKVI_PASS_
 /* ======== kernels/avx2.h ======== */
 
@@ -13524,244 +13243,48 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 
 /* ======== kernels/simd_avx512.inc ======== */
 /*
- * kernels/simd_avx512.inc - the vector vocabulary for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4 and later), as
- * kernels/simd_avx2.inc. vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
- *
- * Types: tkvi_vf, 16 floats; tkvi_vi, 16 integers of 32 bits; tkvi_vb, 64 bytes.
+ * kernels/simd_avx512.inc - opens the vocabulary kernels/simd_x86.h for AVX-512 F, BW, DQ, VL and VNNI (Ice Lake, Zen 4
+ * and later). vpdpbusd and vpdpwssd add to 32-bit sums, so that one-limb sums need no widening.
  */
+#define TKVI_ISA TKV_ISA_AVX512
+#define TKVI_ISA_NAME "avx512"
 #define TKVI_N(name) tkvi_##name##_avx512
 #define TKVI_SHARED(name) tkvi_##name##_avx2
 #define TKVI_OP TKVI_FLAT_AVX512
 #define TKVI_KERNEL static TKVI_TARGET_AVX512
+#define TKVI_MM(op) _mm512_##op
+#define TKVI_MM_SI(op) _mm512_##op##512
 
 #define tkvi_vf __m512
 #define tkvi_vi __m512i
 #define tkvi_vb __m512i
-#define TKVI_VF 16 /* floats in a vector */
-#define TKVI_VB 64 /* bytes in a vector */
-
-/* >>floats */
-#define tkvi_vf_load(p) _mm512_loadu_ps(p)
-#define tkvi_vf_store(p, x) _mm512_storeu_ps(p, x)
-#define tkvi_vf_splat(x) _mm512_set1_ps(x)
-#define tkvi_vf_add(a, b) _mm512_add_ps(a, b)
-#define tkvi_vf_sub(a, b) _mm512_sub_ps(a, b)
-#define tkvi_vf_mul(a, b) _mm512_mul_ps(a, b)
-#define tkvi_vf_madd(a, b, c) _mm512_fmadd_ps(a, b, c) /* a b + c */
-#define tkvi_vf_max(a, b) _mm512_max_ps(a, b)
-#define tkvi_vf_min(a, b) _mm512_min_ps(a, b)
-#define tkvi_vf_xor(a, b) _mm512_xor_ps(a, b)
-#define tkvi_vf_abs(x) _mm512_abs_ps(x)
-#define tkvi_vf_sum4(to, v) _mm_storeu_ps(to, tkvi_sum4_avx512(v)) /* four horizontal sums */
-#define tkvi_vf_max4(to, v) _mm_storeu_ps(to, tkvi_max4_avx512(v))
-#define tkvi_vm __mmask16                       /* a mask of lanes */
-#define tkvi_vf_div(a, b) tkvi_div_avx512(a, b) /* also under -ffast-math the nearest float */
-#define tkvi_vf_sqrt(x) _mm512_sqrt_ps(x)
-#define tkvi_vf_gt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ)
-#define tkvi_vf_where(mask, x) _mm512_maskz_mov_ps(mask, x) /* 0 elsewhere */
-#define tkvi_vm_any(mask) ((mask) != 0)
-#define tkvi_vf_select(mask, x, y) _mm512_mask_blend_ps(mask, y, x)
-#define tkvi_vf_load_first(p, n)                                                                             \
-    _mm512_maskz_loadu_ps(tkvi_lane_mask_avx512(n), p) /* 0 from lane n on; any n */
-#define tkvi_vf_store_first(p, x, n) _mm512_mask_storeu_ps(p, tkvi_lane_mask_avx512(n), x)
+#define tkvi_vm __mmask16
+#define TKVI_VF 16
+#define TKVI_VB 64
+#define tkvi_load_half(p) tkvi_load_avx2(p)
+#define tkvi_load_quarter(p) tkvi_load_bytes16_avx2(p)
 #define tkvi_gather(to, table, lanes, at, n)                                                                 \
     tkvi_gather_avx512(to, table, lanes, at, n) /* to[i] = table[at[i]] */
-#define tkvi_vf_max_across(x) _mm512_reduce_max_ps(x)
-#define tkvi_vf_hide(x) TKVI_HIDE_X86(x) /* hides how x was computed: no reordering, no FMA */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_avx512(x) /* at distances 1 .. TKVI_VF / 2 (core/rotate.h) */
-#define tkvi_vf_load_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
-#define tkvi_vf_of_bits(x) _mm512_castsi512_ps(x)
-#define tkvi_vf_swap(x) _mm512_permute_ps(x, 0xb1)      /* neighbours */
-#define tkvi_vf_load_twice(p) tkvi_load_twice_avx512(p) /* 8 floats, each in two neighbours */
-#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_avx512(p)
-/* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
-#define tkvi_vf_load_table(level, p, h, bits) tkvi_load_table_floats_avx512(level, p, bits)
-#define tkvi_vf_sum_across(x) _mm512_reduce_add_ps(x)
-#define tkvi_vf_load_finite_f16(p) _mm512_cvtph_ps(tkvi_load_bytes_avx2(p))
-#define tkvi_vf_load_bf16(p)                                                                                 \
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tkvi_load_bytes_avx2(p)), 16))
-#define tkvi_vf_round(x) _mm512_cvtepi32_ps(tkvi_nearest_avx512(x))
-/* x log2 e - n. log2 e has two floats, and FMA subtracts n from the exact first product. */
-#define tkvi_vf_exponent_rest(x, n)                                                                          \
-    _mm512_fmadd_ps(x, _mm512_set1_ps(1.92596299e-8f), _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269502f), n))
-#define tkvi_vf_times_power(y, n) _mm512_scalef_ps(y, n) /* y 2^n */
-#define tkvi_vf_zero_below(y, x, least)                  /* y where x >= least, 0 elsewhere */               \
-    _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ), y)
 
-#define TKVI_SQUARE 8 /* size of the matrix that tkvi_transpose_square transposes */
-#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_avx2(x, x_stride, y, y_stride)
+#define TKVI_CUTS 2
+#define TKVI_EXACT_TOKENS 4
+#define TKVI_EXACT_VECTORS 4
+#define TKVI_EXACT_LAST 1
+#define TKVI_K_PLANES 4
+#define TKVI_V_SPLIT 1
+#define TKVI_SUM_MAX 0x7fffffff
+#define TKVI_V_SUM_MAX TKVI_SUM_MAX
+#define TKVI_ROW_TOKENS 8
 
-/* >>integers */
-#define tkvi_vi_load(p) _mm512_loadu_si512((const void *)(p))
-#define tkvi_vi_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vi_splat(x) _mm512_set1_epi32(x)
-#define tkvi_vi_add(a, b) _mm512_add_epi32(a, b)
-#define tkvi_vi_sub(a, b) _mm512_sub_epi32(a, b)
-#define tkvi_vi_xor(a, b) _mm512_xor_si512(a, b)
-#define tkvi_vi_right(x, n) _mm512_srli_epi32(x, n)
-#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_avx512(a, b, n) /* a b >> n, without signs */
-#define tkvi_vi_left(x, n) _mm512_slli_epi32(x, n)
-#define tkvi_vi_mul16(a, b) _mm512_madd_epi16(a, b) /* |a| < 2^15, 0 <= b < 2^15 */
-#define tkvi_vi_nearest(x) tkvi_nearest_avx512(x)   /* ties to even */
-#define tkvi_vi_to_float(x) _mm512_cvtepi32_ps(x)
-#define tkvi_vi_sum4(to, v) _mm_storeu_si128((__m128i *)(void *)(to), tkvi_isum4_avx512(v))
-/* x in lanes i with i < n, else y */
-#define tkvi_vi_first(n, x, y)                                                                               \
-    _mm512_mask_blend_epi32(                                                                                 \
-        _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),     \
-                                _mm512_set1_epi32(n)),                                                       \
-        y, x)
-#define tkvi_vi_load_i8(p, n) tkvi_load_signed_avx512(p, n) /* signed bytes; the first n, the others are 0 */
-#define tkvi_vi_or(a, b) _mm512_or_si512(a, b)
-#define tkvi_vi_and(a, b) _mm512_and_si512(a, b)
-#define tkvi_vi_mul(a, b) _mm512_mullo_epi32(a, b)
-#define tkvi_vi_max(a, b) _mm512_max_epi32(a, b)
-#define tkvi_vi_select(mask, x, y) _mm512_mask_blend_epi32(mask, y, x)
-#define tkvi_vi_trunc(x) _mm512_cvttps_epi32(x)
-#define tkvi_vi_floor(x) _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)
-#define tkvi_vi_load_u8(p) _mm512_cvtepu8_epi32(tkvi_load_bytes16_avx2(p))
-#define tkvi_vi_look_up8(table, x)                                                                           \
-    _mm512_permutexvar_epi32(x, _mm512_castsi256_si512(tkvi_load_ints_avx2(table)))
-#define tkvi_vi_transpose4(v) tkvi_transpose4_avx512(v)               /* of four vectors, in each 16 bytes */
-#define tkvi_vi_scatter4(p, step, x) tkvi_scatter4_avx512(p, step, x) /* each 16 bytes, `step` bytes apart */
-
-/* >>16-bit halves of 32-bit lanes */
-#define tkvi_vh_splat(x) _mm512_set1_epi16((short)(x))
-#define tkvi_vh_add(a, b) _mm512_add_epi16(a, b)
-#define tkvi_vh_sub(a, b) _mm512_sub_epi16(a, b)
-#define tkvi_vh_min(a, b) _mm512_min_epi16(a, b)
-#define tkvi_vh_max(a, b) _mm512_max_epi16(a, b)
-#define tkvi_vh_pairs(a, b) _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16))
-#define tkvi_vh_pack(a, b) _mm512_packs_epi32(a, b)
-#define tkvi_vh_first(x) _mm512_srai_epi32(_mm512_unpacklo_epi16(x, x), 16)
-#define tkvi_vh_second(x) _mm512_srai_epi32(_mm512_unpackhi_epi16(x, x), 16)
-#define tkvi_vh_zip1(x, y) _mm512_unpacklo_epi16(x, y)
-#define tkvi_vh_zip2(x, y) _mm512_unpackhi_epi16(x, y)
-#define tkvi_vh_cut(u, cut, by, top)                                                                         \
-    _mm512_min_epi16(                                                                                        \
-        _mm512_avg_epu16(_mm512_mulhi_epu16(_mm512_subs_epu16(u, cut), by), _mm512_setzero_si512()), top)
-#define tkvi_vi_dot(x, a, b) _mm512_dpwssd_epi32(x, a, b)
-#define tkvi_vi_add_pairs(x, a) tkvi_vi_dot(x, a, _mm512_set1_epi16(1))
-#define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
-#define tkvi_vh_sum(sum, a) tkvi_vh_add(sum, a)
-#define tkvi_vh_total(sum) tkvi_vi_add_pairs(tkvi_vi_splat(0), sum)
-#define tkvi_vp __m512i
-#define tkvi_vp_zero() _mm512_setzero_si512()
-#define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
-#define tkvi_vp_total(x) (x)
-
-/* >>bytes. Shifts move 16-bit pairs: a mask clears the bits of the neighbour byte. */
-#define tkvi_vb_load(p) tkvi_load_bytes_avx512(p)
-#define tkvi_vb_store(p, x) _mm512_storeu_si512((void *)(p), x)
-#define tkvi_vb_splat(x) tkvi_splat_bytes_avx512(x)
-#define tkvi_vb_and(a, b) _mm512_and_si512(a, b)
-#define tkvi_vb_or(a, b) _mm512_or_si512(a, b)
-#define tkvi_vb_left(x, n) _mm512_slli_epi16(x, (unsigned char)(n))
-#define tkvi_vb_right(x, n) _mm512_srli_epi16(x, (unsigned char)(n))
-/* The 32 bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by
- * m more for the second half. */
-#define tkvi_vb_tail(p, column)                                                                              \
-    _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)((p) + (column))))
-#define tkvi_vb_right_half(x, column, n, m)                                                                  \
-    _mm512_srlv_epi16(                                                                                       \
-        x, _mm512_inserti64x4(_mm512_set1_epi16((short)(n)), _mm256_set1_epi16((short)((n) + (m))), 1))
-#define tkvi_vb_flip(x) _mm512_xor_si512(x, tkvi_splat_bytes_avx512(128)) /* plus or minus 128 */
-#define tkvi_vb_table(levels) tkvi_load_table_avx512(levels)
-#define tkvi_vb_look_up(table, x) _mm512_shuffle_epi8(table, x)
-#define tkvi_vb_add(a, b) _mm512_add_epi8(a, b)
-#define tkvi_vb_where(a, b) _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(a, a), b) /* b where a > 0 */
-#define tkvi_vb_zip1(a, b) _mm512_unpacklo_epi8(a, b)
-#define tkvi_vb_zip2(a, b) _mm512_unpackhi_epi8(a, b)
-#define tkvi_vb_zip1_pairs(a, b) _mm512_unpacklo_epi16(a, b)
-#define tkvi_vb_zip2_pairs(a, b) _mm512_unpackhi_epi16(a, b)
-#define tkvi_vb_spread(x)                                                                                    \
-    _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x)
-
-/* Each 16 bytes from or to another place, `step` bytes apart. */
-#define tkvi_vb_scatter4(p, step, x) tkvi_scatter4_avx512(p, step, x)
-#define tkvi_vb_gather4(p, step) tkvi_load_parts_avx512(p, step)
-#define tkvi_vb_transpose4(v) tkvi_transpose4_avx512(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
-
-#define tkvi_ahead(p, n, distance) tkvi_prefetch_bytes(p, n, distance)
-#define tkvi_distance(src, next) tkvi_prefetch_distance(src, next)
-
-/* >>exact tiers */
-#define TKVI_EXACT_TOKENS 4  /* tokens of K at a time, for four rows */
-#define TKVI_EXACT_VECTORS 4 /* vectors of V in a pass, for four rows */
-/* Types that are used less have less code: two rows are four, two tokens of V go together. */
-#define TKVI_EXACT_IS_SHORT(type) ((type) != TKVI_AS_F16)
-#define TKVI_EXACT_LAST 1 /* in the last pass of V */
-
-/* >>products of four codes by four weights */
-#define TKVI_HAS_NARROW 1
-#define TKVI_BIAS 0
-#define TKVI_V_PARTS 1  /* passes of a slab */
-#define TKVI_K_PLANES 4 /* planes of a K tile in a pass */
-#define TKVI_K_PASSES 1
-#define TKVI_K_FIRST(pass) 0  /* first plane of a pass */
-#define TKVI_K_COLUMN(pass) 0 /* first byte of a plane */
-#define TKVI_V_VECTORS 2      /* vectors of V in a pass, 16 channels each */
-#define TKVI_V_SLABS 2        /* slabs in a pass */
-#define TKVI_V_COLUMN(v, part) 0
-#define TKVI_V_SPLIT 1 /* 1: odd planes have sums of their own */
 #define tkvi_keep(sum)
+#define tkvi_use(x)
+#define tkvi_keep_pointer(p)
 /* Hides the later use of a sum as 32-bit lanes: gcc 12 otherwise converts it inside the loop and keeps two copies. */
 #if defined(__GNUC__)
 #define tkvi_hide(sum) __asm__("" : "+v"(sum))
 #else
 #define tkvi_hide(sum) ((void)0)
 #endif
-#define tkvi_use(x)
-#define tkvi_keep_pointer(p)
-
-/* Weights of one limb: bytes, [row][position]. */
-#define TKVI_W_TILE 4
-#define tkvi_weights(w, stride, r) _mm512_set1_epi32(tkvi_load_four_weights((w) + (r) * (stride)))
-#define tkvi_store_weights_k(w, stride, r, k)                                                                \
-    _mm_storeu_si128((__m128i *)(void *)((w) + (r) * (stride)), _mm512_cvtepi32_epi8((k)[0]))
-#define tkvi_store_weights_v(w, stride, r, k) tkvi_store_weights_k(w, stride, r, k)
-
-#define tkvi_sums __m512i
-#define tkvi_sums_zero() _mm512_setzero_si512()
-#define TKVI_SUM_MAX 0x7fffffff
-#define TKVI_V_SUM_MAX TKVI_SUM_MAX
-#define tkvi_dot_k(sum, codes, u, r) _mm512_dpbusd_epi32(sum, codes, u)
-#define tkvi_dot_v(sum, codes, u, r) _mm512_dpbusd_epi32(sum, u, codes)
-#define tkvi_widen_k(sum) (sum)
-#define tkvi_widen_v(sum) (sum)
-/* signed levels by unsigned weights up to 127 */
-#define tkvi_dot_levels(sum, levels, u, r) _mm512_dpbusd_epi32(sum, u, levels)
-
-/* Weights of two limbs: 16 bits, [row][position], the four of a tile in the order 0 2 1 3. */
-#define TKVI_WIDE_TILE 4
-#define tkvi_wide_vb __m512i /* weights, loaded */
-#define tkvi_wide_none() _mm512_setzero_si512()
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
-#define tkvi_wide_sums __m512i
-#define tkvi_wide_zero() _mm512_setzero_si512()
-#define tkvi_even(codes) _mm512_and_si512(codes, _mm512_set1_epi16(255))
-#define tkvi_odd(codes) _mm512_srli_epi16(codes, 8)
-#define tkvi_wide_even(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride)))
-#define tkvi_wide_odd(w, stride, r) _mm512_set1_epi32(tkvi_load_two_weights((w) + (r) * (stride) + 2))
-#define tkvi_dot_wide(sum, even, odd, u, v, r) _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, u), odd, v)
-#define tkvi_widen_wide(sum) (sum)
-#define tkvi_store_wide(w, stride, r, k) tkvi_store_wide_avx512((w) + (r) * (stride), k)
-
-/* >>rows in lanes (kernels/prefill.inc): codes of a token or channel by weights of TKVI_VF rows */
-#define TKVI_ROW_VECTORS 2 /* the most vectors of rows in a pass */
-#define TKVI_NARROW_VECTORS 2
-#define TKVI_WIDE_VECTORS 2
-#define TKVI_FLOAT_VECTORS 2
-#define TKVI_ROW_TOKENS 8
-#define TKVI_ROWS_NEW(j) 1
-#define tkvi_rows_codes(x) _mm512_set1_epi32(*(x))
-#define tkvi_rows_dot_k(sum, codes, w, j) tkvi_dot_k(sum, codes, w, 0)
-#define tkvi_rows_dot_v(sum, codes, w, j) tkvi_dot_v(sum, codes, w, 0)
-#define tkvi_rows_dot_wide(sum, even, odd, u, v, j) tkvi_dot_wide(sum, even, odd, u, v, 0)
-#define tkvi_pack_rows_k(x) tkvi_pack_rows_avx512(x, 1)
-#define tkvi_pack_rows_v(x) tkvi_pack_rows_avx512(x, 0)
-#define tkvi_pack_rows_even(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[0], _mm512_slli_epi32((x)[2], 16))
-#define tkvi_pack_rows_odd(x) _mm512_mask_blend_epi16(0xaaaaaaaau, (x)[1], _mm512_slli_epi32((x)[3], 16))
 /* ======== kernels/avx512.h ======== */
 
 /* ======== kernels/codes.inc ======== */
@@ -14751,7 +14274,7 @@ TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, ui
 
 TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                  const float *ref, int rows, int n, int n_limbs, float *scores) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     int r;
     (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
@@ -14767,7 +14290,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
         {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
         {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
         {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     const tkvi_storage type = s->format->stored;
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
@@ -15079,7 +14602,7 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     const int pad = s->pad;
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
@@ -15118,7 +14641,7 @@ TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const
     const int pad = s->pad;
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
         tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
@@ -15316,19 +14839,12 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     TKVI_SUMS_OF_(X, EACH, 0) TKVI_SUMS_OF_(X, EACH, 1) TKVI_SUMS_OF_(X, EACH, 2) TKVI_SUMS_OF_(X, EACH, 3)
 #define TKVI_SUMS_OF_(X, EACH, r)                                                                            \
     if (r < nr) { EACH(X, r) }
-#define TKVI_DECLARE_TWO_(type, zero, r) type a##r = zero, b##r = zero;
-#define TKVI_DECLARE_FOUR_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
-#define TKVI_DECLARE_(HOW, type, zero)                                                                       \
-    HOW(type, zero, 0) HOW(type, zero, 1) HOW(type, zero, 2) HOW(type, zero, 3)
+#define TKVI_DECLARE_OF_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
+#define TKVI_DECLARE_(type, zero)                                                                            \
+    TKVI_DECLARE_OF_(type, zero, 0)                                                                          \
+    TKVI_DECLARE_OF_(type, zero, 1) TKVI_DECLARE_OF_(type, zero, 2) TKVI_DECLARE_OF_(type, zero, 3)
 #define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
-#define TKVI_FOUR_(X, r) X(a##r, 0, r) X(b##r, 1, r) X(c##r, 2, r) X(d##r, 3, r)
-#if TKVI_K_PLANES == 2
-#define TKVI_K_SUMS_ TKVI_DECLARE_TWO_
-#define TKVI_K_EACH_ TKVI_TWO_
-#else
-#define TKVI_K_SUMS_ TKVI_DECLARE_FOUR_
-#define TKVI_K_EACH_ TKVI_FOUR_
-#endif
+#define TKVI_TWO_MORE_(X, r) X(c##r, 2, r) X(d##r, 3, r)
 
 /* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
@@ -15361,7 +14877,14 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
 }
 
-/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+/* >>K. A pass takes TKVI_K_PLANES planes of a vector of each. */
+#define TKVI_K_PASSES (64 / TKVI_VB * 4 / TKVI_K_PLANES)
+#define TKVI_K_FIRST(pass) ((pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
+#define TKVI_K_COLUMN(pass) ((pass) % (64 / TKVI_VB) * TKVI_VB) /* first byte of a plane */
+#define TKVI_K_EACH_(X, r)                                                                                   \
+    TKVI_TWO_(X, r)                                                                                          \
+    if (TKVI_K_PLANES > 2) { TKVI_TWO_MORE_(X, r) }
+/* Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
 #define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
@@ -15438,7 +14961,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
-            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+            TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
@@ -15459,7 +14982,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             tkvi_vb u = tkvi_vb_splat(0);
             tkvi_vi more;
             int room = TKVI_SUM_MAX, left;
-            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
+            TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
             for (; width > 0; width--)
                 for (left = d->s->tiles.n[width]; left > 0;) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
@@ -15490,34 +15013,31 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     }
 }
 
-/* >>V. With TKVI_V_SPLIT, odd planes have sums c##r and d##r. */
-#if TKVI_V_VECTORS == 2
-#define TKVI_V_EACH_ TKVI_TWO_
-#else
-#define TKVI_V_EACH_ TKVI_FOUR_
-#endif
+/* >>V. A pass takes TKVI_V_VECTORS vectors: parts of one slab, or each is a slab. With TKVI_V_SPLIT, odd planes have
+ * sums c##r and d##r. */
+#define TKVI_V_SLABS (TKVI_V_VECTORS * TKVI_VB > 64 ? TKVI_V_VECTORS * TKVI_VB / 64 : 1)
+#define TKVI_V_PARTS                                                                                         \
+    (TKVI_V_VECTORS * TKVI_VB < 64 ? 64 / (TKVI_V_VECTORS * TKVI_VB) : 1) /* passes of a slab */
+#define TKVI_V_COLUMN(v, part) (((part)*TKVI_V_VECTORS + (v)) * TKVI_VB % 64)
+#define TKVI_V_EACH_(X, r)                                                                                   \
+    TKVI_TWO_(X, r)                                                                                          \
+    if (TKVI_V_VECTORS > 2) { TKVI_TWO_MORE_(X, r) }
 #if TKVI_V_SPLIT
-#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
-#define TKVI_V_ODD_(X, r) X(c##r, 0, r) X(d##r, 1, r)
 #define TKVI_V_STEP_(X, r)                                                                                   \
     if (p % 2) {                                                                                             \
-        TKVI_V_ODD_(X, r)                                                                                    \
+        X(c##r, 0, r) X(d##r, 1, r)                                                                          \
     } else {                                                                                                 \
-        TKVI_V_EACH_(X, r)                                                                                   \
+        TKVI_TWO_(X, r)                                                                                      \
     }
 #define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
 #define TKVI_V_HIDE_(sum, p, r) tkvi_hide(sum);
+#define TKVI_V_HIDE_ALL_(X, r) TKVI_TWO_(X, r) TKVI_TWO_MORE_(X, r)
 #define TKVI_V_JOIN_ALL_                                                                                     \
-    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_FOUR_)                                                                 \
+    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_V_HIDE_ALL_)                                                           \
     TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
 #else
 #define TKVI_V_STEP_ TKVI_V_EACH_
 #define TKVI_V_JOIN_ALL_
-#if TKVI_V_VECTORS == 2
-#define TKVI_V_SUMS_ TKVI_DECLARE_TWO_
-#else
-#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
-#endif
 #endif
 #define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
@@ -15547,7 +15067,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+/* next: bytes from a slab to the next one. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
     for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
@@ -15563,7 +15083,7 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
+    TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -15584,7 +15104,7 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
+    TKVI_DECLARE_(tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
         TKVI_V_LOAD_(8)
         TKVI_UNROLL
@@ -15605,7 +15125,7 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         TKVI_V_LOAD_(width)
         TKVI_UNROLL
@@ -15713,7 +15233,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     a.coarse = tkvi_coarse_k(s);
     d.s = s;
     d.codes = src;
-    d.ahead = tkvi_distance(src, next);
+    d.ahead = tkvi_next_distance(src, next);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
     d.most_width = most_width;
     d.w = weights[0].w;
@@ -15769,7 +15289,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.w = w;
     d.wide_w = wide_w;
     d.sums = sums;
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_next_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
@@ -15783,7 +15303,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
             const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
-            d.ahead = tkvi_distance(src, next);
+            d.ahead = tkvi_next_distance(src, next);
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
             for (r = 0; r < rows; r += 4) {
@@ -15814,43 +15334,22 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #define TKVI_ANY_ABOVE_(a, b) tkvi_vm_any(tkvi_vf_gt(a, b))
 
 /* >>products. Sums of token j are a##j (first vector of rows), b##j, c##j and d##j; as 32-bit integers ai##j ... */
-#if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
     X(a##j, ai##j, 0, j)                                                                                     \
-    X(b##j, bi##j, 1, j)                                                                                     \
-    if (nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
+    if (nv > 1) { X(b##j, bi##j, 1, j) }                                                                     \
+    if (TKVI_ROW_VECTORS > 2 && nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    { TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) }      \
+    if (TKVI_ROW_TOKENS > 4) {                                                                               \
+        TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)      \
+    }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
 #define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero, ci##j = zero, di##j = zero;
-#else
-#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, ai##j, 0, j)                                                                                     \
-    if (nv > 1) { X(b##j, bi##j, 1, j) }
-#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
-#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero;
-#endif
-#if TKVI_ROW_TOKENS == 8
-#define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 1)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
 #define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
     HOW(type, zero, 0)                                                                                       \
     HOW(type, zero, 1)                                                                                       \
     HOW(type, zero, 2)                                                                                       \
-    HOW(type, zero, 3)                                                                                       \
-    HOW(type, zero, 4)                                                                                       \
-    HOW(type, zero, 5)                                                                                       \
-    HOW(type, zero, 6) HOW(type, zero, 7)
-#else
-#define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
-#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
-    HOW(type, zero, 0)                                                                                       \
-    HOW(type, zero, 1)                                                                                       \
-    HOW(type, zero, 2) HOW(type, zero, 3)
-#endif
+    HOW(type, zero, 3) HOW(type, zero, 4) HOW(type, zero, 5) HOW(type, zero, 6) HOW(type, zero, 7)
 
 #define TKVI_ROW_DOT_(sum, wide, v, j)                                                                       \
     if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
@@ -15877,6 +15376,17 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
                   tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_ANSWERS_(unit)                                                                              \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < nv; v++) {                                                                               \
+        by[v] = tkvi_vf_load(unit + v * TKVI_VF);                                                            \
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);                                                       \
+    }                                                                                                        \
+    if (d->add) {                                                                                            \
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)                                                                 \
+    } else {                                                                                                 \
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)                                                                     \
+    }
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -15888,7 +15398,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
     for (;; run++) {
-        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_narrow_sums, tkvi_sums_zero())
         TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
         tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
@@ -15902,16 +15412,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
             continue;
         }
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
-            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-        }
-        if (d->add) {
-            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-        } else {
-            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-        }
+        TKVI_ROW_ANSWERS_(d->by)
         return;
     }
 }
@@ -15934,16 +15435,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
     TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
-        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-    }
-    if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-    } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-    }
+    TKVI_ROW_ANSWERS_(d->wide_by)
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
@@ -16471,14 +15963,14 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
     else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
 }
 
 TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    const float *p, int lanes, int n, int n_limbs, float *out) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
     else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
 }
@@ -16487,272 +15979,58 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/avx512.h ======== */
-
-static const tkvi_kernels tkvi_kernels_avx512 = {
-    TKV_ISA_AVX512,
-    "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx512)},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx512)},
-    &tkvi_simd_ops_avx512,
-    tkvi_exp64_avx512,
-    tkvi_max64_avx512,
-    tkvi_softmax_step_avx512,
-    &tkvi_prefill_avx512,
+/* ======== kernels/simd_end.inc ======== */
+/*
+ * kernels/simd_end.inc - a template: the table of an instruction set's kernels. Then it ends the vocabulary: undefines
+ * what differs between AVX2 and AVX-512. All other macros have the same text in each set, and C allows to define such a
+ * macro again.
+ */
+static const tkvi_kernels TKVI_N(kernels) = {
+    TKVI_ISA,
+    TKVI_ISA_NAME,
+    {TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(tiles_k),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_k))},
+    {TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(tiles_v),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_v))},
+    &TKVI_N(simd_ops),
+    TKVI_N(exp64),
+    TKVI_N(max64),
+    TKVI_N(softmax_step),
+    &TKVI_N(prefill),
 };
 
-/* ======== kernels/simd_end.inc ======== */
-/* kernels/simd_end.inc - ends a vocabulary and its templates. */
+#undef TKVI_ISA
+#undef TKVI_ISA_NAME
 #undef TKVI_N
+#undef TKVI_SHARED
 #undef TKVI_OP
 #undef TKVI_KERNEL
+#undef TKVI_MM
+#undef TKVI_MM_SI
 #undef tkvi_vf
 #undef tkvi_vi
 #undef tkvi_vb
+#undef tkvi_vm
 #undef TKVI_VF
 #undef TKVI_VB
-#undef tkvi_vf_load
-#undef tkvi_vf_store
-#undef tkvi_vf_splat
-#undef tkvi_vf_add
-#undef tkvi_vf_sub
-#undef tkvi_vf_mul
-#undef tkvi_vf_madd
-#undef tkvi_vf_max
-#undef tkvi_vf_abs
-#undef tkvi_vf_sum4
-#undef tkvi_vf_max4
-#undef tkvi_vf_sum_across
-#undef tkvi_vf_max_across
-#undef tkvi_vf_load_f16
-#undef tkvi_vf_load_bf16
-#undef tkvi_vf_round
-#undef tkvi_vf_exponent_rest
-#undef tkvi_vf_times_power
-#undef tkvi_vf_zero_below
-#undef tkvi_vi_load
-#undef tkvi_vi_store
-#undef tkvi_vi_splat
-#undef tkvi_vi_add
-#undef tkvi_vi_sub
-#undef tkvi_vi_left
-#undef tkvi_vi_mul16
-#undef tkvi_vi_nearest
-#undef tkvi_vi_to_float
-#undef tkvi_vi_sum4
-#undef tkvi_vi_first
-#undef tkvi_vb_load
-#undef tkvi_vb_store
-#undef tkvi_vb_splat
-#undef tkvi_vb_and
-#undef tkvi_vb_or
-#undef tkvi_vb_left
-#undef tkvi_vb_right
-#undef tkvi_vb_tail
-#undef tkvi_vb_right_half
-#undef tkvi_vb_flip
-#undef tkvi_vb_table
-#undef tkvi_vb_look_up
-#undef tkvi_ahead
-#undef tkvi_distance
+#undef tkvi_load_half
+#undef tkvi_load_quarter
+#undef tkvi_gather
+#undef TKVI_CUTS
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
-#undef TKVI_EXACT_IS_SHORT
-#undef TKVI_HAS_NARROW
-#undef TKVI_BIAS
-#undef TKVI_V_PARTS
 #undef TKVI_K_PLANES
-#undef TKVI_K_PASSES
-#undef TKVI_K_FIRST
-#undef TKVI_K_COLUMN
-#undef TKVI_V_VECTORS
-#undef TKVI_V_SLABS
-#undef TKVI_V_COLUMN
 #undef TKVI_V_SPLIT
-#undef TKVI_W_TILE
-#undef tkvi_weights
-#undef tkvi_store_weights_k
-#undef tkvi_store_weights_v
+#undef TKVI_SUM_MAX
+#undef TKVI_V_SUM_MAX
+#undef TKVI_ROW_TOKENS
 #undef tkvi_keep
 #undef tkvi_use
 #undef tkvi_keep_pointer
-#undef tkvi_sums
-#undef tkvi_sums_zero
-#undef TKVI_SUM_MAX
-#undef tkvi_dot_k
-#undef tkvi_dot_v
-#undef tkvi_widen_k
-#undef tkvi_widen_v
-#undef tkvi_dot_levels
-#undef TKVI_WIDE_TILE
-#undef tkvi_wide_vb
-#undef tkvi_wide_none
-#undef tkvi_keep_wide
-#undef tkvi_wide_sums
-#undef tkvi_wide_zero
-#undef tkvi_even
-#undef tkvi_odd
-#undef tkvi_wide_even
-#undef tkvi_wide_odd
-#undef tkvi_dot_wide
-#undef tkvi_widen_wide
-#undef tkvi_store_wide
-#undef TKVI_EACH_SUM_
-#undef TKVI_SUMS_OF_
-#undef TKVI_DECLARE_TWO_
-#undef TKVI_DECLARE_FOUR_
-#undef TKVI_DECLARE_
-#undef TKVI_TWO_
-#undef TKVI_FOUR_
-#undef TKVI_K_SUMS_
-#undef TKVI_K_EACH_
-#undef TKVI_K_SUM_
-#undef TKVI_K_CLEAR_
-#undef TKVI_K_SAVE_
-#undef TKVI_K_IS_UNPACKED_
-#undef TKVI_K_DOT_
-#undef TKVI_K_DOT_WIDE_
-#undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_LOAD_
-#undef TKVI_K_RUN_
-#undef TKVI_K_WIDE_RUN_
-#undef TKVI_V_EACH_
-#undef TKVI_V_SUMS_
-#undef TKVI_V_ODD_
-#undef TKVI_V_STEP_
-#undef TKVI_V_HIDE_
-#undef TKVI_V_JOIN_
-#undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_DOT_
-#undef TKVI_V_DOT_LEVELS_
-#undef TKVI_V_DOT_WIDE_
-#undef TKVI_V_SUM_
-#undef TKVI_V_SPILL_
-#undef TKVI_V_SAVE_
-#undef TKVI_V_SAVE_LEVELS_
-#undef TKVI_V_SAVE_WIDE_
-#undef TKVI_V_LOAD_
-#undef TKVI_EACH_ROWS_
-#undef tkvi_vf_div
-#undef TKVI_ABOVE_
-#undef TKVI_ANY_ABOVE_
-#undef tkvi_vm_any
-#undef TKVI_SQUARE
-#undef tkvi_transpose_square
-#undef tkvi_vi_mul
-#undef TKVI_V_SUM_MAX
-#undef TKVI_ROW_VECTORS
-#undef TKVI_ROW_TOKENS
-#undef TKVI_ROWS_NEW
-#undef tkvi_rows_codes
-#undef tkvi_rows_dot_k
-#undef tkvi_rows_dot_v
-#undef tkvi_rows_dot_wide
-#undef tkvi_pack_rows_k
-#undef tkvi_pack_rows_v
-#undef tkvi_pack_rows_even
-#undef tkvi_pack_rows_odd
-#undef TKVI_ROW_SUMS_OF_
-#undef TKVI_ROW_DECLARE_OF_
-#undef TKVI_ROW_SUMS_
-#undef TKVI_ROW_DECLARE_
-#undef TKVI_ROW_TOTAL_
-#undef TKVI_ROW_DOT_
-#undef TKVI_ROW_WIDE_DOT_
-#undef TKVI_ROW_FLOAT_DOT_
-#undef TKVI_ROW_FLOAT_ANSWER_
-#undef TKVI_WIDE_VECTORS
-#undef TKVI_ROW_WIDENED_OF_
-#undef TKVI_ROW_WIDEN_
-#undef TKVI_ROW_WIDEN_WIDE_
-#undef TKVI_ROW_MORE_
-#undef TKVI_ROW_SPILL_
-#undef TKVI_ROW_OUT_
-#undef TKVI_ROW_ANSWER_
-#undef TKVI_ROW_ADD_ANSWER_
 #undef tkvi_hide
-#undef tkvi_vf_min
-#undef tkvi_vf_xor
-#undef tkvi_vf_load_first
-#undef tkvi_vf_store_first
-#undef tkvi_gather
-#undef tkvi_vf_hide
-#undef tkvi_vf_butterflies
-#undef tkvi_vf_store_f16
-#undef tkvi_vi_load_i8
-#undef tkvi_vb_add
-#undef tkvi_vb_where
-#undef tkvi_vb_zip1
-#undef tkvi_vb_zip2
-#undef tkvi_vb_zip1_pairs
-#undef tkvi_vb_zip2_pairs
-#undef tkvi_vb_spread
-#undef TKVI_WITHIN_
-#undef TKVI_ACROSS_
-#undef tkvi_vm
-#undef tkvi_vf_sqrt
-#undef tkvi_vf_gt
-#undef tkvi_vf_where
-#undef tkvi_vf_select
-#undef tkvi_vf_first
-#undef tkvi_vf_of_bits
-#undef tkvi_vi_or
-#undef tkvi_vi_and
-#undef tkvi_vi_right
-#undef tkvi_vi_min
-#undef tkvi_vi_max
-#undef tkvi_vi_count
-#undef tkvi_vi_select
-#undef tkvi_vi_of_bits
-#undef tkvi_vi_trunc
-#undef tkvi_vi_floor
-#undef tkvi_vi_load_u8
-#undef tkvi_vi_store_u8
-#undef tkvi_vi_look_up8
-#undef tkvi_vi_transpose4
-#undef tkvi_vi_pack4
-#undef tkvi_vh_splat
-#undef tkvi_vh_add
-#undef tkvi_vh_sub
-#undef tkvi_vh_min
-#undef tkvi_vh_max
-#undef tkvi_vh_pairs
-#undef tkvi_vh_pack
-#undef tkvi_vh_first
-#undef tkvi_vh_second
-#undef tkvi_vh_zip1
-#undef tkvi_vh_zip2
-#undef tkvi_vh_cut
-#undef tkvi_vi_dot
-#undef tkvi_vi_add_pairs
-#undef tkvi_vp
-#undef tkvi_vp_zero
-#undef tkvi_vp_dot
-#undef tkvi_vp_total
-#undef tkvi_vi_scatter4
-#undef tkvi_vb_scatter4
-#undef TKVI_CUTS
-#undef tkvi_vh_sum
-#undef tkvi_vh_total
-#undef TKVI_SHARED
-#undef tkvi_vf_swap
-#undef tkvi_vf_load_twice
-#undef tkvi_vf_load_e4m3
-#undef tkvi_vf_load_table
-#undef tkvi_vi_xor
-#undef tkvi_vi_mul_right
-#undef tkvi_vb_gather4
-#undef tkvi_vb_transpose4
-#undef TKVI_EXACT_ROW_
-#undef TKVI_EXACT_PASS_
-#undef TKVI_EXACT_LAST_
-#undef TKVI_EXACT_ALL_
-#undef tkvi_vf_load_finite_f16
-#undef TKVI_NARROW_VECTORS
-#undef TKVI_FLOAT_VECTORS
-#undef TKVI_ROW_INSTANCES_
+#undef TKVI_V_STEP_
+#undef TKVI_V_JOIN_ALL_
 #undef TKVI_PASS_
 /* ======== kernels/avx512.h ======== */
 
@@ -16767,7 +16045,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 /*
  * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, for NEON and WebAssembly.
  *
- * Types and operations that end in _128 come from kernels/neon.h or kernels/wasm.h. The target of the compiler
+ * The vocabulary comes from kernels/neon.h or kernels/wasm.h, and kernels/simd_128.inc. The target of the compiler
  * selects one of them.
  *
  * No machine to measure prefetching of `next` was available, so these kernels do without it.
@@ -16780,102 +16058,46 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 
 /* ======== kernels/simd_128.inc ======== */
 /*
- * kernels/simd_128.inc - the vector vocabulary for NEON and WebAssembly, as kernels/simd_avx2.inc, over the operations
- * of kernels/neon.h and kernels/wasm.h. Those files also define the products.
+ * kernels/simd_128.inc - the part of the vector vocabulary that NEON and WebAssembly share. kernels/neon.h and
+ * kernels/wasm.h have the others. kernels/simd_x86.h has the same operations, and says what each does.
  *
  * Types: tkvi_vf, 4 floats; tkvi_vi, 4 integers of 32 bits; tkvi_vb, 16 bytes.
  */
+#define TKVI_ISA TKVI_ISA_128
+#define TKVI_ISA_NAME TKVI_NAME_128
 #define TKVI_N(name) tkvi_##name##_128
 #define TKVI_SHARED(name) tkvi_##name##_128
 #define TKVI_OP TKVI_FLAT_128
 #define TKVI_KERNEL static
 
-#define tkvi_vf tkvi_f4
-#define tkvi_vi tkvi_i4
-#define tkvi_vb tkvi_b16
 #define TKVI_VF 4  /* floats in a vector */
 #define TKVI_VB 16 /* bytes in a vector */
 
 /* >>floats */
-#define tkvi_vf_load(p) tkvi_load_128(p)
-#define tkvi_vf_store(p, x) tkvi_store_128(p, x)
-#define tkvi_vf_splat(x) tkvi_splat_128(x)
-#define tkvi_vf_add(a, b) tkvi_add_128(a, b)
-#define tkvi_vf_sub(a, b) tkvi_sub_128(a, b)
-#define tkvi_vf_mul(a, b) tkvi_mul_128(a, b)
-#define tkvi_vf_madd(a, b, c) tkvi_madd_128(c, a, b) /* a b + c */
-#define tkvi_vf_max(a, b) tkvi_max_128(a, b)
-#define tkvi_vf_abs(x) tkvi_abs_128(x)
-#define tkvi_vm tkvi_m4 /* a mask of lanes */
-#define tkvi_vf_first(n, x, y) tkvi_vf_of_bits(tkvi_first_128(n, tkvi_vi_of_bits(x), tkvi_vi_of_bits(y)))
-#define tkvi_vf_of_bits(x) tkvi_as_float_128(x)
-#define tkvi_vf_load_first(p, n) tkvi_load_first_128(p, n) /* 0 from lane n on; any n */
-#define tkvi_vf_store_first(p, x, n) tkvi_store_first_128(p, x, n)
-#define tkvi_vf_max_across(x) tkvi_max_across_128(x)
-#define tkvi_vf_load_f16(p) tkvi_load_f16_128(p)
-#define tkvi_vf_sum4(to, v) tkvi_store_128(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
-#define tkvi_vf_max4(to, v) tkvi_store_max4_128(to, v)
-#define tkvi_vf_swap(x) tkvi_swap_128(x)             /* neighbours */
-#define tkvi_vf_load_twice(p) tkvi_load_twice_128(p) /* 2 floats, each in two neighbours */
-#define tkvi_vf_load_e4m3(p) tkvi_load_e4m3_128(p)
+#define tkvi_vf_first(n, x, y) tkvi_vf_of_bits(tkvi_vi_first(n, tkvi_vi_of_bits(x), tkvi_vi_of_bits(y)))
 /* Codes h .. of 2 to 4 bits, looked up in 16 levels. Code 0 begins at p. */
 #define tkvi_vf_load_table(level, p, h, bits)                                                                \
     tkvi_load_table_floats_128(level, (p) + (h) * (bits) / 8, (h) * (bits) % 8, bits)
-#define tkvi_vf_sum_across(x) tkvi_sum_across_128(x)
-#define tkvi_vf_load_finite_f16(p) tkvi_load_finite_f16_128(p)
-#define tkvi_vf_load_bf16(p) tkvi_load_bf16_128(p)
-#define tkvi_vf_round(x) tkvi_round_128(x)
-#define tkvi_vf_exponent_rest(x, n) tkvi_exponent_rest_128(x, n) /* x log2 e - n */
 /* y 2^n. The exponent of y plus n must be that of a normal number. */
 #define tkvi_vf_times_power(y, n)                                                                            \
-    tkvi_as_float_128(tkvi_add_ints_128(tkvi_as_ints_128(y), TKVI_LEFT_INTS_128(tkvi_nearest_128(n), 23)))
-#define tkvi_vf_zero_below(y, x, least) tkvi_zero_below_128(y, x, least) /* y where x >= least, 0 elsewhere */
+    tkvi_vf_of_bits(tkvi_vi_add(tkvi_vi_of_bits(y), tkvi_vi_left(tkvi_vi_nearest(n), 23)))
 
 #define TKVI_SQUARE 4 /* size of the matrix that tkvi_transpose_square transposes */
-#define tkvi_transpose_square(x, x_stride, y, y_stride) tkvi_transpose_128(x, x_stride, y, y_stride)
 
 /* >>integers */
-#define tkvi_vi_load(p) tkvi_load_ints_128(p)
-#define tkvi_vi_store(p, x) tkvi_store_ints_128(p, x)
-#define tkvi_vi_splat(x) tkvi_splat_ints_128(x)
-#define tkvi_vi_add(a, b) tkvi_add_ints_128(a, b)
-#define tkvi_vi_sub(a, b) tkvi_sub_ints_128(a, b)
-#define tkvi_vi_xor(a, b) tkvi_xor_ints_128(a, b)
-#define tkvi_vi_mul_right(a, b, n) tkvi_mul_right_128(a, b, n) /* a b >> n, without signs */
-#define tkvi_vi_left(x, n) TKVI_LEFT_INTS_128(x, n)
-#define tkvi_vi_mul16(a, b) tkvi_mul_ints_128(a, b)
-#define tkvi_vi_nearest(x) tkvi_nearest_128(x) /* ties to even */
-#define tkvi_vi_to_float(x) tkvi_to_float_128(x)
-#define tkvi_vi_sum4(to, v) tkvi_store_isum4_128(to, v)
-#define tkvi_vi_first(n, x, y) tkvi_first_128(n, x, y)   /* x in lanes i with i < n, else y */
-#define tkvi_vi_load_i8(p, n) tkvi_load_signed_128(p, n) /* signed bytes; the first n, the others are 0 */
-#define tkvi_vi_mul(a, b) tkvi_mul_ints_128(a, b)
+#define tkvi_vi_mul16(a, b) tkvi_vi_mul(a, b)
 #define tkvi_vi_store_u8(p, v) tkvi_vi_scatter4(p, 16, tkvi_vi_pack4(v)) /* 16 lanes as bytes */
 
 /* >>bytes */
-#define tkvi_vb_load(p) tkvi_load_bytes_128(p)
-#define tkvi_vb_store(p, x) tkvi_store_bytes_128(p, x)
-#define tkvi_vb_gather4(p, step) tkvi_load_bytes_128(p)
-#define tkvi_vb_transpose4(v) tkvi_transpose_bytes_128(v) /* groups of 4 bytes, as tkvi_vi_transpose4 */
-#define tkvi_vb_scatter4(p, step, x) ((void)(step), tkvi_store_bytes_128(p, x))
-#define tkvi_vb_splat(x) tkvi_splat_bytes_128(x)
-#define tkvi_vb_and(a, b) tkvi_and_128(a, b)
-#define tkvi_vb_or(a, b) tkvi_or_128(a, b)
-#define tkvi_vb_left(x, n) tkvi_left_bytes_128(x, n)
-#define tkvi_vb_right(x, n) tkvi_right_bytes_128(x, n)
+#define tkvi_vb_gather4(p, step) tkvi_vb_load(p)
+#define tkvi_vb_scatter4(p, step, x) ((void)(step), tkvi_vb_store(p, x))
 /* The bytes of a tile that both halves of a plane share (core/tile.h), and their fields: shifted right by n, and by m
  * more for the second half. */
-#define tkvi_vb_tail(p, column) tkvi_load_bytes_128((p) - (column) / 32 * 32)
-#define tkvi_vb_right_half(x, column, n, m) tkvi_right_bytes_128(x, (n) + (column) / 32 * (m))
-#define tkvi_vb_flip(x) tkvi_xor_128(x, tkvi_splat_bytes_128(128)) /* plus or minus 128 */
-#define tkvi_vb_table(levels) tkvi_load_bytes_128((const uint8_t *)(levels))
-#define tkvi_vb_look_up(table, x) tkvi_look_up_128(table, x)
-#define tkvi_vb_add(a, b) tkvi_add_bytes_128(a, b)
-#define tkvi_vb_where(a, b) tkvi_and_128(tkvi_test_128(a, a), b) /* b where a > 0 */
-#define tkvi_vb_zip1(a, b) tkvi_zip1_128(a, b)
-#define tkvi_vb_zip2(a, b) tkvi_zip2_128(a, b)
-#define tkvi_vb_zip1_pairs(a, b) tkvi_zip1_pairs_128(a, b)
-#define tkvi_vb_zip2_pairs(a, b) tkvi_zip2_pairs_128(a, b)
+#define tkvi_vb_tail(p, column) tkvi_vb_load((p) - (column) / 32 * 32)
+#define tkvi_vb_right_half(x, column, n, m) tkvi_vb_right(x, (n) + (column) / 32 * (m))
+#define tkvi_vb_flip(x) tkvi_xor_128(x, tkvi_vb_splat(128)) /* plus or minus 128 */
+#define tkvi_vb_table(levels) tkvi_vb_load((const uint8_t *)(levels))
+#define tkvi_vb_where(a, b) tkvi_vb_and(tkvi_test_128(a, a), b) /* b where a > 0 */
 #define tkvi_vb_spread(x) (x)
 
 /* >>exact tiers */
@@ -16888,36 +16110,36 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #define tkvi_keep_pointer(p)
 #define tkvi_keep_wide(sum)
 #define tkvi_ahead(p, n, distance) ((void)(distance)) /* no machine to measure prefetching was available */
-#define tkvi_distance(src, next) ((void)(src), (void)(next), (uintptr_t)0)
+#define tkvi_next_distance(src, next) ((void)(src), (void)(next), (uintptr_t)0)
 
-TKVI_OP tkvi_f4 tkvi_load_first_128(const float *p, int n) {
+TKVI_OP tkvi_vf tkvi_vf_load_first(const float *p, int n) {
     float x[4];
     int i;
-    if (n >= 4) return tkvi_load_128(p);
+    if (n >= 4) return tkvi_vf_load(p);
     for (i = 0; i < 4; i++) x[i] = i < n ? p[i] : 0.0f;
-    return tkvi_load_128(x);
+    return tkvi_vf_load(x);
 }
 
-TKVI_OP void tkvi_store_first_128(float *p, tkvi_f4 y, int n) {
+TKVI_OP void tkvi_vf_store_first(float *p, tkvi_vf y, int n) {
     float x[4];
     int i;
-    tkvi_store_128(n >= 4 ? p : x, y);
+    tkvi_vf_store(n >= 4 ? p : x, y);
     for (i = 0; i < n && n < 4; i++) p[i] = x[i];
 }
 
-TKVI_OP tkvi_i4 tkvi_load_signed_128(const uint8_t *p, int n) {
+TKVI_OP tkvi_vi tkvi_vi_load_i8(const uint8_t *p, int n) {
     uint8_t first[4] = {0};
     if (n >= 4) return tkvi_load_bytes4_128(p);
     memcpy(first, p, (size_t)n);
     return tkvi_load_bytes4_128(first);
 }
 
-TKVI_OP void tkvi_store_max4_128(float *to, const tkvi_f4 *v) {
+TKVI_OP void tkvi_vf_max4(float *to, const tkvi_vf *v) {
     int r;
-    for (r = 0; r < 4; r++) to[r] = tkvi_max_across_128(v[r]);
+    for (r = 0; r < 4; r++) to[r] = tkvi_vf_max_across(v[r]);
 }
 
-TKVI_OP void tkvi_store_isum4_128(int32_t *to, const tkvi_i4 *v) {
+TKVI_OP void tkvi_vi_sum4(int32_t *to, const tkvi_vi *v) {
     int r;
     for (r = 0; r < 4; r++) to[r] = tkvi_sum_ints_across_128(v[r]);
 }
@@ -18204,7 +17426,7 @@ TKVI_KERNEL void TKVI_N(exact_rows_k)(const tkvi_side *s, const uint8_t *src, ui
 
 TKVI_KERNEL void TKVI_N(exact_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                  const float *ref, int rows, int n, int n_limbs, float *scores) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     int r;
     (void)n_limbs;
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
@@ -18220,7 +17442,7 @@ TKVI_KERNEL void TKVI_N(exact_v)(const tkvi_side *s, const uint8_t *src, const u
         {TKVI_N(f32_v1), TKVI_N(f32_v2), TKVI_N(f32_v4), TKVI_N(f32_v_last)},
         {TKVI_N(f16_v1), TKVI_N(f16_v2), TKVI_N(f16_v4), TKVI_N(f16_v_last)},
         {TKVI_N(bf16_v1), TKVI_N(bf16_v2), TKVI_N(bf16_v4), TKVI_N(bf16_v_last)}};
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     const tkvi_storage type = s->format->stored;
     const int pad = s->pad, vectors = pad / TKVI_VF;
     (void)n_limbs;
@@ -18532,7 +17754,7 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     const int pad = s->pad;
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
         tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
         return;
     }
@@ -18571,7 +17793,7 @@ TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const
     const int pad = s->pad;
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_distance(src, next))) {
+    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
         tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
         return;
     }
@@ -18769,19 +17991,12 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     TKVI_SUMS_OF_(X, EACH, 0) TKVI_SUMS_OF_(X, EACH, 1) TKVI_SUMS_OF_(X, EACH, 2) TKVI_SUMS_OF_(X, EACH, 3)
 #define TKVI_SUMS_OF_(X, EACH, r)                                                                            \
     if (r < nr) { EACH(X, r) }
-#define TKVI_DECLARE_TWO_(type, zero, r) type a##r = zero, b##r = zero;
-#define TKVI_DECLARE_FOUR_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
-#define TKVI_DECLARE_(HOW, type, zero)                                                                       \
-    HOW(type, zero, 0) HOW(type, zero, 1) HOW(type, zero, 2) HOW(type, zero, 3)
+#define TKVI_DECLARE_OF_(type, zero, r) type a##r = zero, b##r = zero, c##r = zero, d##r = zero;
+#define TKVI_DECLARE_(type, zero)                                                                            \
+    TKVI_DECLARE_OF_(type, zero, 0)                                                                          \
+    TKVI_DECLARE_OF_(type, zero, 1) TKVI_DECLARE_OF_(type, zero, 2) TKVI_DECLARE_OF_(type, zero, 3)
 #define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
-#define TKVI_FOUR_(X, r) X(a##r, 0, r) X(b##r, 1, r) X(c##r, 2, r) X(d##r, 3, r)
-#if TKVI_K_PLANES == 2
-#define TKVI_K_SUMS_ TKVI_DECLARE_TWO_
-#define TKVI_K_EACH_ TKVI_TWO_
-#else
-#define TKVI_K_SUMS_ TKVI_DECLARE_FOUR_
-#define TKVI_K_EACH_ TKVI_FOUR_
-#endif
+#define TKVI_TWO_MORE_(X, r) X(c##r, 2, r) X(d##r, 3, r)
 
 /* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
@@ -18814,7 +18029,14 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     (&d->fold, r, d->sums + r * TKVI_V_STRIDE, d->slabs * 16 << d->pairs, 1, out + r * stride);
 }
 
-/* >>K. Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
+/* >>K. A pass takes TKVI_K_PLANES planes of a vector of each. */
+#define TKVI_K_PASSES (64 / TKVI_VB * 4 / TKVI_K_PLANES)
+#define TKVI_K_FIRST(pass) ((pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
+#define TKVI_K_COLUMN(pass) ((pass) % (64 / TKVI_VB) * TKVI_VB) /* first byte of a plane */
+#define TKVI_K_EACH_(X, r)                                                                                   \
+    TKVI_TWO_(X, r)                                                                                          \
+    if (TKVI_K_PLANES > 2) { TKVI_TWO_MORE_(X, r) }
+/* Sums of plane first + p and row r. d->sums holds what sums hold no longer. */
 #define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
@@ -18891,7 +18113,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
-            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+            TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
             for (; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
@@ -18912,7 +18134,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             tkvi_vb u = tkvi_vb_splat(0);
             tkvi_vi more;
             int room = TKVI_SUM_MAX, left;
-            TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
+            TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
             for (; width > 0; width--)
                 for (left = d->s->tiles.n[width]; left > 0;) {
                     const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
@@ -18943,34 +18165,31 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     }
 }
 
-/* >>V. With TKVI_V_SPLIT, odd planes have sums c##r and d##r. */
-#if TKVI_V_VECTORS == 2
-#define TKVI_V_EACH_ TKVI_TWO_
-#else
-#define TKVI_V_EACH_ TKVI_FOUR_
-#endif
+/* >>V. A pass takes TKVI_V_VECTORS vectors: parts of one slab, or each is a slab. With TKVI_V_SPLIT, odd planes have
+ * sums c##r and d##r. */
+#define TKVI_V_SLABS (TKVI_V_VECTORS * TKVI_VB > 64 ? TKVI_V_VECTORS * TKVI_VB / 64 : 1)
+#define TKVI_V_PARTS                                                                                         \
+    (TKVI_V_VECTORS * TKVI_VB < 64 ? 64 / (TKVI_V_VECTORS * TKVI_VB) : 1) /* passes of a slab */
+#define TKVI_V_COLUMN(v, part) (((part)*TKVI_V_VECTORS + (v)) * TKVI_VB % 64)
+#define TKVI_V_EACH_(X, r)                                                                                   \
+    TKVI_TWO_(X, r)                                                                                          \
+    if (TKVI_V_VECTORS > 2) { TKVI_TWO_MORE_(X, r) }
 #if TKVI_V_SPLIT
-#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
-#define TKVI_V_ODD_(X, r) X(c##r, 0, r) X(d##r, 1, r)
 #define TKVI_V_STEP_(X, r)                                                                                   \
     if (p % 2) {                                                                                             \
-        TKVI_V_ODD_(X, r)                                                                                    \
+        X(c##r, 0, r) X(d##r, 1, r)                                                                          \
     } else {                                                                                                 \
-        TKVI_V_EACH_(X, r)                                                                                   \
+        TKVI_TWO_(X, r)                                                                                      \
     }
 #define TKVI_V_JOIN_(r) a##r = tkvi_vi_add(a##r, c##r), b##r = tkvi_vi_add(b##r, d##r);
 #define TKVI_V_HIDE_(sum, p, r) tkvi_hide(sum);
+#define TKVI_V_HIDE_ALL_(X, r) TKVI_TWO_(X, r) TKVI_TWO_MORE_(X, r)
 #define TKVI_V_JOIN_ALL_                                                                                     \
-    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_FOUR_)                                                                 \
+    TKVI_EACH_SUM_(TKVI_V_HIDE_, TKVI_V_HIDE_ALL_)                                                           \
     TKVI_V_JOIN_(0) TKVI_V_JOIN_(1) TKVI_V_JOIN_(2) TKVI_V_JOIN_(3)
 #else
 #define TKVI_V_STEP_ TKVI_V_EACH_
 #define TKVI_V_JOIN_ALL_
-#if TKVI_V_VECTORS == 2
-#define TKVI_V_SUMS_ TKVI_DECLARE_TWO_
-#else
-#define TKVI_V_SUMS_ TKVI_DECLARE_FOUR_
-#endif
 #endif
 #define TKVI_V_SUM_(v, r) (sums + r * TKVI_V_STRIDE + TKVI_VF * v)
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
@@ -19000,7 +18219,7 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+/* next: bytes from a slab to the next one. */
 #define TKVI_V_LOAD_(width)                                                                                  \
     TKVI_UNROLL                                                                                              \
     for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
@@ -19016,7 +18235,7 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     const int8_t *w = d->w;
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
+    TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
         TKVI_V_LOAD_(width)
@@ -19037,7 +18256,7 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     tkvi_vb packed[TKVI_V_VECTORS][4], x[TKVI_V_VECTORS], u = tkvi_vb_splat(0);
     const int8_t *w = d->w;
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
+    TKVI_DECLARE_(tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
         TKVI_V_LOAD_(8)
         TKVI_UNROLL
@@ -19058,7 +18277,7 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     tkvi_vb packed[TKVI_V_VECTORS][4];
     tkvi_wide_vb even[TKVI_V_VECTORS], odd[TKVI_V_VECTORS], even_w = tkvi_wide_none(), odd_w = even_w;
     int t, p, v;
-    TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
+    TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         TKVI_V_LOAD_(width)
         TKVI_UNROLL
@@ -19166,7 +18385,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     a.coarse = tkvi_coarse_k(s);
     d.s = s;
     d.codes = src;
-    d.ahead = tkvi_distance(src, next);
+    d.ahead = tkvi_next_distance(src, next);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
     d.most_width = most_width;
     d.w = weights[0].w;
@@ -19222,7 +18441,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.w = w;
     d.wide_w = wide_w;
     d.sums = sums;
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_next_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
@@ -19236,7 +18455,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
             const int left = (s->tiles.n[width] - i) / 4 << d.pairs, in_group = s->group / 16;
             g = slab / in_group;
             d.slabs = tkvi_min(left, in_group - slab % in_group) >> d.pairs;
-            d.ahead = tkvi_distance(src, next);
+            d.ahead = tkvi_next_distance(src, next);
             a.scale = scale + g * TKVI_BLOCK;
             a.zero = zero + g * TKVI_BLOCK;
             for (r = 0; r < rows; r += 4) {
@@ -19267,43 +18486,22 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
 #define TKVI_ANY_ABOVE_(a, b) tkvi_vm_any(tkvi_vf_gt(a, b))
 
 /* >>products. Sums of token j are a##j (first vector of rows), b##j, c##j and d##j; as 32-bit integers ai##j ... */
-#if TKVI_ROW_VECTORS == 4
 #define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
     X(a##j, ai##j, 0, j)                                                                                     \
-    X(b##j, bi##j, 1, j)                                                                                     \
-    if (nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
+    if (nv > 1) { X(b##j, bi##j, 1, j) }                                                                     \
+    if (TKVI_ROW_VECTORS > 2 && nv > 2) { X(c##j, ci##j, 2, j) X(d##j, di##j, 3, j) }
+#define TKVI_ROW_SUMS_(X)                                                                                    \
+    { TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3) }      \
+    if (TKVI_ROW_TOKENS > 4) {                                                                               \
+        TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)      \
+    }
 #define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero, c##j = zero, d##j = zero;
 #define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero, ci##j = zero, di##j = zero;
-#else
-#define TKVI_ROW_SUMS_OF_(X, j)                                                                              \
-    X(a##j, ai##j, 0, j)                                                                                     \
-    if (nv > 1) { X(b##j, bi##j, 1, j) }
-#define TKVI_ROW_DECLARE_OF_(type, zero, j) type a##j = zero, b##j = zero;
-#define TKVI_ROW_WIDENED_OF_(type, zero, j) type ai##j = zero, bi##j = zero;
-#endif
-#if TKVI_ROW_TOKENS == 8
-#define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 1)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 2)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 3)                                                                                  \
-    TKVI_ROW_SUMS_OF_(X, 4) TKVI_ROW_SUMS_OF_(X, 5) TKVI_ROW_SUMS_OF_(X, 6) TKVI_ROW_SUMS_OF_(X, 7)
 #define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
     HOW(type, zero, 0)                                                                                       \
     HOW(type, zero, 1)                                                                                       \
     HOW(type, zero, 2)                                                                                       \
-    HOW(type, zero, 3)                                                                                       \
-    HOW(type, zero, 4)                                                                                       \
-    HOW(type, zero, 5)                                                                                       \
-    HOW(type, zero, 6) HOW(type, zero, 7)
-#else
-#define TKVI_ROW_SUMS_(X)                                                                                    \
-    TKVI_ROW_SUMS_OF_(X, 0) TKVI_ROW_SUMS_OF_(X, 1) TKVI_ROW_SUMS_OF_(X, 2) TKVI_ROW_SUMS_OF_(X, 3)
-#define TKVI_ROW_DECLARE_(HOW, type, zero)                                                                   \
-    HOW(type, zero, 0)                                                                                       \
-    HOW(type, zero, 1)                                                                                       \
-    HOW(type, zero, 2) HOW(type, zero, 3)
-#endif
+    HOW(type, zero, 3) HOW(type, zero, 4) HOW(type, zero, 5) HOW(type, zero, 6) HOW(type, zero, 7)
 
 #define TKVI_ROW_DOT_(sum, wide, v, j)                                                                       \
     if (v == 0 && TKVI_ROWS_NEW(j)) codes = tkvi_rows_codes(x + j);                                          \
@@ -19330,6 +18528,17 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_vf_store(TKVI_ROW_OUT_(v, j),                                                                       \
                   tkvi_vf_madd(tkvi_vi_to_float(wide), by[v],                                                \
                                tkvi_vf_add(rest[v], tkvi_vf_load(TKVI_ROW_OUT_(v, j)))));
+#define TKVI_ROW_ANSWERS_(unit)                                                                              \
+    TKVI_UNROLL                                                                                              \
+    for (v = 0; v < nv; v++) {                                                                               \
+        by[v] = tkvi_vf_load(unit + v * TKVI_VF);                                                            \
+        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);                                                       \
+    }                                                                                                        \
+    if (d->add) {                                                                                            \
+        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)                                                                 \
+    } else {                                                                                                 \
+        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)                                                                     \
+    }
 
 /* out = by * sum + rest, from one-limb weights; added to out if d->add. A run of quads fits into the sums. */
 TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *x, const int is_key,
@@ -19341,7 +18550,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
     tkvi_vf by[TKVI_ROW_VECTORS], rest[TKVI_ROW_VECTORS];
     int i, v;
     for (;; run++) {
-        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_sums, tkvi_sums_zero())
+        TKVI_ROW_DECLARE_(TKVI_ROW_DECLARE_OF_, tkvi_narrow_sums, tkvi_sums_zero())
         TKVI_ROW_DECLARE_(TKVI_ROW_WIDENED_OF_, tkvi_vi, tkvi_vi_splat(0))
         tkvi_forget_memory(total); /* gcc keeps `total` in registers otherwise, and runs out of them */
         for (i = *run; i > 0; i--, w += w_step, x += x_step) {
@@ -19355,16 +18564,7 @@ TKVI_OP void TKVI_N(rows_narrow)(const tkvi_prefill_products *d, const int32_t *
             TKVI_ROW_SUMS_(TKVI_ROW_SPILL_)
             continue;
         }
-        TKVI_UNROLL
-        for (v = 0; v < nv; v++) {
-            by[v] = tkvi_vf_load(d->by + v * TKVI_VF);
-            rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-        }
-        if (d->add) {
-            TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-        } else {
-            TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-        }
+        TKVI_ROW_ANSWERS_(d->by)
         return;
     }
 }
@@ -19387,16 +18587,7 @@ TKVI_OP void TKVI_N(rows_wide)(const tkvi_prefill_products *d, const int32_t *x,
         TKVI_ROW_SUMS_(TKVI_ROW_WIDE_DOT_)
     }
     TKVI_ROW_SUMS_(TKVI_ROW_WIDEN_WIDE_)
-    TKVI_UNROLL
-    for (v = 0; v < nv; v++) {
-        by[v] = tkvi_vf_load(d->wide_by + v * TKVI_VF);
-        rest[v] = tkvi_vf_load(d->rest + v * TKVI_VF);
-    }
-    if (d->add) {
-        TKVI_ROW_SUMS_(TKVI_ROW_ADD_ANSWER_)
-    } else {
-        TKVI_ROW_SUMS_(TKVI_ROW_ANSWER_)
-    }
+    TKVI_ROW_ANSWERS_(d->wide_by)
 }
 
 /* The same in floats: out[j][lanes] = sum over i < n of y[i][lanes] x[i * step + j * apart], or added to out. */
@@ -19924,14 +19115,14 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
     else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
 }
 
 TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    const float *p, int lanes, int n, int n_limbs, float *out) {
-    const uintptr_t ahead = tkvi_distance(src, next);
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
     else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
 }
@@ -19940,272 +19131,58 @@ static const tkvi_prefill TKVI_N(prefill) = {
     TKVI_N(prefill_k),      TKVI_N(prefill_v),           TKVI_N(prefill_softmax_step),
     TKVI_N(prefill_shrink), TKVI_N(prefill_rotate_back), TKVI_N(prefill_transpose)};
 /* ======== kernels/vectors_128.h ======== */
-
-static const tkvi_kernels tkvi_kernels_128 = {
-    TKVI_ISA_128,
-    TKVI_NAME_128,
-    {tkvi_exact_k_128, tkvi_exact_k_128, tkvi_exact_k_128, tkvi_tiles_k_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_128)},
-    {tkvi_exact_v_128, tkvi_exact_v_128, tkvi_exact_v_128, tkvi_tiles_v_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_128)},
-    &tkvi_simd_ops_128,
-    tkvi_exp64_128,
-    tkvi_max64_128,
-    tkvi_softmax_step_128,
-    &tkvi_prefill_128,
+/* ======== kernels/simd_end.inc ======== */
+/*
+ * kernels/simd_end.inc - a template: the table of an instruction set's kernels. Then it ends the vocabulary: undefines
+ * what differs between AVX2 and AVX-512. All other macros have the same text in each set, and C allows to define such a
+ * macro again.
+ */
+static const tkvi_kernels TKVI_N(kernels) = {
+    TKVI_ISA,
+    TKVI_ISA_NAME,
+    {TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(exact_k), TKVI_N(tiles_k),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_k))},
+    {TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(exact_v), TKVI_N(tiles_v),
+     TKVI_IF(TKVI_HAS_DECODED, TKVI_N(decoded_v))},
+    &TKVI_N(simd_ops),
+    TKVI_N(exp64),
+    TKVI_N(max64),
+    TKVI_N(softmax_step),
+    &TKVI_N(prefill),
 };
 
-/* ======== kernels/simd_end.inc ======== */
-/* kernels/simd_end.inc - ends a vocabulary and its templates. */
+#undef TKVI_ISA
+#undef TKVI_ISA_NAME
 #undef TKVI_N
+#undef TKVI_SHARED
 #undef TKVI_OP
 #undef TKVI_KERNEL
+#undef TKVI_MM
+#undef TKVI_MM_SI
 #undef tkvi_vf
 #undef tkvi_vi
 #undef tkvi_vb
+#undef tkvi_vm
 #undef TKVI_VF
 #undef TKVI_VB
-#undef tkvi_vf_load
-#undef tkvi_vf_store
-#undef tkvi_vf_splat
-#undef tkvi_vf_add
-#undef tkvi_vf_sub
-#undef tkvi_vf_mul
-#undef tkvi_vf_madd
-#undef tkvi_vf_max
-#undef tkvi_vf_abs
-#undef tkvi_vf_sum4
-#undef tkvi_vf_max4
-#undef tkvi_vf_sum_across
-#undef tkvi_vf_max_across
-#undef tkvi_vf_load_f16
-#undef tkvi_vf_load_bf16
-#undef tkvi_vf_round
-#undef tkvi_vf_exponent_rest
-#undef tkvi_vf_times_power
-#undef tkvi_vf_zero_below
-#undef tkvi_vi_load
-#undef tkvi_vi_store
-#undef tkvi_vi_splat
-#undef tkvi_vi_add
-#undef tkvi_vi_sub
-#undef tkvi_vi_left
-#undef tkvi_vi_mul16
-#undef tkvi_vi_nearest
-#undef tkvi_vi_to_float
-#undef tkvi_vi_sum4
-#undef tkvi_vi_first
-#undef tkvi_vb_load
-#undef tkvi_vb_store
-#undef tkvi_vb_splat
-#undef tkvi_vb_and
-#undef tkvi_vb_or
-#undef tkvi_vb_left
-#undef tkvi_vb_right
-#undef tkvi_vb_tail
-#undef tkvi_vb_right_half
-#undef tkvi_vb_flip
-#undef tkvi_vb_table
-#undef tkvi_vb_look_up
-#undef tkvi_ahead
-#undef tkvi_distance
+#undef tkvi_load_half
+#undef tkvi_load_quarter
+#undef tkvi_gather
+#undef TKVI_CUTS
 #undef TKVI_EXACT_TOKENS
 #undef TKVI_EXACT_VECTORS
 #undef TKVI_EXACT_LAST
-#undef TKVI_EXACT_IS_SHORT
-#undef TKVI_HAS_NARROW
-#undef TKVI_BIAS
-#undef TKVI_V_PARTS
 #undef TKVI_K_PLANES
-#undef TKVI_K_PASSES
-#undef TKVI_K_FIRST
-#undef TKVI_K_COLUMN
-#undef TKVI_V_VECTORS
-#undef TKVI_V_SLABS
-#undef TKVI_V_COLUMN
 #undef TKVI_V_SPLIT
-#undef TKVI_W_TILE
-#undef tkvi_weights
-#undef tkvi_store_weights_k
-#undef tkvi_store_weights_v
+#undef TKVI_SUM_MAX
+#undef TKVI_V_SUM_MAX
+#undef TKVI_ROW_TOKENS
 #undef tkvi_keep
 #undef tkvi_use
 #undef tkvi_keep_pointer
-#undef tkvi_sums
-#undef tkvi_sums_zero
-#undef TKVI_SUM_MAX
-#undef tkvi_dot_k
-#undef tkvi_dot_v
-#undef tkvi_widen_k
-#undef tkvi_widen_v
-#undef tkvi_dot_levels
-#undef TKVI_WIDE_TILE
-#undef tkvi_wide_vb
-#undef tkvi_wide_none
-#undef tkvi_keep_wide
-#undef tkvi_wide_sums
-#undef tkvi_wide_zero
-#undef tkvi_even
-#undef tkvi_odd
-#undef tkvi_wide_even
-#undef tkvi_wide_odd
-#undef tkvi_dot_wide
-#undef tkvi_widen_wide
-#undef tkvi_store_wide
-#undef TKVI_EACH_SUM_
-#undef TKVI_SUMS_OF_
-#undef TKVI_DECLARE_TWO_
-#undef TKVI_DECLARE_FOUR_
-#undef TKVI_DECLARE_
-#undef TKVI_TWO_
-#undef TKVI_FOUR_
-#undef TKVI_K_SUMS_
-#undef TKVI_K_EACH_
-#undef TKVI_K_SUM_
-#undef TKVI_K_CLEAR_
-#undef TKVI_K_SAVE_
-#undef TKVI_K_IS_UNPACKED_
-#undef TKVI_K_DOT_
-#undef TKVI_K_DOT_WIDE_
-#undef TKVI_K_SAVE_WIDE_
-#undef TKVI_K_LOAD_
-#undef TKVI_K_RUN_
-#undef TKVI_K_WIDE_RUN_
-#undef TKVI_V_EACH_
-#undef TKVI_V_SUMS_
-#undef TKVI_V_ODD_
-#undef TKVI_V_STEP_
-#undef TKVI_V_HIDE_
-#undef TKVI_V_JOIN_
-#undef TKVI_V_JOIN_ALL_
-#undef TKVI_V_DOT_
-#undef TKVI_V_DOT_LEVELS_
-#undef TKVI_V_DOT_WIDE_
-#undef TKVI_V_SUM_
-#undef TKVI_V_SPILL_
-#undef TKVI_V_SAVE_
-#undef TKVI_V_SAVE_LEVELS_
-#undef TKVI_V_SAVE_WIDE_
-#undef TKVI_V_LOAD_
-#undef TKVI_EACH_ROWS_
-#undef tkvi_vf_div
-#undef TKVI_ABOVE_
-#undef TKVI_ANY_ABOVE_
-#undef tkvi_vm_any
-#undef TKVI_SQUARE
-#undef tkvi_transpose_square
-#undef tkvi_vi_mul
-#undef TKVI_V_SUM_MAX
-#undef TKVI_ROW_VECTORS
-#undef TKVI_ROW_TOKENS
-#undef TKVI_ROWS_NEW
-#undef tkvi_rows_codes
-#undef tkvi_rows_dot_k
-#undef tkvi_rows_dot_v
-#undef tkvi_rows_dot_wide
-#undef tkvi_pack_rows_k
-#undef tkvi_pack_rows_v
-#undef tkvi_pack_rows_even
-#undef tkvi_pack_rows_odd
-#undef TKVI_ROW_SUMS_OF_
-#undef TKVI_ROW_DECLARE_OF_
-#undef TKVI_ROW_SUMS_
-#undef TKVI_ROW_DECLARE_
-#undef TKVI_ROW_TOTAL_
-#undef TKVI_ROW_DOT_
-#undef TKVI_ROW_WIDE_DOT_
-#undef TKVI_ROW_FLOAT_DOT_
-#undef TKVI_ROW_FLOAT_ANSWER_
-#undef TKVI_WIDE_VECTORS
-#undef TKVI_ROW_WIDENED_OF_
-#undef TKVI_ROW_WIDEN_
-#undef TKVI_ROW_WIDEN_WIDE_
-#undef TKVI_ROW_MORE_
-#undef TKVI_ROW_SPILL_
-#undef TKVI_ROW_OUT_
-#undef TKVI_ROW_ANSWER_
-#undef TKVI_ROW_ADD_ANSWER_
 #undef tkvi_hide
-#undef tkvi_vf_min
-#undef tkvi_vf_xor
-#undef tkvi_vf_load_first
-#undef tkvi_vf_store_first
-#undef tkvi_gather
-#undef tkvi_vf_hide
-#undef tkvi_vf_butterflies
-#undef tkvi_vf_store_f16
-#undef tkvi_vi_load_i8
-#undef tkvi_vb_add
-#undef tkvi_vb_where
-#undef tkvi_vb_zip1
-#undef tkvi_vb_zip2
-#undef tkvi_vb_zip1_pairs
-#undef tkvi_vb_zip2_pairs
-#undef tkvi_vb_spread
-#undef TKVI_WITHIN_
-#undef TKVI_ACROSS_
-#undef tkvi_vm
-#undef tkvi_vf_sqrt
-#undef tkvi_vf_gt
-#undef tkvi_vf_where
-#undef tkvi_vf_select
-#undef tkvi_vf_first
-#undef tkvi_vf_of_bits
-#undef tkvi_vi_or
-#undef tkvi_vi_and
-#undef tkvi_vi_right
-#undef tkvi_vi_min
-#undef tkvi_vi_max
-#undef tkvi_vi_count
-#undef tkvi_vi_select
-#undef tkvi_vi_of_bits
-#undef tkvi_vi_trunc
-#undef tkvi_vi_floor
-#undef tkvi_vi_load_u8
-#undef tkvi_vi_store_u8
-#undef tkvi_vi_look_up8
-#undef tkvi_vi_transpose4
-#undef tkvi_vi_pack4
-#undef tkvi_vh_splat
-#undef tkvi_vh_add
-#undef tkvi_vh_sub
-#undef tkvi_vh_min
-#undef tkvi_vh_max
-#undef tkvi_vh_pairs
-#undef tkvi_vh_pack
-#undef tkvi_vh_first
-#undef tkvi_vh_second
-#undef tkvi_vh_zip1
-#undef tkvi_vh_zip2
-#undef tkvi_vh_cut
-#undef tkvi_vi_dot
-#undef tkvi_vi_add_pairs
-#undef tkvi_vp
-#undef tkvi_vp_zero
-#undef tkvi_vp_dot
-#undef tkvi_vp_total
-#undef tkvi_vi_scatter4
-#undef tkvi_vb_scatter4
-#undef TKVI_CUTS
-#undef tkvi_vh_sum
-#undef tkvi_vh_total
-#undef TKVI_SHARED
-#undef tkvi_vf_swap
-#undef tkvi_vf_load_twice
-#undef tkvi_vf_load_e4m3
-#undef tkvi_vf_load_table
-#undef tkvi_vi_xor
-#undef tkvi_vi_mul_right
-#undef tkvi_vb_gather4
-#undef tkvi_vb_transpose4
-#undef TKVI_EXACT_ROW_
-#undef TKVI_EXACT_PASS_
-#undef TKVI_EXACT_LAST_
-#undef TKVI_EXACT_ALL_
-#undef tkvi_vf_load_finite_f16
-#undef TKVI_NARROW_VECTORS
-#undef TKVI_FLOAT_VECTORS
-#undef TKVI_ROW_INSTANCES_
+#undef TKVI_V_STEP_
+#undef TKVI_V_JOIN_ALL_
 #undef TKVI_PASS_
 /* ======== kernels/vectors_128.h ======== */
 

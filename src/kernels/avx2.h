@@ -31,21 +31,6 @@
 
 #include "kernels/tiles.inc"
 #include "kernels/prefill.inc"
-
-static const tkvi_kernels tkvi_kernels_avx2 = {
-    TKV_ISA_AVX2,
-    "avx2",
-    {tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_exact_k_avx2, tkvi_tiles_k_avx2,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx2)},
-    {tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_exact_v_avx2, tkvi_tiles_v_avx2,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx2)},
-    &tkvi_simd_ops_avx2,
-    tkvi_exp64_avx2,
-    tkvi_max64_avx2,
-    tkvi_softmax_step_avx2,
-    &tkvi_prefill_avx2,
-};
-
 #include "kernels/simd_end.inc"
 
 #endif /* TKVI_X86 */

@@ -39,21 +39,6 @@
 
 #include "kernels/tiles.inc"
 #include "kernels/prefill.inc"
-
-static const tkvi_kernels tkvi_kernels_avx512 = {
-    TKV_ISA_AVX512,
-    "avx512",
-    {tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_exact_k_avx512, tkvi_tiles_k_avx512,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_avx512)},
-    {tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_exact_v_avx512, tkvi_tiles_v_avx512,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_avx512)},
-    &tkvi_simd_ops_avx512,
-    tkvi_exp64_avx512,
-    tkvi_max64_avx512,
-    tkvi_softmax_step_avx512,
-    &tkvi_prefill_avx512,
-};
-
 #include "kernels/simd_end.inc"
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -1,7 +1,7 @@
 /*
  * kernels/vectors_128.h - the kernels of kernels/scalar.h with vectors of 128 bits, for NEON and WebAssembly.
  *
- * Types and operations that end in _128 come from kernels/neon.h or kernels/wasm.h. The target of the compiler
+ * The vocabulary comes from kernels/neon.h or kernels/wasm.h, and kernels/simd_128.inc. The target of the compiler
  * selects one of them.
  *
  * No machine to measure prefetching of `next` was available, so these kernels do without it.
@@ -34,21 +34,6 @@
 
 #include "kernels/tiles.inc"
 #include "kernels/prefill.inc"
-
-static const tkvi_kernels tkvi_kernels_128 = {
-    TKVI_ISA_128,
-    TKVI_NAME_128,
-    {tkvi_exact_k_128, tkvi_exact_k_128, tkvi_exact_k_128, tkvi_tiles_k_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_k_128)},
-    {tkvi_exact_v_128, tkvi_exact_v_128, tkvi_exact_v_128, tkvi_tiles_v_128,
-     TKVI_IF(TKVI_HAS_DECODED, tkvi_decoded_v_128)},
-    &tkvi_simd_ops_128,
-    tkvi_exp64_128,
-    tkvi_max64_128,
-    tkvi_softmax_step_128,
-    &tkvi_prefill_128,
-};
-
 #include "kernels/simd_end.inc"
 
 #endif /* TKVI_128 */

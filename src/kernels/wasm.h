@@ -1,5 +1,5 @@
 /*
- * kernels/wasm.h - the types and operations of kernels/vectors_128.h for WebAssembly, compiled with -msimd128.
+ * kernels/wasm.h - the vector vocabulary for WebAssembly with -msimd128. kernels/simd_x86.h explains the operations.
  *
  * WebAssembly has no product of bytes. i32x4.dot_i16x8_s multiplies 16-bit integers and adds pairs of products.
  * Shifts widen the even and the odd bytes of a vector of codes. The sums of both belong to the same token. Weights
@@ -28,30 +28,29 @@
 #define TKVI_ISA_128 TKV_ISA_WASM
 #define TKVI_NAME_128 "wasm"
 
-typedef v128_t tkvi_f4;
-typedef v128_t tkvi_i4;
-typedef v128_t tkvi_b16;
+typedef v128_t tkvi_vf;
+typedef v128_t tkvi_vi;
+typedef v128_t tkvi_vb;
+typedef v128_t tkvi_vm; /* a mask of lanes */
 
 /* >>floats */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_128(const float *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_128(float *p, tkvi_f4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_splat_128(float x) { return wasm_f32x4_splat(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_add_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_add(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_sub_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_sub(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_mul_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_mul(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_madd_128(tkvi_f4 a, tkvi_f4 x, tkvi_f4 y) {
-    return wasm_f32x4_add(a, wasm_f32x4_mul(x, y));
-}
-TKVI_FLAT_128 tkvi_f4 tkvi_max_128(tkvi_f4 a, tkvi_f4 b) { return wasm_f32x4_pmax(a, b); }
-TKVI_FLAT_128 tkvi_f4 tkvi_abs_128(tkvi_f4 x) { return wasm_f32x4_abs(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_swap_128(tkvi_f4 x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
-TKVI_FLAT_128 tkvi_f4 tkvi_load_twice_128(const float *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load(const float *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vf_store(float *p, tkvi_vf x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_splat(float x) { return wasm_f32x4_splat(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_add(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_add(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_sub(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_sub(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_mul(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_mul(a, b); }
+#define tkvi_vf_madd(a, b, c) wasm_f32x4_add(c, wasm_f32x4_mul(a, b))
+TKVI_FLAT_128 tkvi_vf tkvi_vf_max(tkvi_vf a, tkvi_vf b) { return wasm_f32x4_pmax(a, b); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_abs(tkvi_vf x) { return wasm_f32x4_abs(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_swap(tkvi_vf x) { return wasm_i32x4_shuffle(x, x, 1, 0, 3, 2); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_twice(const float *p) {
     const v128_t x = wasm_v128_load64_zero(p);
     return wasm_i32x4_shuffle(x, x, 0, 0, 1, 1);
 }
 
 /* Transposes 4 x 4 floats. */
-TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, int y_stride) {
+TKVI_FLAT_128 void tkvi_transpose_square(const float *x, int x_stride, float *y, int y_stride) {
     const v128_t x0 = wasm_v128_load(x), x1 = wasm_v128_load(x + x_stride);
     const v128_t x2 = wasm_v128_load(x + 2 * x_stride), x3 = wasm_v128_load(x + 3 * x_stride);
     const v128_t a = wasm_i32x4_shuffle(x0, x1, 0, 4, 1, 5), b = wasm_i32x4_shuffle(x0, x1, 2, 6, 3, 7);
@@ -62,62 +61,57 @@ TKVI_FLAT_128 void tkvi_transpose_128(const float *x, int x_stride, float *y, in
     wasm_v128_store(y + 3 * y_stride, wasm_i64x2_shuffle(b, d, 1, 3));
 }
 
-/* Four horizontal sums. */
-TKVI_FLAT_128 tkvi_f4 tkvi_sum4_128(tkvi_f4 a, tkvi_f4 b, tkvi_f4 c, tkvi_f4 d) {
-    tkvi_f4 ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
-    tkvi_f4 cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
+TKVI_FLAT_128 tkvi_vf tkvi_sum4_128(tkvi_vf a, tkvi_vf b, tkvi_vf c, tkvi_vf d) {
+    tkvi_vf ab = wasm_f32x4_add(wasm_i32x4_shuffle(a, b, 0, 2, 4, 6), wasm_i32x4_shuffle(a, b, 1, 3, 5, 7));
+    tkvi_vf cd = wasm_f32x4_add(wasm_i32x4_shuffle(c, d, 0, 2, 4, 6), wasm_i32x4_shuffle(c, d, 1, 3, 5, 7));
     return wasm_f32x4_add(wasm_i32x4_shuffle(ab, cd, 0, 2, 4, 6), wasm_i32x4_shuffle(ab, cd, 1, 3, 5, 7));
 }
 
-TKVI_FLAT_128 float tkvi_sum_across_128(tkvi_f4 x) {
+#define tkvi_vf_sum4(to, v) tkvi_vf_store(to, tkvi_sum4_128((v)[0], (v)[1], (v)[2], (v)[3]))
+
+TKVI_FLAT_128 float tkvi_vf_sum_across(tkvi_vf x) {
     return wasm_f32x4_extract_lane(tkvi_sum4_128(x, x, x, x), 0);
 }
 
-TKVI_FLAT_128 float tkvi_max_across_128(tkvi_f4 x) {
+TKVI_FLAT_128 float tkvi_vf_max_across(tkvi_vf x) {
     x = wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_f32x4_extract_lane(wasm_f32x4_pmax(x, wasm_i32x4_shuffle(x, x, 1, 0, 3, 2)), 0);
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_round_128(tkvi_f4 x) { return wasm_f32x4_nearest(x); } /* ties to even */
+TKVI_FLAT_128 tkvi_vf tkvi_vf_round(tkvi_vf x) { return wasm_f32x4_nearest(x); } /* ties to even */
 
 /* x log2 e - n, without FMA: (x - n ln 2) log2 e. ln 2 has two floats, and n times the first one is exact. */
-TKVI_FLAT_128 tkvi_f4 tkvi_exponent_rest_128(tkvi_f4 x, tkvi_f4 n) {
-    const tkvi_f4 r = tkvi_madd_128(x, n, wasm_f32x4_const_splat(-0.693359375f));
-    return wasm_f32x4_mul(tkvi_madd_128(r, n, wasm_f32x4_const_splat(2.12194440e-4f)),
+TKVI_FLAT_128 tkvi_vf tkvi_vf_exponent_rest(tkvi_vf x, tkvi_vf n) {
+    const tkvi_vf r = tkvi_vf_madd(n, wasm_f32x4_const_splat(-0.693359375f), x);
+    return wasm_f32x4_mul(tkvi_vf_madd(n, wasm_f32x4_const_splat(2.12194440e-4f), r),
                           wasm_f32x4_const_splat(1.44269504f));
 }
 
 /* y where x >= least, 0 elsewhere. */
-TKVI_FLAT_128 tkvi_f4 tkvi_zero_below_128(tkvi_f4 y, tkvi_f4 x, float least) {
-    return wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)));
-}
+#define tkvi_vf_zero_below(y, x, least) wasm_v128_and(y, wasm_f32x4_ge(x, wasm_f32x4_splat(least)))
 
 /* Loads finite fp16 values. Shifts their bits into the places of a float, clears the copies of the sign bit, and
  * multiplies by 2^112. This is also right for subnormals. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_finite_f16_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_finite_f16(const uint8_t *p) {
     v128_t x = wasm_v128_and(wasm_i32x4_shl(wasm_i32x4_load16x4(p), 13), wasm_i32x4_const_splat(~0x70000000));
     return wasm_f32x4_mul(x, wasm_i32x4_const_splat(0x77800000));
 }
 
 /* Loads any fp16 values. Infinity and NaN come out as 65536 or more in size, and get the largest exponent. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_f16_128(const uint8_t *p) {
-    v128_t x = tkvi_load_finite_f16_128(p);
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_f16(const uint8_t *p) {
+    v128_t x = tkvi_vf_load_finite_f16(p);
     v128_t no_number = wasm_f32x4_ge(wasm_f32x4_abs(x), wasm_f32x4_const_splat(65536.0f));
     return wasm_v128_or(x, wasm_v128_and(no_number, wasm_i32x4_const_splat(0x7f800000)));
 }
 
-TKVI_FLAT_128 tkvi_f4 tkvi_load_bf16_128(const uint8_t *p) {
-    return wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16);
-}
+#define tkvi_vf_load_bf16(p) wasm_i32x4_shl(wasm_u32x4_load16x4(p), 16)
 
 #define tkvi_vf_min(a, b) wasm_f32x4_pmin(a, b)
 #define tkvi_vf_xor(a, b) wasm_v128_xor(a, b)
 #define tkvi_vf_hide(x) __asm__("" : "+r"(x)) /* hides how x was computed: no reordering */
-#define tkvi_vf_butterflies(x) tkvi_butterflies_128(x)
-#define tkvi_vf_store_f16(p, x) tkvi_store_f16_128(p, x)
 
 /* Butterflies at distances 1 and 2 (core/rotate.h). Each lane becomes its partner plus or minus itself. */
-TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_butterflies(tkvi_vf x) {
     const v128_t odd = wasm_i32x4_const(0, INT32_MIN, 0, INT32_MIN);
     const v128_t high = wasm_i32x4_const(0, 0, INT32_MIN, INT32_MIN);
     x = wasm_f32x4_add(wasm_i32x4_shuffle(x, x, 1, 0, 3, 2), wasm_v128_xor(x, odd));
@@ -125,7 +119,7 @@ TKVI_FLAT_128 tkvi_f4 tkvi_butterflies_128(tkvi_f4 x) {
 }
 
 /* As tkvi_f32_to_f16, for |x| <= 65504. Half a unit aligns the mantissa of a subnormal. */
-TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
+TKVI_FLAT_128 void tkvi_vf_store_f16(uint8_t *p, tkvi_vf x) {
     const v128_t size = wasm_f32x4_abs(x), half = wasm_f32x4_const_splat(0.5f);
     const v128_t odd = wasm_v128_and(wasm_u32x4_shr(size, 13), wasm_i32x4_const_splat(1));
     const v128_t few = wasm_i32x4_sub(wasm_f32x4_add(size, half), half);
@@ -137,35 +131,32 @@ TKVI_FLAT_128 void tkvi_store_f16_128(uint8_t *p, tkvi_f4 x) {
 }
 
 /* >>integers */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_ints_128(const int32_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_ints_128(int32_t *p, tkvi_i4 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_splat_ints_128(int32_t x) { return wasm_i32x4_splat(x); }
-TKVI_FLAT_128 tkvi_i4 tkvi_add_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_add(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_sub_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_sub(a, b); }
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_i32x4_mul(a, b); }
-#define TKVI_LEFT_INTS_128(x, n) wasm_i32x4_shl(x, n)
-TKVI_FLAT_128 tkvi_f4 tkvi_to_float_128(tkvi_i4 x) { return wasm_f32x4_convert_i32x4(x); }
-TKVI_FLAT_128 tkvi_f4 tkvi_as_float_128(tkvi_i4 x) { return x; }
-TKVI_FLAT_128 tkvi_i4 tkvi_as_ints_128(tkvi_f4 x) { return x; }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_load(const int32_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vi_store(int32_t *p, tkvi_vi x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_splat(int32_t x) { return wasm_i32x4_splat(x); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_add(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_add(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_sub(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_sub(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul(tkvi_vi a, tkvi_vi b) { return wasm_i32x4_mul(a, b); }
+#define tkvi_vi_left(x, n) wasm_i32x4_shl(x, n)
+TKVI_FLAT_128 tkvi_vf tkvi_vi_to_float(tkvi_vi x) { return wasm_f32x4_convert_i32x4(x); }
+TKVI_FLAT_128 tkvi_vf tkvi_vf_of_bits(tkvi_vi x) { return x; }
 
-TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_i4 x) {
+TKVI_FLAT_128 int32_t tkvi_sum_ints_across_128(tkvi_vi x) {
     x = wasm_i32x4_add(x, wasm_i32x4_shuffle(x, x, 2, 3, 0, 1));
     return wasm_i32x4_extract_lane(x, 0) + wasm_i32x4_extract_lane(x, 1);
 }
 
 /* Rounds as tkvi_rne does: a conversion takes many instructions. */
-TKVI_FLAT_128 tkvi_i4 tkvi_nearest_128(tkvi_f4 x) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_nearest(tkvi_vf x) {
     return wasm_i32x4_sub(wasm_f32x4_add(x, wasm_f32x4_const_splat(12582912.0f)),
                           wasm_i32x4_const_splat(0x4b400000));
 }
 
 /* Four signed bytes. */
-TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
+TKVI_FLAT_128 tkvi_vi tkvi_load_bytes4_128(const uint8_t *p) {
     return wasm_i32x4_extend_low_i16x8(wasm_i16x8_extend_low_i8x16(wasm_v128_load32_zero(p)));
 }
 
-#define tkvi_m4 v128_t
-#define tkvi_vf_div(a, b) tkvi_div_128(a, b) /* also under -ffast-math the nearest float */
 #define tkvi_vf_sqrt(x) wasm_f32x4_sqrt(x)
 #define tkvi_vf_gt(a, b) wasm_f32x4_gt(a, b)
 #define tkvi_vf_where(mask, x) wasm_v128_and(x, mask) /* 0 elsewhere */
@@ -180,17 +171,15 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vi_select(mask, x, y) wasm_v128_bitselect(x, y, mask)
 #define tkvi_vi_of_bits(x) (x)
 #define tkvi_vi_trunc(x)                                                                                     \
-    tkvi_nearest_128(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
-#define tkvi_vi_floor(x) tkvi_nearest_128(wasm_f32x4_floor(x))
+    tkvi_vi_nearest(wasm_f32x4_trunc(x)) /* |x| < 2^22: a conversion takes many instructions */
+#define tkvi_vi_floor(x) tkvi_vi_nearest(wasm_f32x4_floor(x))
 #define tkvi_vi_load_u8(p) wasm_v128_and(tkvi_load_bytes4_128(p), wasm_i32x4_const_splat(255))
-#define tkvi_vi_look_up8(table, x) tkvi_look_up8_128(table, x)
-#define tkvi_vi_transpose4(v) tkvi_transpose4_128(v)
-#define tkvi_transpose_bytes_128(v) tkvi_transpose4_128(v)
+#define tkvi_vb_transpose4(v) tkvi_vi_transpose4(v)
 #define tkvi_vi_pack4(v) /* four vectors to bytes */                                                         \
     wasm_u8x16_narrow_i16x8(wasm_i16x8_narrow_i32x4((v)[0], (v)[1]), wasm_i16x8_narrow_i32x4((v)[2], (v)[3]))
 #define tkvi_vi_scatter4(p, step, x) ((void)(step), wasm_v128_store(p, x))
 
-/* >>16-bit halves of 32-bit lanes, as kernels/simd_avx2.inc */
+/* >>16-bit halves of 32-bit lanes, as kernels/simd_x86.h */
 #define tkvi_vh_splat(x) wasm_i16x8_splat((int16_t)(x))
 #define tkvi_vh_add(a, b) wasm_i16x8_add(a, b)
 #define tkvi_vh_sub(a, b) wasm_i16x8_sub(a, b)
@@ -203,7 +192,6 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vh_second(x) wasm_i32x4_extend_high_i16x8(x)
 #define tkvi_vh_zip1(x, y) wasm_i16x8_shuffle(x, y, 0, 8, 1, 9, 2, 10, 3, 11)
 #define tkvi_vh_zip2(x, y) wasm_i16x8_shuffle(x, y, 4, 12, 5, 13, 6, 14, 7, 15)
-#define tkvi_vh_cut(u, cut, by, top) tkvi_cut_128(u, cut, by, top)
 #define tkvi_vi_dot(x, a, b) wasm_i32x4_add(x, wasm_i32x4_dot_i16x8(a, b))
 #define tkvi_vi_add_pairs(x, a) wasm_i32x4_add(x, wasm_i32x4_extadd_pairwise_i16x8(a))
 #define TKVI_CUTS 2 /* ranges of K columns that are tried at once: their sums stay in registers */
@@ -214,13 +202,13 @@ TKVI_FLAT_128 tkvi_i4 tkvi_load_bytes4_128(const uint8_t *p) {
 #define tkvi_vp_dot(x, a, b) tkvi_vi_dot(x, a, b)
 #define tkvi_vp_total(x) (x)
 
-TKVI_FLAT_128 tkvi_f4 tkvi_div_128(tkvi_f4 a, tkvi_f4 b) {
+TKVI_FLAT_128 tkvi_vf tkvi_vf_div(tkvi_vf a, tkvi_vf b) {
     tkvi_vf_hide(b); /* not one reciprocal for several divisions */
     return wasm_f32x4_div(a, b);
 }
 
 /* As tkvi_cut_code: the high halves of products, halved. */
-TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 top) {
+TKVI_FLAT_128 tkvi_vi tkvi_vh_cut(tkvi_vi u, tkvi_vi cut, tkvi_vi by, tkvi_vi top) {
     const v128_t x = wasm_u16x8_sub_sat(u, cut), zero = wasm_i32x4_const_splat(0);
     const v128_t low = wasm_u32x4_extmul_low_u16x8(x, by), high = wasm_u32x4_extmul_high_u16x8(x, by);
     const v128_t twice = wasm_u16x8_narrow_i32x4(wasm_u32x4_shr(low, 16), wasm_u32x4_shr(high, 16));
@@ -228,7 +216,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_cut_128(tkvi_i4 u, tkvi_i4 cut, tkvi_i4 by, tkvi_i4 t
 }
 
 /* Looks up four lanes in a table of eight. An index from 16 on gives 0. */
-TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_look_up8(const int32_t *table, tkvi_vi x) {
     const v128_t at = wasm_i32x4_add(wasm_i32x4_mul(x, wasm_i32x4_const_splat(0x04040404)),
                                      wasm_i32x4_const_splat(0x03020100));
     const v128_t second = wasm_i8x16_sub(at, wasm_i8x16_const_splat(16));
@@ -236,7 +224,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_look_up8_128(const int32_t *table, tkvi_i4 x) {
                         wasm_i8x16_swizzle(wasm_v128_load(table + 4), second));
 }
 
-TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
+TKVI_FLAT_128 void tkvi_vi_transpose4(tkvi_vi *v) {
     const v128_t a = wasm_i32x4_shuffle(v[0], v[1], 0, 4, 1, 5),
                  b = wasm_i32x4_shuffle(v[2], v[3], 0, 4, 1, 5);
     const v128_t c = wasm_i32x4_shuffle(v[0], v[1], 2, 6, 3, 7),
@@ -247,24 +235,24 @@ TKVI_FLAT_128 void tkvi_transpose4_128(tkvi_i4 *v) {
     v[3] = wasm_i64x2_shuffle(c, d, 1, 3);
 }
 
-TKVI_FLAT_128 tkvi_i4 tkvi_xor_ints_128(tkvi_i4 a, tkvi_i4 b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_vi tkvi_vi_xor(tkvi_vi a, tkvi_vi b) { return wasm_v128_xor(a, b); }
 
 /* a b >> n, without signs. n: 1 .. 63. */
-TKVI_FLAT_128 tkvi_i4 tkvi_mul_right_128(tkvi_i4 a, tkvi_i4 b, int n) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_mul_right(tkvi_vi a, tkvi_vi b, int n) {
     const v128_t low = wasm_u64x2_shr(wasm_u64x2_extmul_low_u32x4(a, b), (uint32_t)n);
     const v128_t high = wasm_u64x2_shr(wasm_u64x2_extmul_high_u32x4(a, b), (uint32_t)n);
     return wasm_i32x4_shuffle(low, high, 0, 2, 4, 6);
 }
 
-/* Levels of E4M3, as tkvi_load_finite_f16_128: the bits in the places of a float, times 2^114. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_e4m3_128(const uint8_t *p) {
+/* Levels of E4M3, as tkvi_vf_load_finite_f16: the bits in the places of a float, times 2^114. */
+TKVI_FLAT_128 tkvi_vf tkvi_vf_load_e4m3(const uint8_t *p) {
     const v128_t x = wasm_i32x4_shl(tkvi_load_bytes4_128(p), 20);
     return wasm_f32x4_mul(wasm_v128_and(x, wasm_i32x4_const_splat((int32_t)0x87ffffff)),
                           wasm_i32x4_const_splat(0x78800000));
 }
 
 /* Looks up four codes, the first from bit `from` of p on. There is no vector instruction for a table of 64 bytes. */
-TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
+TKVI_FLAT_128 tkvi_vf tkvi_load_table_floats_128(const float *level, const uint8_t *p, int from, int bits) {
     uint32_t x;
     memcpy(&x, p, 4);
     x >>= from;
@@ -273,52 +261,39 @@ TKVI_FLAT_128 tkvi_f4 tkvi_load_table_floats_128(const float *level, const uint8
 }
 
 /* >>bytes */
-TKVI_FLAT_128 tkvi_b16 tkvi_load_bytes_128(const uint8_t *p) { return wasm_v128_load(p); }
-TKVI_FLAT_128 void tkvi_store_bytes_128(uint8_t *p, tkvi_b16 x) { wasm_v128_store(p, x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_splat_bytes_128(int x) { return wasm_i8x16_splat((int8_t)x); }
-TKVI_FLAT_128 tkvi_b16 tkvi_and_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_and(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_or_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_or(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_xor_128(tkvi_b16 a, tkvi_b16 b) { return wasm_v128_xor(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_add_bytes_128(tkvi_b16 a, tkvi_b16 b) { return wasm_i8x16_add(a, b); }
-TKVI_FLAT_128 tkvi_b16 tkvi_test_128(tkvi_b16 a, tkvi_b16 b) { /* 255 where a & b */
+TKVI_FLAT_128 tkvi_vb tkvi_vb_load(const uint8_t *p) { return wasm_v128_load(p); }
+TKVI_FLAT_128 void tkvi_vb_store(uint8_t *p, tkvi_vb x) { wasm_v128_store(p, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_splat(int x) { return wasm_i8x16_splat((int8_t)x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_and(tkvi_vb a, tkvi_vb b) { return wasm_v128_and(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_or(tkvi_vb a, tkvi_vb b) { return wasm_v128_or(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_xor_128(tkvi_vb a, tkvi_vb b) { return wasm_v128_xor(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_add(tkvi_vb a, tkvi_vb b) { return wasm_i8x16_add(a, b); }
+TKVI_FLAT_128 tkvi_vb tkvi_test_128(tkvi_vb a, tkvi_vb b) { /* 255 where a & b */
     return wasm_i8x16_ne(wasm_v128_and(a, b), wasm_i8x16_const_splat(0));
 }
-TKVI_FLAT_128 tkvi_b16 tkvi_look_up_128(tkvi_b16 table, tkvi_b16 x) { return wasm_i8x16_swizzle(table, x); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_look_up(tkvi_vb table, tkvi_vb x) { return wasm_i8x16_swizzle(table, x); }
 
 /* Interleave the first (zip1) or second (zip2) halves of a and b, by bytes or by pairs of bytes. */
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip1_pairs_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-}
-TKVI_FLAT_128 tkvi_b16 tkvi_zip2_pairs_128(tkvi_b16 a, tkvi_b16 b) {
-    return wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-}
+#define tkvi_vb_zip1(a, b) wasm_i8x16_shuffle(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define tkvi_vb_zip2(a, b)                                                                                   \
+    wasm_i8x16_shuffle(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define tkvi_vb_zip1_pairs(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define tkvi_vb_zip2_pairs(a, b) wasm_i16x8_shuffle(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 
-TKVI_FLAT_128 tkvi_b16 tkvi_left_bytes_128(tkvi_b16 x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
-TKVI_FLAT_128 tkvi_b16 tkvi_right_bytes_128(tkvi_b16 x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_left(tkvi_vb x, int n) { return wasm_i8x16_shl(x, (uint32_t)n); }
+TKVI_FLAT_128 tkvi_vb tkvi_vb_right(tkvi_vb x, int n) { return wasm_u8x16_shr(x, (uint32_t)n); }
 
 /* x in lanes i with i < n, else y. */
-TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
+TKVI_FLAT_128 tkvi_vi tkvi_vi_first(int n, tkvi_vi x, tkvi_vi y) {
     return wasm_v128_bitselect(x, y, wasm_i32x4_lt(wasm_i32x4_const(0, 1, 2, 3), wasm_i32x4_splat(n)));
 }
 
-/* >>products, as kernels/simd_avx2.inc. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
+/* >>products, as kernels/simd_x86.h. All weights have 16 bits. Engines on x86 have 16 registers: 8 for sums. */
 #define tkvi_use(x)
 #define TKVI_HAS_NARROW 0
 #define TKVI_BIAS 0
 #define TKVI_K_PLANES 2
-#define TKVI_K_PASSES 8
-#define TKVI_K_FIRST(pass) ((pass) / 4 * 2)
-#define TKVI_K_COLUMN(pass) ((pass) % 4 * 16)
 #define TKVI_V_VECTORS 2
-#define TKVI_V_SLABS 1
-#define TKVI_V_PARTS 2
-#define TKVI_V_COLUMN(v, part) (32 * (part) + 16 * (v))
 #define TKVI_V_SPLIT 0
 
 /* Nothing has weights of one limb. */
@@ -326,7 +301,7 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_weights(w, stride, r) wasm_v128_load(w)
 #define tkvi_store_weights_k(w, stride, r, k) ((void)(k))
 #define tkvi_store_weights_v(w, stride, r, k) ((void)(k))
-#define tkvi_sums v128_t
+#define tkvi_narrow_sums v128_t
 #define tkvi_sums_zero() wasm_i32x4_const_splat(0)
 #define TKVI_SUM_MAX 0x7fffffff
 #define TKVI_V_SUM_MAX TKVI_SUM_MAX
@@ -368,12 +343,10 @@ TKVI_FLAT_128 tkvi_i4 tkvi_first_128(int n, tkvi_i4 x, tkvi_i4 y) {
 #define tkvi_pack_rows_even(x) tkvi_pack_pairs_128((x)[0], (x)[2])
 #define tkvi_pack_rows_odd(x) tkvi_pack_pairs_128((x)[1], (x)[3])
 
-TKVI_FLAT_128 tkvi_b16 tkvi_pack_pairs_128(tkvi_i4 a, tkvi_i4 b) {
-    return wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-}
+#define tkvi_pack_pairs_128(a, b) wasm_i16x8_shuffle(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
 
 /* Stores 16 weights of a row. */
-TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_i4 *k) {
+TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_vi *k) {
     wasm_v128_store(w, wasm_i16x8_shuffle(k[0], k[1], 0, 4, 2, 6, 8, 12, 10, 14));
     wasm_v128_store(w + 8, wasm_i16x8_shuffle(k[2], k[3], 0, 4, 2, 6, 8, 12, 10, 14));
 }

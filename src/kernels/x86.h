@@ -67,17 +67,6 @@ TKVI_UNALIGNED("vmovdqa64", "vmovdqu64");
 #undef TKVI_UNALIGNED
 #endif
 
-/* The same value in every byte. gcc's _mm512_set1_epi8 is a list of 64 values, copied at every use. */
-TKVI_FLAT_AVX2 __m256i tkvi_splat_bytes_avx2(int value) {
-    return _mm256_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
-}
-
-#ifdef TKVI_AVX512
-TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
-    return _mm512_set1_epi32((int32_t)((uint32_t)value * 0x01010101u));
-}
-#endif
-
 /* Hides from the compiler how x was computed. gcc treats intrinsics as plain arithmetic: it fuses products into sums,
  * and -ffast-math reorders sums. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -88,7 +77,7 @@ TKVI_FLAT_AVX512 __m512i tkvi_splat_bytes_avx512(int value) {
 
 /* >>shared pieces, without vectors */
 /* Distance for prefetching: address p in this side corresponds to p + ahead in the next side. */
-TKVI_FLAT uintptr_t tkvi_prefetch_distance(const uint8_t *src, const uint8_t *next) {
+TKVI_FLAT uintptr_t tkvi_next_distance(const uint8_t *src, const uint8_t *next) {
     return next ? (uintptr_t)next - (uintptr_t)src : 0u;
 }
 
@@ -102,22 +91,9 @@ TKVI_FLAT void tkvi_prefetch(const uint8_t *p, uintptr_t ahead) {
 #endif
 }
 
-TKVI_FLAT void tkvi_prefetch_bytes(const uint8_t *p, int n, uintptr_t ahead) {
+TKVI_FLAT void tkvi_ahead(const uint8_t *p, int n, uintptr_t ahead) {
     int i;
     for (i = 0; i < n; i += 64) tkvi_prefetch(p + i, ahead);
-}
-
-/* Four weights of neighbouring channels or tokens, to be broadcast. */
-TKVI_FLAT int32_t tkvi_load_four_weights(const int8_t *w) {
-    int32_t x;
-    memcpy(&x, w, 4);
-    return x;
-}
-
-TKVI_FLAT int32_t tkvi_load_two_weights(const int16_t *w) {
-    int32_t x;
-    memcpy(&x, w, 4);
-    return x;
 }
 
 #endif /* TKVI_X86 */
