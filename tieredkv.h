@@ -9880,11 +9880,10 @@ typedef struct tkvi_fold_args {
     int16_t *wide_w; /* out: weights of two limbs */
 } tkvi_fold_args;
 
-/* Turns sums of products of a row into answers: step * (sum - base) + rest. base is half of sum w centre2, rounded
- * down to an integer. rest makes up for the rounding, and has sum x (zero - ref + centre scale). */
+/* Turns sums of products of a row into answers: step * sum + rest. rest = sum x (zero - ref + centre scale) - step *
+ * sum w centre. */
 typedef struct tkvi_fold {
     float step[4], rest[4];
-    int32_t base[4];
 } tkvi_fold;
 
 typedef struct tkvi_products_k {
@@ -9913,6 +9912,14 @@ typedef struct tkvi_products_v {
     int32_t *sums; /* out: [row][TKVI_V_STRIDE] */
 } tkvi_products_v;
 
+/* Tiles of K of one width whose products by narrow weights fit into the sums. */
+typedef struct tkvi_run_k {
+    int width, n;
+    int is_last; /* 1: the next run does not fit as well */
+} tkvi_run_k;
+
+#define TKVI_RUNS_K 16 /* four widths, and 64 tiles of 4 bits fill sums of 16 bits eight times */
+
 #define TKVI_V_STRIDE (TKV_MAX_HEAD_DIM + 16) /* a pass may have a slab too many */
 
 /* Weights of one group and up to four rows. */
@@ -9922,6 +9929,30 @@ typedef struct tkvi_weights_k {
 } tkvi_weights_k;
 
 #ifdef TKVI_VECTORS
+/* Divides the tiles of up to `width` bits into runs. most: the largest sum. Returns their number. */
+static int tkvi_find_runs_k(const tkvi_side *s, int width, int most, tkvi_run_k *run) {
+    int room = most, n_runs = 0;
+    for (; width > 0; width--) {
+        const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
+        int left = s->tiles.n[width];
+        while (left > 0) {
+            const int n = left * each <= room ? left : room / each;
+            if (n > 0) {
+                TKVI_ASSERT(n_runs < TKVI_RUNS_K);
+                run[n_runs].width = width;
+                run[n_runs].n = n;
+                run[n_runs++].is_last = 0;
+            } else {
+                run[n_runs - 1].is_last = 1;
+            }
+            left -= n;
+            room = n > 0 ? room - n * each : most;
+        }
+    }
+    if (n_runs) run[n_runs - 1].is_last = 1;
+    return n_runs;
+}
+
 /* Decoding: sorts metadata of K from positions to channels. */
 static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
@@ -11981,8 +12012,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(middles, middle);
     for (r = 0; r < nr; r++) {
         f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
-        f->base[r] = middles[r] >> 1;
-        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)middles[r];
     }
     return wide;
 }
@@ -12041,8 +12071,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
         const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
-        f->base[r] = all >> 1;
-        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)all;
     }
     return two || !TKVI_HAS_NARROW;
 }
@@ -12066,16 +12095,15 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+/* >>answers: out = step * sum + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
 TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
     const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
-    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
     int i, j;
     for (i = 0; i < n; i += 16) {
         TKVI_UNROLL
         for (j = i; j < i + 16; j += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_load(sum + j));
             tkvi_vf_store(out + j,
                           tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
         }
@@ -12110,26 +12138,34 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
-#define TKVI_K_SAVE_(sum, p, r)                                                                              \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
-    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
-#define TKVI_K_LOAD_(width, first)                                                                           \
+#define TKVI_K_SAVE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_k(sum));
+#define TKVI_K_ADD_(sum, p, r)                                                                               \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_vi_add(tkvi_widen_k(sum), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#define TKVI_K_ADD_LEFT_(sum, p, r)                                                                          \
+    tkvi_vi_store(TKVI_K_SUM_(p, r),                                                                         \
+                  tkvi_vi_add(tkvi_vi_left(tkvi_widen_k(sum), 7), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#if defined(__GNUC__) && !defined(__clang__) && TKVI_K_PLANES == 2
+#define TKVI_K_UNROLL _Pragma("GCC unroll 2")
+#else
+#define TKVI_K_UNROLL
+#endif
+#define TKVI_K_LOAD_(width, first, column)                                                                   \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
-    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
-    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    if (TKVI_K_PASSES > 1 && !(width == 3 && first == 2)) tkvi_ahead(at, 64, ahead);                         \
+    if (TKVI_K_PASSES == 1) tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                   \
     at += TKVI_TILE_BYTES(width);                                                                            \
     tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
         TKVI_N(plane)(width, first, p, packed);
-#define TKVI_K_RUN_(width, first)                                                                            \
+#define TKVI_K_RUN_(width, first, column)                                                                    \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
     }
 #define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
             if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
@@ -12158,8 +12194,12 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
-    int pass, width, p, m;
+    tkvi_run_k runs[TKVI_RUNS_K];
+    const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
+    const int n_runs = tkvi_find_runs_k(d->s, narrow, TKVI_SUM_MAX, runs);
+    int pass, width, i, p, m;
     if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
+    if (!d->is_wide && !n_runs) memset(d->sums, 0, (size_t)(nr * TKVI_BLOCK) * sizeof *d->sums);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
         const int group = first >= 2 ? d->second_group : 0;
@@ -12168,14 +12208,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
         const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: d->sums has sums */
-        width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
-            for (; width >= d->least_wide; width--) {
+            for (width = d->most_width; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
@@ -12189,39 +12227,38 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                 }
             }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
-            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
-        if (TKVI_HAS_NARROW) {
+        if (TKVI_HAS_NARROW && n_runs > 0) {
             tkvi_vb u = tkvi_vb_splat(0);
-            tkvi_vi more;
-            int room = TKVI_SUM_MAX, left;
+            int used = 0;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
-            for (; width > 0; width--)
-                for (left = d->s->tiles.n[width]; left > 0;) {
-                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
-                    m = left * each <= room ? left : room / each;
-                    if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
-                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
-                        room = TKVI_SUM_MAX;
-                        used = 1;
-                        continue;
-                    }
-                    left -= m;
-                    room -= m * each;
-                    if (width == 4) {
-                        TKVI_K_RUN_(4, first)
-                    } else if (width == 3 && first == 0) {
-                        TKVI_K_RUN_(3, 0)
-                    } else if (width == 3) {
-                        TKVI_K_RUN_(3, 2)
-                    } else if (width == 2) {
-                        TKVI_K_RUN_(2, first)
-                    } else {
-                        TKVI_K_RUN_(1, first)
-                    }
+            for (i = 0; i < n_runs; i++) {
+                width = runs[i].width;
+                m = runs[i].n;
+                if (width == 4) {
+                    TKVI_K_RUN_(4, first, column)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_RUN_(3, 0, column)
+                } else if (width == 3 && column < 32) { /* constants: the bits to shift depend on them */
+                    TKVI_K_RUN_(3, 2, 0)
+                } else if (width == 3) {
+                    TKVI_K_RUN_(3, 2, 32)
+                } else if (width == 2) {
+                    TKVI_K_RUN_(2, first, column)
+                } else {
+                    TKVI_K_RUN_(1, first, column)
                 }
-            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                if (!runs[i].is_last) continue;
+                if (d->is_wide) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_LEFT_, TKVI_K_EACH_)
+                } else if (used) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_, TKVI_K_EACH_)
+                } else {
+                    TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                }
+                TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                used = 1;
+            }
         }
     }
 }
@@ -12283,12 +12320,16 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+/* Codes of plane p. The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before.
+ * Planes are loaded in pairs, and not earlier: gcc otherwise shifts them all at once, and runs out of registers. */
 #define TKVI_V_LOAD_(width)                                                                                  \
-    TKVI_UNROLL                                                                                              \
-    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
-    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
-     packed[v]);                                                                                             \
+    if (p % 2 == 0) {                                                                                        \
+        tkvi_keep_pointer(tile) TKVI_UNROLL for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)(          \
+            width, p, 2, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0),                  \
+            TKVI_V_COLUMN(v, part), packed[v]);                                                              \
+    }
+#define TKVI_V_PLANE_(width, v) TKVI_N(plane)(width, p / 2 * 2, p % 2, packed[v])
+#define TKVI_V_AHEAD_(width)                                                                                 \
     if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
     if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
 
@@ -12302,11 +12343,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(width, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
         }
     }
@@ -12322,11 +12364,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
-        TKVI_V_LOAD_(8)
+        TKVI_V_AHEAD_(8)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(8)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(8, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
         }
     }
@@ -12343,12 +12386,13 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
-                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                tkvi_vb c = TKVI_V_PLANE_(width, v);
                 if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
                 even[v] = tkvi_even(c);
                 odd[v] = tkvi_odd(c);
@@ -12379,11 +12423,11 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
     }
 }
 
-/* The usual cases have the width as a constant. The others are unpacked first. */
-TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+/* Multiplies all slabs of d. width: of the tiles in memory, or 8 if they are unpacked first. */
+TKVI_OP void TKVI_N(slabs)(const tkvi_products_v *d, const int is_wide, const int width, int is_unpacked,
+                           const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
-    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
+    const int n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(is_unpacked ? d->width : width);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
         const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
@@ -12393,14 +12437,22 @@ TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
             int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
-            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            if (is_wide) TKVI_N(pass_wide)(d, tile, part, next, width, nr, sums);
             else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
-            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, width, nr, sums);
         }
     }
+}
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    const int width = d->width;
+    if (d->is_wide && width == 4 && !d->s->levels) TKVI_N(slabs)(d, 1, 4, 0, nr);
+    else if (d->is_wide) TKVI_N(slabs)(d, 1, 8, d->s->levels || width != 8, nr);
+    else if (d->s->levels || width == 1) TKVI_N(slabs)(d, 0, 8, 1, nr);
+    else if (width == 4) TKVI_N(slabs)(d, 0, 4, 0, nr);
+    else if (width == 3) TKVI_N(slabs)(d, 0, 3, 0, nr);
+    else TKVI_N(slabs)(d, 0, 2, 0, nr);
 }
 
 #define TKVI_EACH_ROWS_(nr)                                                                                  \
@@ -12507,6 +12559,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        if (!s->tiles.n[width]) continue;
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
         a.wide_middle = a.middle;
@@ -13347,6 +13400,9 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
 #undef TKVI_K_SAVE_
+#undef TKVI_K_ADD_
+#undef TKVI_K_ADD_LEFT_
+#undef TKVI_K_UNROLL
 #undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
@@ -13370,6 +13426,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef TKVI_V_SAVE_LEVELS_
 #undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
+#undef TKVI_V_PLANE_
+#undef TKVI_V_AHEAD_
 #undef TKVI_EACH_ROWS_
 #undef tkvi_vf_div
 #undef TKVI_ABOVE_
@@ -15243,8 +15301,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(middles, middle);
     for (r = 0; r < nr; r++) {
         f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
-        f->base[r] = middles[r] >> 1;
-        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)middles[r];
     }
     return wide;
 }
@@ -15303,8 +15360,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
         const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
-        f->base[r] = all >> 1;
-        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)all;
     }
     return two || !TKVI_HAS_NARROW;
 }
@@ -15328,16 +15384,15 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+/* >>answers: out = step * sum + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
 TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
     const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
-    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
     int i, j;
     for (i = 0; i < n; i += 16) {
         TKVI_UNROLL
         for (j = i; j < i + 16; j += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_load(sum + j));
             tkvi_vf_store(out + j,
                           tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
         }
@@ -15372,26 +15427,34 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
-#define TKVI_K_SAVE_(sum, p, r)                                                                              \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
-    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
-#define TKVI_K_LOAD_(width, first)                                                                           \
+#define TKVI_K_SAVE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_k(sum));
+#define TKVI_K_ADD_(sum, p, r)                                                                               \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_vi_add(tkvi_widen_k(sum), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#define TKVI_K_ADD_LEFT_(sum, p, r)                                                                          \
+    tkvi_vi_store(TKVI_K_SUM_(p, r),                                                                         \
+                  tkvi_vi_add(tkvi_vi_left(tkvi_widen_k(sum), 7), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#if defined(__GNUC__) && !defined(__clang__) && TKVI_K_PLANES == 2
+#define TKVI_K_UNROLL _Pragma("GCC unroll 2")
+#else
+#define TKVI_K_UNROLL
+#endif
+#define TKVI_K_LOAD_(width, first, column)                                                                   \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
-    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
-    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    if (TKVI_K_PASSES > 1 && !(width == 3 && first == 2)) tkvi_ahead(at, 64, ahead);                         \
+    if (TKVI_K_PASSES == 1) tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                   \
     at += TKVI_TILE_BYTES(width);                                                                            \
     tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
         TKVI_N(plane)(width, first, p, packed);
-#define TKVI_K_RUN_(width, first)                                                                            \
+#define TKVI_K_RUN_(width, first, column)                                                                    \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
     }
 #define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
             if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
@@ -15420,8 +15483,12 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
-    int pass, width, p, m;
+    tkvi_run_k runs[TKVI_RUNS_K];
+    const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
+    const int n_runs = tkvi_find_runs_k(d->s, narrow, TKVI_SUM_MAX, runs);
+    int pass, width, i, p, m;
     if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
+    if (!d->is_wide && !n_runs) memset(d->sums, 0, (size_t)(nr * TKVI_BLOCK) * sizeof *d->sums);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
         const int group = first >= 2 ? d->second_group : 0;
@@ -15430,14 +15497,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
         const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: d->sums has sums */
-        width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
-            for (; width >= d->least_wide; width--) {
+            for (width = d->most_width; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
@@ -15451,39 +15516,38 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                 }
             }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
-            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
-        if (TKVI_HAS_NARROW) {
+        if (TKVI_HAS_NARROW && n_runs > 0) {
             tkvi_vb u = tkvi_vb_splat(0);
-            tkvi_vi more;
-            int room = TKVI_SUM_MAX, left;
+            int used = 0;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
-            for (; width > 0; width--)
-                for (left = d->s->tiles.n[width]; left > 0;) {
-                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
-                    m = left * each <= room ? left : room / each;
-                    if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
-                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
-                        room = TKVI_SUM_MAX;
-                        used = 1;
-                        continue;
-                    }
-                    left -= m;
-                    room -= m * each;
-                    if (width == 4) {
-                        TKVI_K_RUN_(4, first)
-                    } else if (width == 3 && first == 0) {
-                        TKVI_K_RUN_(3, 0)
-                    } else if (width == 3) {
-                        TKVI_K_RUN_(3, 2)
-                    } else if (width == 2) {
-                        TKVI_K_RUN_(2, first)
-                    } else {
-                        TKVI_K_RUN_(1, first)
-                    }
+            for (i = 0; i < n_runs; i++) {
+                width = runs[i].width;
+                m = runs[i].n;
+                if (width == 4) {
+                    TKVI_K_RUN_(4, first, column)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_RUN_(3, 0, column)
+                } else if (width == 3 && column < 32) { /* constants: the bits to shift depend on them */
+                    TKVI_K_RUN_(3, 2, 0)
+                } else if (width == 3) {
+                    TKVI_K_RUN_(3, 2, 32)
+                } else if (width == 2) {
+                    TKVI_K_RUN_(2, first, column)
+                } else {
+                    TKVI_K_RUN_(1, first, column)
                 }
-            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                if (!runs[i].is_last) continue;
+                if (d->is_wide) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_LEFT_, TKVI_K_EACH_)
+                } else if (used) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_, TKVI_K_EACH_)
+                } else {
+                    TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                }
+                TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                used = 1;
+            }
         }
     }
 }
@@ -15545,12 +15609,16 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+/* Codes of plane p. The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before.
+ * Planes are loaded in pairs, and not earlier: gcc otherwise shifts them all at once, and runs out of registers. */
 #define TKVI_V_LOAD_(width)                                                                                  \
-    TKVI_UNROLL                                                                                              \
-    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
-    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
-     packed[v]);                                                                                             \
+    if (p % 2 == 0) {                                                                                        \
+        tkvi_keep_pointer(tile) TKVI_UNROLL for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)(          \
+            width, p, 2, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0),                  \
+            TKVI_V_COLUMN(v, part), packed[v]);                                                              \
+    }
+#define TKVI_V_PLANE_(width, v) TKVI_N(plane)(width, p / 2 * 2, p % 2, packed[v])
+#define TKVI_V_AHEAD_(width)                                                                                 \
     if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
     if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
 
@@ -15564,11 +15632,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(width, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
         }
     }
@@ -15584,11 +15653,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
-        TKVI_V_LOAD_(8)
+        TKVI_V_AHEAD_(8)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(8)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(8, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
         }
     }
@@ -15605,12 +15675,13 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
-                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                tkvi_vb c = TKVI_V_PLANE_(width, v);
                 if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
                 even[v] = tkvi_even(c);
                 odd[v] = tkvi_odd(c);
@@ -15641,11 +15712,11 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
     }
 }
 
-/* The usual cases have the width as a constant. The others are unpacked first. */
-TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+/* Multiplies all slabs of d. width: of the tiles in memory, or 8 if they are unpacked first. */
+TKVI_OP void TKVI_N(slabs)(const tkvi_products_v *d, const int is_wide, const int width, int is_unpacked,
+                           const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
-    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
+    const int n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(is_unpacked ? d->width : width);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
         const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
@@ -15655,14 +15726,22 @@ TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
             int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
-            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            if (is_wide) TKVI_N(pass_wide)(d, tile, part, next, width, nr, sums);
             else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
-            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, width, nr, sums);
         }
     }
+}
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    const int width = d->width;
+    if (d->is_wide && width == 4 && !d->s->levels) TKVI_N(slabs)(d, 1, 4, 0, nr);
+    else if (d->is_wide) TKVI_N(slabs)(d, 1, 8, d->s->levels || width != 8, nr);
+    else if (d->s->levels || width == 1) TKVI_N(slabs)(d, 0, 8, 1, nr);
+    else if (width == 4) TKVI_N(slabs)(d, 0, 4, 0, nr);
+    else if (width == 3) TKVI_N(slabs)(d, 0, 3, 0, nr);
+    else TKVI_N(slabs)(d, 0, 2, 0, nr);
 }
 
 #define TKVI_EACH_ROWS_(nr)                                                                                  \
@@ -15769,6 +15848,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        if (!s->tiles.n[width]) continue;
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
         a.wide_middle = a.middle;
@@ -16609,6 +16689,9 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
 #undef TKVI_K_SAVE_
+#undef TKVI_K_ADD_
+#undef TKVI_K_ADD_LEFT_
+#undef TKVI_K_UNROLL
 #undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
@@ -16632,6 +16715,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef TKVI_V_SAVE_LEVELS_
 #undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
+#undef TKVI_V_PLANE_
+#undef TKVI_V_AHEAD_
 #undef TKVI_EACH_ROWS_
 #undef tkvi_vf_div
 #undef TKVI_ABOVE_
@@ -18696,8 +18781,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(middles, middle);
     for (r = 0; r < nr; r++) {
         f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
-        f->base[r] = middles[r] >> 1;
-        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)middles[r];
     }
     return wide;
 }
@@ -18756,8 +18840,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
         const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
-        f->base[r] = all >> 1;
-        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)all;
     }
     return two || !TKVI_HAS_NARROW;
 }
@@ -18781,16 +18864,15 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_K_EACH_ TKVI_FOUR_
 #endif
 
-/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+/* >>answers: out = step * sum + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
 TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
     const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
-    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
     int i, j;
     for (i = 0; i < n; i += 16) {
         TKVI_UNROLL
         for (j = i; j < i + 16; j += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_load(sum + j));
             tkvi_vf_store(out + j,
                           tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
         }
@@ -18825,26 +18907,34 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
-#define TKVI_K_SAVE_(sum, p, r)                                                                              \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
-    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
-#define TKVI_K_LOAD_(width, first)                                                                           \
+#define TKVI_K_SAVE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_k(sum));
+#define TKVI_K_ADD_(sum, p, r)                                                                               \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_vi_add(tkvi_widen_k(sum), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#define TKVI_K_ADD_LEFT_(sum, p, r)                                                                          \
+    tkvi_vi_store(TKVI_K_SUM_(p, r),                                                                         \
+                  tkvi_vi_add(tkvi_vi_left(tkvi_widen_k(sum), 7), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#if defined(__GNUC__) && !defined(__clang__) && TKVI_K_PLANES == 2
+#define TKVI_K_UNROLL _Pragma("GCC unroll 2")
+#else
+#define TKVI_K_UNROLL
+#endif
+#define TKVI_K_LOAD_(width, first, column)                                                                   \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
-    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
-    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    if (TKVI_K_PASSES > 1 && !(width == 3 && first == 2)) tkvi_ahead(at, 64, ahead);                         \
+    if (TKVI_K_PASSES == 1) tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                   \
     at += TKVI_TILE_BYTES(width);                                                                            \
     tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
         TKVI_N(plane)(width, first, p, packed);
-#define TKVI_K_RUN_(width, first)                                                                            \
+#define TKVI_K_RUN_(width, first, column)                                                                    \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
     }
 #define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
             if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
@@ -18873,8 +18963,12 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
-    int pass, width, p, m;
+    tkvi_run_k runs[TKVI_RUNS_K];
+    const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
+    const int n_runs = tkvi_find_runs_k(d->s, narrow, TKVI_SUM_MAX, runs);
+    int pass, width, i, p, m;
     if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
+    if (!d->is_wide && !n_runs) memset(d->sums, 0, (size_t)(nr * TKVI_BLOCK) * sizeof *d->sums);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
         const int group = first >= 2 ? d->second_group : 0;
@@ -18883,14 +18977,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
         const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: d->sums has sums */
-        width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
-            for (; width >= d->least_wide; width--) {
+            for (width = d->most_width; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
@@ -18904,39 +18996,38 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                 }
             }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
-            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
-        if (TKVI_HAS_NARROW) {
+        if (TKVI_HAS_NARROW && n_runs > 0) {
             tkvi_vb u = tkvi_vb_splat(0);
-            tkvi_vi more;
-            int room = TKVI_SUM_MAX, left;
+            int used = 0;
             TKVI_DECLARE_(TKVI_K_SUMS_, tkvi_sums, tkvi_sums_zero())
-            for (; width > 0; width--)
-                for (left = d->s->tiles.n[width]; left > 0;) {
-                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
-                    m = left * each <= room ? left : room / each;
-                    if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
-                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
-                        room = TKVI_SUM_MAX;
-                        used = 1;
-                        continue;
-                    }
-                    left -= m;
-                    room -= m * each;
-                    if (width == 4) {
-                        TKVI_K_RUN_(4, first)
-                    } else if (width == 3 && first == 0) {
-                        TKVI_K_RUN_(3, 0)
-                    } else if (width == 3) {
-                        TKVI_K_RUN_(3, 2)
-                    } else if (width == 2) {
-                        TKVI_K_RUN_(2, first)
-                    } else {
-                        TKVI_K_RUN_(1, first)
-                    }
+            for (i = 0; i < n_runs; i++) {
+                width = runs[i].width;
+                m = runs[i].n;
+                if (width == 4) {
+                    TKVI_K_RUN_(4, first, column)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_RUN_(3, 0, column)
+                } else if (width == 3 && column < 32) { /* constants: the bits to shift depend on them */
+                    TKVI_K_RUN_(3, 2, 0)
+                } else if (width == 3) {
+                    TKVI_K_RUN_(3, 2, 32)
+                } else if (width == 2) {
+                    TKVI_K_RUN_(2, first, column)
+                } else {
+                    TKVI_K_RUN_(1, first, column)
                 }
-            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                if (!runs[i].is_last) continue;
+                if (d->is_wide) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_LEFT_, TKVI_K_EACH_)
+                } else if (used) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_, TKVI_K_EACH_)
+                } else {
+                    TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                }
+                TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                used = 1;
+            }
         }
     }
 }
@@ -18998,12 +19089,16 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before. */
+/* Codes of plane p. The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before.
+ * Planes are loaded in pairs, and not earlier: gcc otherwise shifts them all at once, and runs out of registers. */
 #define TKVI_V_LOAD_(width)                                                                                  \
-    TKVI_UNROLL                                                                                              \
-    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
-    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
-     packed[v]);                                                                                             \
+    if (p % 2 == 0) {                                                                                        \
+        tkvi_keep_pointer(tile) TKVI_UNROLL for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)(          \
+            width, p, 2, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0),                  \
+            TKVI_V_COLUMN(v, part), packed[v]);                                                              \
+    }
+#define TKVI_V_PLANE_(width, v) TKVI_N(plane)(width, p / 2 * 2, p % 2, packed[v])
+#define TKVI_V_AHEAD_(width)                                                                                 \
     if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
     if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
 
@@ -19017,11 +19112,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(width, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
         }
     }
@@ -19037,11 +19133,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
-        TKVI_V_LOAD_(8)
+        TKVI_V_AHEAD_(8)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(8)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(8, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
         }
     }
@@ -19058,12 +19155,13 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     int t, p, v;
     TKVI_DECLARE_(TKVI_V_SUMS_, tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
-                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                tkvi_vb c = TKVI_V_PLANE_(width, v);
                 if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
                 even[v] = tkvi_even(c);
                 odd[v] = tkvi_odd(c);
@@ -19094,11 +19192,11 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
     }
 }
 
-/* The usual cases have the width as a constant. The others are unpacked first. */
-TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+/* Multiplies all slabs of d. width: of the tiles in memory, or 8 if they are unpacked first. */
+TKVI_OP void TKVI_N(slabs)(const tkvi_products_v *d, const int is_wide, const int width, int is_unpacked,
+                           const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
-    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
+    const int n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(is_unpacked ? d->width : width);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
         const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
@@ -19108,14 +19206,22 @@ TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
             int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
-            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            if (is_wide) TKVI_N(pass_wide)(d, tile, part, next, width, nr, sums);
             else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
-            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, width, nr, sums);
         }
     }
+}
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    const int width = d->width;
+    if (d->is_wide && width == 4 && !d->s->levels) TKVI_N(slabs)(d, 1, 4, 0, nr);
+    else if (d->is_wide) TKVI_N(slabs)(d, 1, 8, d->s->levels || width != 8, nr);
+    else if (d->s->levels || width == 1) TKVI_N(slabs)(d, 0, 8, 1, nr);
+    else if (width == 4) TKVI_N(slabs)(d, 0, 4, 0, nr);
+    else if (width == 3) TKVI_N(slabs)(d, 0, 3, 0, nr);
+    else TKVI_N(slabs)(d, 0, 2, 0, nr);
 }
 
 #define TKVI_EACH_ROWS_(nr)                                                                                  \
@@ -19222,6 +19328,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        if (!s->tiles.n[width]) continue;
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
         a.wide_middle = a.middle;
@@ -20062,6 +20169,9 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_K_SUM_
 #undef TKVI_K_CLEAR_
 #undef TKVI_K_SAVE_
+#undef TKVI_K_ADD_
+#undef TKVI_K_ADD_LEFT_
+#undef TKVI_K_UNROLL
 #undef TKVI_K_IS_UNPACKED_
 #undef TKVI_K_DOT_
 #undef TKVI_K_DOT_WIDE_
@@ -20085,6 +20195,8 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef TKVI_V_SAVE_LEVELS_
 #undef TKVI_V_SAVE_WIDE_
 #undef TKVI_V_LOAD_
+#undef TKVI_V_PLANE_
+#undef TKVI_V_AHEAD_
 #undef TKVI_EACH_ROWS_
 #undef tkvi_vf_div
 #undef TKVI_ABOVE_
