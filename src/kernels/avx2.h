@@ -43,6 +43,8 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
     tkvi_exp64_avx2,
     tkvi_max64_avx2,
     tkvi_softmax_step_avx2,
+    tkvi_scale_add_avx2,
+    tkvi_rotate_back_avx2,
     &tkvi_prefill_avx2,
 };
 

@@ -51,6 +51,8 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
     tkvi_exp64_avx512,
     tkvi_max64_avx512,
     tkvi_softmax_step_avx512,
+    tkvi_scale_add_avx512,
+    tkvi_rotate_back_avx512,
     &tkvi_prefill_avx512,
 };
 

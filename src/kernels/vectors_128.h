@@ -46,6 +46,8 @@ static const tkvi_kernels tkvi_kernels_128 = {
     tkvi_exp64_128,
     tkvi_max64_128,
     tkvi_softmax_step_128,
+    tkvi_scale_add_128,
+    tkvi_rotate_back_128,
     &tkvi_prefill_128,
 };
 
