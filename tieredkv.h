@@ -8417,6 +8417,10 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_table_floats_avx2(const float *level, const uint
                             _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
 
+typedef struct tkvi_8_floats {
+    float x[8];
+} tkvi_8_floats;
+
 TKVI_FLAT_AVX2 __m256 tkvi_load_twice_avx2(const float *p) {
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
                                     _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
@@ -10015,6 +10019,12 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define tkvi_vf_sub(a, b) _mm256_sub_ps(a, b)
 #define tkvi_vf_mul(a, b) _mm256_mul_ps(a, b)
 #define tkvi_vf_madd(a, b, c) _mm256_fmadd_ps(a, b, c) /* a b + c */
+#if defined(__GNUC__) && !defined(__clang__)           /* gcc would load p first */
+#define tkvi_vf_add_product(sum, x, p)                                                                       \
+    __asm__("vfmadd231ps\t{%2, %1, %0|%0, %1, %2}"                                                           \
+            : "+x"(sum)                                                                                      \
+            : "x"(x), "m"(*(const tkvi_8_floats *)(const void *)(p)))
+#endif
 #define tkvi_vf_max(a, b) _mm256_max_ps(a, b)
 #define tkvi_vf_min(a, b) _mm256_min_ps(a, b)
 #define tkvi_vf_xor(a, b) _mm256_xor_ps(a, b)
@@ -11379,6 +11389,10 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
+#ifndef tkvi_vf_add_product /* sum += x p, with p in memory */
+#define tkvi_vf_add_product(sum, x, p) sum = tkvi_vf_madd(x, tkvi_vf_load(p), sum)
+#endif
+
 /* Row r, or the last one. A constant where it can be. */
 #define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
@@ -11417,10 +11431,8 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
                 for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
                 TKVI_UNROLL
                 for (r = 0; r < nr; r++) {
-                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
                     TKVI_UNROLL
-                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
-                    tkvi_use(y)
+                    for (j = 0; j < nt; j++) tkvi_vf_add_product(sum[r][j], x[j], row[r] + c + i);
                 }
                 TKVI_UNROLL
                 for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
@@ -13345,6 +13357,7 @@ static const tkvi_kernels tkvi_kernels_avx2 = {
 #undef tkvi_vf_sub
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
+#undef tkvi_vf_add_product
 #undef tkvi_vf_max
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
@@ -14695,6 +14708,10 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
+#ifndef tkvi_vf_add_product /* sum += x p, with p in memory */
+#define tkvi_vf_add_product(sum, x, p) sum = tkvi_vf_madd(x, tkvi_vf_load(p), sum)
+#endif
+
 /* Row r, or the last one. A constant where it can be. */
 #define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
@@ -14733,10 +14750,8 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
                 for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
                 TKVI_UNROLL
                 for (r = 0; r < nr; r++) {
-                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
                     TKVI_UNROLL
-                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
-                    tkvi_use(y)
+                    for (j = 0; j < nt; j++) tkvi_vf_add_product(sum[r][j], x[j], row[r] + c + i);
                 }
                 TKVI_UNROLL
                 for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
@@ -16661,6 +16676,7 @@ static const tkvi_kernels tkvi_kernels_avx512 = {
 #undef tkvi_vf_sub
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
+#undef tkvi_vf_add_product
 #undef tkvi_vf_max
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
@@ -18202,6 +18218,10 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
+#ifndef tkvi_vf_add_product /* sum += x p, with p in memory */
+#define tkvi_vf_add_product(sum, x, p) sum = tkvi_vf_madd(x, tkvi_vf_load(p), sum)
+#endif
+
 /* Row r, or the last one. A constant where it can be. */
 #define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
@@ -18240,10 +18260,8 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
                 for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
                 TKVI_UNROLL
                 for (r = 0; r < nr; r++) {
-                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
                     TKVI_UNROLL
-                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
-                    tkvi_use(y)
+                    for (j = 0; j < nt; j++) tkvi_vf_add_product(sum[r][j], x[j], row[r] + c + i);
                 }
                 TKVI_UNROLL
                 for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
@@ -20168,6 +20186,7 @@ static const tkvi_kernels tkvi_kernels_128 = {
 #undef tkvi_vf_sub
 #undef tkvi_vf_mul
 #undef tkvi_vf_madd
+#undef tkvi_vf_add_product
 #undef tkvi_vf_max
 #undef tkvi_vf_abs
 #undef tkvi_vf_sum4
