@@ -7852,7 +7852,10 @@ typedef struct tkvi_kernels {
      * and sum[r] is the sum of p. A row that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees a
      * key. */
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
-    const struct tkvi_prefill *prefill; /* kernels for many rows, or NULL */
+    /* x = a x + b y, or a x if y is NULL. n is a multiple of 16. */
+    void (*scale_add)(float *x, float a, const float *y, float b, int n);
+    void (*rotate_back)(float *x, int dim); /* as core/rotate.h; x has dim values, rounded up to 16 */
+    const struct tkvi_prefill *prefill;     /* kernels for many rows, or NULL */
 } tkvi_kernels;
 
 /* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are operations of a vocabulary. */
@@ -8164,6 +8167,11 @@ static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *s
     return seen;
 }
 
+static void tkvi_scale_add_scalar(float *x, float a, const float *y, float b, int n) {
+    int i;
+    for (i = 0; i < n; i++) x[i] = y ? a * x[i] + b * y[i] : a * x[i];
+}
+
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",
@@ -8175,6 +8183,8 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
     tkvi_softmax_step_scalar,
+    tkvi_scale_add_scalar,
+    tkvi_rotate_back,
     NULL,
 };
 
@@ -8595,6 +8605,10 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_table_floats_avx2(const float *level, const uint
     return _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(_mm256_loadu_ps(level + 8), x),
                             _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
+
+typedef struct tkvi_8_floats {
+    float x[8];
+} tkvi_8_floats;
 
 TKVI_FLAT_AVX2 __m256 tkvi_load_twice_avx2(const float *p) {
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
@@ -10057,11 +10071,10 @@ typedef struct tkvi_fold_args {
     int16_t *wide_w; /* out: weights of two limbs */
 } tkvi_fold_args;
 
-/* Turns sums of products of a row into answers: step * (sum - base) + rest. base is half of sum w centre2, rounded
- * down to an integer. rest makes up for the rounding, and has sum x (zero - ref + centre scale). */
+/* Turns sums of products of a row into answers: step * sum + rest. rest = sum x (zero - ref + centre scale) - step *
+ * sum w centre. */
 typedef struct tkvi_fold {
     float step[4], rest[4];
-    int32_t base[4];
 } tkvi_fold;
 
 typedef struct tkvi_products_k {
@@ -10090,6 +10103,14 @@ typedef struct tkvi_products_v {
     int32_t *sums; /* out: [row][TKVI_V_STRIDE] */
 } tkvi_products_v;
 
+/* Tiles of K of one width whose products by narrow weights fit into the sums. */
+typedef struct tkvi_run_k {
+    int width, n;
+    int is_last; /* 1: the next run does not fit as well */
+} tkvi_run_k;
+
+#define TKVI_RUNS_K 16 /* four widths, and 64 tiles of 4 bits fill sums of 16 bits eight times */
+
 #define TKVI_V_STRIDE (TKV_MAX_HEAD_DIM + 16) /* a pass may have a slab too many */
 
 /* Weights of one group and up to four rows. */
@@ -10099,6 +10120,30 @@ typedef struct tkvi_weights_k {
 } tkvi_weights_k;
 
 #ifdef TKVI_VECTORS
+/* Divides the tiles of up to `width` bits into runs. most: the largest sum. Returns their number. */
+static int tkvi_find_runs_k(const tkvi_side *s, int width, int most, tkvi_run_k *run) {
+    int room = most, n_runs = 0;
+    for (; width > 0; width--) {
+        const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
+        int left = s->tiles.n[width];
+        while (left > 0) {
+            const int n = left * each <= room ? left : room / each;
+            if (n > 0) {
+                TKVI_ASSERT(n_runs < TKVI_RUNS_K);
+                run[n_runs].width = width;
+                run[n_runs].n = n;
+                run[n_runs++].is_last = 0;
+            } else {
+                run[n_runs - 1].is_last = 1;
+            }
+            left -= n;
+            room = n > 0 ? room - n * each : most;
+        }
+    }
+    if (n_runs) run[n_runs - 1].is_last = 1;
+    return n_runs;
+}
+
 /* Decoding: sorts metadata of K from positions to channels. */
 static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
@@ -10146,6 +10191,12 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 #define TKVI_VB 32 /* bytes in a vector */
 #define tkvi_load_half(p) tkvi_load_bytes16_avx2(p)
 #define tkvi_load_quarter(p) tkvi_load_bytes8_avx2(p)
+#if defined(__GNUC__) && !defined(__clang__) /* gcc would load p first */
+#define tkvi_vf_add_product(sum, x, p)                                                                       \
+    __asm__("vfmadd231ps\t{%2, %1, %0|%0, %1, %2}"                                                           \
+            : "+x"(sum)                                                                                      \
+            : "x"(x), "m"(*(const tkvi_8_floats *)(const void *)(p)))
+#endif
 
 #define TKVI_CUTS 1          /* ranges of K columns that are tried at once: their sums stay in registers */
 #define TKVI_EXACT_TOKENS 3  /* exact tiers: tokens of K at a time, for four rows */
@@ -10538,6 +10589,16 @@ TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, 
     (void)TKVI_N(window)(y, NULL, y, log2n);
     for (c = 0; c < dim; c += TKVI_VF)
         tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+}
+
+TKVI_KERNEL void TKVI_N(rotate_back)(float *x, int dim) {
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    if (dim < 16) {
+        tkvi_rotate_back(x, dim);
+        return;
+    }
+    TKVI_N(flips)(signs, tkvi_round_up(dim, 16));
+    TKVI_N(rotate_row_back)(x, signs, dim, x);
 }
 
 /* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
@@ -11294,6 +11355,10 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
+#ifndef tkvi_vf_add_product /* sum += x p, with p in memory */
+#define tkvi_vf_add_product(sum, x, p) sum = tkvi_vf_madd(x, tkvi_vf_load(p), sum)
+#endif
+
 /* Row r, or the last one. A constant where it can be. */
 #define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
@@ -11332,10 +11397,8 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
                 for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
                 TKVI_UNROLL
                 for (r = 0; r < nr; r++) {
-                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
                     TKVI_UNROLL
-                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
-                    tkvi_use(y)
+                    for (j = 0; j < nt; j++) tkvi_vf_add_product(sum[r][j], x[j], row[r] + c + i);
                 }
                 TKVI_UNROLL
                 for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
@@ -11550,6 +11613,21 @@ TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *
         for (r = 0; r < nr; r++) sum[first + r] = sums[r];
     }
     return seen;
+}
+
+TKVI_KERNEL void TKVI_N(scale_add)(float *x, float a, const float *y, float b, int n) {
+    const tkvi_vf by = tkvi_vf_splat(a), y_by = tkvi_vf_splat(b);
+    int i, j;
+    for (i = 0; i < n && !y; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) tkvi_vf_store(x + j, tkvi_vf_mul(tkvi_vf_load(x + j), by));
+    }
+    for (; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF)
+            tkvi_vf_store(x + j,
+                          tkvi_vf_madd(tkvi_vf_load(y + j), y_by, tkvi_vf_mul(tkvi_vf_load(x + j), by)));
+    }
 }
 /* ======== kernels/avx2.h ======== */
 /* ======== kernels/code_rows.inc ======== */
@@ -11947,8 +12025,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(middles, middle);
     for (r = 0; r < nr; r++) {
         f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
-        f->base[r] = middles[r] >> 1;
-        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)middles[r];
     }
     return wide;
 }
@@ -12007,8 +12084,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
         const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
-        f->base[r] = all >> 1;
-        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)all;
     }
     return two || !TKVI_HAS_NARROW;
 }
@@ -12025,16 +12101,15 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
 #define TKVI_TWO_MORE_(X, r) X(c##r, 2, r) X(d##r, 3, r)
 
-/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+/* >>answers: out = step * sum + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
 TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
     const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
-    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
     int i, j;
     for (i = 0; i < n; i += 16) {
         TKVI_UNROLL
         for (j = i; j < i + 16; j += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_load(sum + j));
             tkvi_vf_store(out + j,
                           tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
         }
@@ -12076,26 +12151,34 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
-#define TKVI_K_SAVE_(sum, p, r)                                                                              \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
-    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
-#define TKVI_K_LOAD_(width, first)                                                                           \
+#define TKVI_K_SAVE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_k(sum));
+#define TKVI_K_ADD_(sum, p, r)                                                                               \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_vi_add(tkvi_widen_k(sum), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#define TKVI_K_ADD_LEFT_(sum, p, r)                                                                          \
+    tkvi_vi_store(TKVI_K_SUM_(p, r),                                                                         \
+                  tkvi_vi_add(tkvi_vi_left(tkvi_widen_k(sum), 7), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#if defined(__GNUC__) && !defined(__clang__) && TKVI_K_PLANES == 2
+#define TKVI_K_UNROLL _Pragma("GCC unroll 2")
+#else
+#define TKVI_K_UNROLL
+#endif
+#define TKVI_K_LOAD_(width, first, column)                                                                   \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
-    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
-    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    if (TKVI_K_PASSES > 1 && !(width == 3 && first == 2)) tkvi_ahead(at, 64, ahead);                         \
+    if (TKVI_K_PASSES == 1) tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                   \
     at += TKVI_TILE_BYTES(width);                                                                            \
     tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
         TKVI_N(plane)(width, first, p, packed);
-#define TKVI_K_RUN_(width, first)                                                                            \
+#define TKVI_K_RUN_(width, first, column)                                                                    \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
     }
 #define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
             if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
@@ -12124,8 +12207,12 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
-    int pass, width, p, m;
+    tkvi_run_k runs[TKVI_RUNS_K];
+    const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
+    const int n_runs = tkvi_find_runs_k(d->s, narrow, TKVI_SUM_MAX, runs);
+    int pass, width, i, p, m;
     if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
+    if (!d->is_wide && !n_runs) memset(d->sums, 0, (size_t)(nr * TKVI_BLOCK) * sizeof *d->sums);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
         const int group = first >= 2 ? d->second_group : 0;
@@ -12134,14 +12221,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
         const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: d->sums has sums */
-        width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
-            for (; width >= d->least_wide; width--) {
+            for (width = d->most_width; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
@@ -12155,39 +12240,38 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                 }
             }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
-            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
-        if (TKVI_HAS_NARROW) {
+        if (TKVI_HAS_NARROW && n_runs > 0) {
             tkvi_vb u = tkvi_vb_splat(0);
-            tkvi_vi more;
-            int room = TKVI_SUM_MAX, left;
+            int used = 0;
             TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
-            for (; width > 0; width--)
-                for (left = d->s->tiles.n[width]; left > 0;) {
-                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
-                    m = left * each <= room ? left : room / each;
-                    if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
-                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
-                        room = TKVI_SUM_MAX;
-                        used = 1;
-                        continue;
-                    }
-                    left -= m;
-                    room -= m * each;
-                    if (width == 4) {
-                        TKVI_K_RUN_(4, first)
-                    } else if (width == 3 && first == 0) {
-                        TKVI_K_RUN_(3, 0)
-                    } else if (width == 3) {
-                        TKVI_K_RUN_(3, 2)
-                    } else if (width == 2) {
-                        TKVI_K_RUN_(2, first)
-                    } else {
-                        TKVI_K_RUN_(1, first)
-                    }
+            for (i = 0; i < n_runs; i++) {
+                width = runs[i].width;
+                m = runs[i].n;
+                if (width == 4) {
+                    TKVI_K_RUN_(4, first, column)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_RUN_(3, 0, column)
+                } else if (width == 3 && column < 32) { /* constants: the bits to shift depend on them */
+                    TKVI_K_RUN_(3, 2, 0)
+                } else if (width == 3) {
+                    TKVI_K_RUN_(3, 2, 32)
+                } else if (width == 2) {
+                    TKVI_K_RUN_(2, first, column)
+                } else {
+                    TKVI_K_RUN_(1, first, column)
                 }
-            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                if (!runs[i].is_last) continue;
+                if (d->is_wide) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_LEFT_, TKVI_K_EACH_)
+                } else if (used) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_, TKVI_K_EACH_)
+                } else {
+                    TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                }
+                TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                used = 1;
+            }
         }
     }
 }
@@ -12246,12 +12330,16 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* next: bytes from a slab to the next one. */
+/* Codes of plane p. The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before.
+ * Planes are loaded in pairs, and not earlier: gcc otherwise shifts them all at once, and runs out of registers. */
 #define TKVI_V_LOAD_(width)                                                                                  \
-    TKVI_UNROLL                                                                                              \
-    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
-    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
-     packed[v]);                                                                                             \
+    if (p % 2 == 0) {                                                                                        \
+        tkvi_keep_pointer(tile) TKVI_UNROLL for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)(          \
+            width, p, 2, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0),                  \
+            TKVI_V_COLUMN(v, part), packed[v]);                                                              \
+    }
+#define TKVI_V_PLANE_(width, v) TKVI_N(plane)(width, p / 2 * 2, p % 2, packed[v])
+#define TKVI_V_AHEAD_(width)                                                                                 \
     if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
     if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
 
@@ -12265,11 +12353,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(width, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
         }
     }
@@ -12285,11 +12374,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     int t, p, v;
     TKVI_DECLARE_(tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
-        TKVI_V_LOAD_(8)
+        TKVI_V_AHEAD_(8)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(8)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(8, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
         }
     }
@@ -12306,12 +12396,13 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     int t, p, v;
     TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
-                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                tkvi_vb c = TKVI_V_PLANE_(width, v);
                 if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
                 even[v] = tkvi_even(c);
                 odd[v] = tkvi_odd(c);
@@ -12342,11 +12433,11 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
     }
 }
 
-/* The usual cases have the width as a constant. The others are unpacked first. */
-TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+/* Multiplies all slabs of d. width: of the tiles in memory, or 8 if they are unpacked first. */
+TKVI_OP void TKVI_N(slabs)(const tkvi_products_v *d, const int is_wide, const int width, int is_unpacked,
+                           const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
-    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
+    const int n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(is_unpacked ? d->width : width);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
         const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
@@ -12356,14 +12447,22 @@ TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
             int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
-            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            if (is_wide) TKVI_N(pass_wide)(d, tile, part, next, width, nr, sums);
             else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
-            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, width, nr, sums);
         }
     }
+}
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    const int width = d->width;
+    if (d->is_wide && width == 4 && !d->s->levels) TKVI_N(slabs)(d, 1, 4, 0, nr);
+    else if (d->is_wide) TKVI_N(slabs)(d, 1, 8, d->s->levels || width != 8, nr);
+    else if (d->s->levels || width == 1) TKVI_N(slabs)(d, 0, 8, 1, nr);
+    else if (width == 4) TKVI_N(slabs)(d, 0, 4, 0, nr);
+    else if (width == 3) TKVI_N(slabs)(d, 0, 3, 0, nr);
+    else TKVI_N(slabs)(d, 0, 2, 0, nr);
 }
 
 #define TKVI_EACH_ROWS_(nr)                                                                                  \
@@ -12470,6 +12569,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_next_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        if (!s->tiles.n[width]) continue;
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
         a.wide_middle = a.middle;
@@ -13175,6 +13275,8 @@ static const tkvi_kernels TKVI_N(kernels) = {
     TKVI_N(exp64),
     TKVI_N(max64),
     TKVI_N(softmax_step),
+    TKVI_N(scale_add),
+    TKVI_N(rotate_back),
     &TKVI_N(prefill),
 };
 
@@ -13190,6 +13292,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef tkvi_vi
 #undef tkvi_vb
 #undef tkvi_vm
+#undef tkvi_vf_add_product
 #undef TKVI_VF
 #undef TKVI_VB
 #undef tkvi_load_half
@@ -13211,6 +13314,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_ALL_
 #undef TKVI_PASS_
+#undef TKVI_K_UNROLL
 /* ======== kernels/avx2.h ======== */
 
 #endif /* TKVI_X86 */
@@ -13654,6 +13758,16 @@ TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, 
     (void)TKVI_N(window)(y, NULL, y, log2n);
     for (c = 0; c < dim; c += TKVI_VF)
         tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
+}
+
+TKVI_KERNEL void TKVI_N(rotate_back)(float *x, int dim) {
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    if (dim < 16) {
+        tkvi_rotate_back(x, dim);
+        return;
+    }
+    TKVI_N(flips)(signs, tkvi_round_up(dim, 16));
+    TKVI_N(rotate_row_back)(x, signs, dim, x);
 }
 
 /* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
@@ -14115,6 +14229,10 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
+#ifndef tkvi_vf_add_product /* sum += x p, with p in memory */
+#define tkvi_vf_add_product(sum, x, p) sum = tkvi_vf_madd(x, tkvi_vf_load(p), sum)
+#endif
+
 /* Row r, or the last one. A constant where it can be. */
 #define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
@@ -14153,10 +14271,8 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
                 for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
                 TKVI_UNROLL
                 for (r = 0; r < nr; r++) {
-                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
                     TKVI_UNROLL
-                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
-                    tkvi_use(y)
+                    for (j = 0; j < nt; j++) tkvi_vf_add_product(sum[r][j], x[j], row[r] + c + i);
                 }
                 TKVI_UNROLL
                 for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
@@ -14371,6 +14487,21 @@ TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *
         for (r = 0; r < nr; r++) sum[first + r] = sums[r];
     }
     return seen;
+}
+
+TKVI_KERNEL void TKVI_N(scale_add)(float *x, float a, const float *y, float b, int n) {
+    const tkvi_vf by = tkvi_vf_splat(a), y_by = tkvi_vf_splat(b);
+    int i, j;
+    for (i = 0; i < n && !y; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) tkvi_vf_store(x + j, tkvi_vf_mul(tkvi_vf_load(x + j), by));
+    }
+    for (; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF)
+            tkvi_vf_store(x + j,
+                          tkvi_vf_madd(tkvi_vf_load(y + j), y_by, tkvi_vf_mul(tkvi_vf_load(x + j), by)));
+    }
 }
 /* ======== kernels/avx512.h ======== */
 /* ======== kernels/code_rows.inc ======== */
@@ -14768,8 +14899,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(middles, middle);
     for (r = 0; r < nr; r++) {
         f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
-        f->base[r] = middles[r] >> 1;
-        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)middles[r];
     }
     return wide;
 }
@@ -14828,8 +14958,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
         const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
-        f->base[r] = all >> 1;
-        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)all;
     }
     return two || !TKVI_HAS_NARROW;
 }
@@ -14846,16 +14975,15 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
 #define TKVI_TWO_MORE_(X, r) X(c##r, 2, r) X(d##r, 3, r)
 
-/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+/* >>answers: out = step * sum + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
 TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
     const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
-    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
     int i, j;
     for (i = 0; i < n; i += 16) {
         TKVI_UNROLL
         for (j = i; j < i + 16; j += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_load(sum + j));
             tkvi_vf_store(out + j,
                           tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
         }
@@ -14897,26 +15025,34 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
-#define TKVI_K_SAVE_(sum, p, r)                                                                              \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
-    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
-#define TKVI_K_LOAD_(width, first)                                                                           \
+#define TKVI_K_SAVE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_k(sum));
+#define TKVI_K_ADD_(sum, p, r)                                                                               \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_vi_add(tkvi_widen_k(sum), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#define TKVI_K_ADD_LEFT_(sum, p, r)                                                                          \
+    tkvi_vi_store(TKVI_K_SUM_(p, r),                                                                         \
+                  tkvi_vi_add(tkvi_vi_left(tkvi_widen_k(sum), 7), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#if defined(__GNUC__) && !defined(__clang__) && TKVI_K_PLANES == 2
+#define TKVI_K_UNROLL _Pragma("GCC unroll 2")
+#else
+#define TKVI_K_UNROLL
+#endif
+#define TKVI_K_LOAD_(width, first, column)                                                                   \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
-    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
-    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    if (TKVI_K_PASSES > 1 && !(width == 3 && first == 2)) tkvi_ahead(at, 64, ahead);                         \
+    if (TKVI_K_PASSES == 1) tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                   \
     at += TKVI_TILE_BYTES(width);                                                                            \
     tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
         TKVI_N(plane)(width, first, p, packed);
-#define TKVI_K_RUN_(width, first)                                                                            \
+#define TKVI_K_RUN_(width, first, column)                                                                    \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
     }
 #define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
             if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
@@ -14945,8 +15081,12 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
-    int pass, width, p, m;
+    tkvi_run_k runs[TKVI_RUNS_K];
+    const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
+    const int n_runs = tkvi_find_runs_k(d->s, narrow, TKVI_SUM_MAX, runs);
+    int pass, width, i, p, m;
     if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
+    if (!d->is_wide && !n_runs) memset(d->sums, 0, (size_t)(nr * TKVI_BLOCK) * sizeof *d->sums);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
         const int group = first >= 2 ? d->second_group : 0;
@@ -14955,14 +15095,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
         const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: d->sums has sums */
-        width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
-            for (; width >= d->least_wide; width--) {
+            for (width = d->most_width; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
@@ -14976,39 +15114,38 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                 }
             }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
-            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
-        if (TKVI_HAS_NARROW) {
+        if (TKVI_HAS_NARROW && n_runs > 0) {
             tkvi_vb u = tkvi_vb_splat(0);
-            tkvi_vi more;
-            int room = TKVI_SUM_MAX, left;
+            int used = 0;
             TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
-            for (; width > 0; width--)
-                for (left = d->s->tiles.n[width]; left > 0;) {
-                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
-                    m = left * each <= room ? left : room / each;
-                    if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
-                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
-                        room = TKVI_SUM_MAX;
-                        used = 1;
-                        continue;
-                    }
-                    left -= m;
-                    room -= m * each;
-                    if (width == 4) {
-                        TKVI_K_RUN_(4, first)
-                    } else if (width == 3 && first == 0) {
-                        TKVI_K_RUN_(3, 0)
-                    } else if (width == 3) {
-                        TKVI_K_RUN_(3, 2)
-                    } else if (width == 2) {
-                        TKVI_K_RUN_(2, first)
-                    } else {
-                        TKVI_K_RUN_(1, first)
-                    }
+            for (i = 0; i < n_runs; i++) {
+                width = runs[i].width;
+                m = runs[i].n;
+                if (width == 4) {
+                    TKVI_K_RUN_(4, first, column)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_RUN_(3, 0, column)
+                } else if (width == 3 && column < 32) { /* constants: the bits to shift depend on them */
+                    TKVI_K_RUN_(3, 2, 0)
+                } else if (width == 3) {
+                    TKVI_K_RUN_(3, 2, 32)
+                } else if (width == 2) {
+                    TKVI_K_RUN_(2, first, column)
+                } else {
+                    TKVI_K_RUN_(1, first, column)
                 }
-            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                if (!runs[i].is_last) continue;
+                if (d->is_wide) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_LEFT_, TKVI_K_EACH_)
+                } else if (used) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_, TKVI_K_EACH_)
+                } else {
+                    TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                }
+                TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                used = 1;
+            }
         }
     }
 }
@@ -15067,12 +15204,16 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* next: bytes from a slab to the next one. */
+/* Codes of plane p. The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before.
+ * Planes are loaded in pairs, and not earlier: gcc otherwise shifts them all at once, and runs out of registers. */
 #define TKVI_V_LOAD_(width)                                                                                  \
-    TKVI_UNROLL                                                                                              \
-    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
-    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
-     packed[v]);                                                                                             \
+    if (p % 2 == 0) {                                                                                        \
+        tkvi_keep_pointer(tile) TKVI_UNROLL for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)(          \
+            width, p, 2, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0),                  \
+            TKVI_V_COLUMN(v, part), packed[v]);                                                              \
+    }
+#define TKVI_V_PLANE_(width, v) TKVI_N(plane)(width, p / 2 * 2, p % 2, packed[v])
+#define TKVI_V_AHEAD_(width)                                                                                 \
     if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
     if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
 
@@ -15086,11 +15227,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(width, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
         }
     }
@@ -15106,11 +15248,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     int t, p, v;
     TKVI_DECLARE_(tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
-        TKVI_V_LOAD_(8)
+        TKVI_V_AHEAD_(8)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(8)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(8, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
         }
     }
@@ -15127,12 +15270,13 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     int t, p, v;
     TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
-                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                tkvi_vb c = TKVI_V_PLANE_(width, v);
                 if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
                 even[v] = tkvi_even(c);
                 odd[v] = tkvi_odd(c);
@@ -15163,11 +15307,11 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
     }
 }
 
-/* The usual cases have the width as a constant. The others are unpacked first. */
-TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+/* Multiplies all slabs of d. width: of the tiles in memory, or 8 if they are unpacked first. */
+TKVI_OP void TKVI_N(slabs)(const tkvi_products_v *d, const int is_wide, const int width, int is_unpacked,
+                           const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
-    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
+    const int n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(is_unpacked ? d->width : width);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
         const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
@@ -15177,14 +15321,22 @@ TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
             int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
-            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            if (is_wide) TKVI_N(pass_wide)(d, tile, part, next, width, nr, sums);
             else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
-            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, width, nr, sums);
         }
     }
+}
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    const int width = d->width;
+    if (d->is_wide && width == 4 && !d->s->levels) TKVI_N(slabs)(d, 1, 4, 0, nr);
+    else if (d->is_wide) TKVI_N(slabs)(d, 1, 8, d->s->levels || width != 8, nr);
+    else if (d->s->levels || width == 1) TKVI_N(slabs)(d, 0, 8, 1, nr);
+    else if (width == 4) TKVI_N(slabs)(d, 0, 4, 0, nr);
+    else if (width == 3) TKVI_N(slabs)(d, 0, 3, 0, nr);
+    else TKVI_N(slabs)(d, 0, 2, 0, nr);
 }
 
 #define TKVI_EACH_ROWS_(nr)                                                                                  \
@@ -15291,6 +15443,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_next_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        if (!s->tiles.n[width]) continue;
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
         a.wide_middle = a.middle;
@@ -15996,6 +16149,8 @@ static const tkvi_kernels TKVI_N(kernels) = {
     TKVI_N(exp64),
     TKVI_N(max64),
     TKVI_N(softmax_step),
+    TKVI_N(scale_add),
+    TKVI_N(rotate_back),
     &TKVI_N(prefill),
 };
 
@@ -16011,6 +16166,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef tkvi_vi
 #undef tkvi_vb
 #undef tkvi_vm
+#undef tkvi_vf_add_product
 #undef TKVI_VF
 #undef TKVI_VB
 #undef tkvi_load_half
@@ -16032,6 +16188,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_ALL_
 #undef TKVI_PASS_
+#undef TKVI_K_UNROLL
 /* ======== kernels/avx512.h ======== */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -16586,6 +16743,16 @@ TKVI_KERNEL void TKVI_N(rotate_row_back)(float *y, const float *signs, int dim, 
         tkvi_vf_store_first(to + c, tkvi_vf_xor(tkvi_vf_load(y + c), tkvi_vf_load(signs + c)), dim - c);
 }
 
+TKVI_KERNEL void TKVI_N(rotate_back)(float *x, int dim) {
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
+    if (dim < 16) {
+        tkvi_rotate_back(x, dim);
+        return;
+    }
+    TKVI_N(flips)(signs, tkvi_round_up(dim, 16));
+    TKVI_N(rotate_row_back)(x, signs, dim, x);
+}
+
 /* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
 TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
                                        const float *zero, int n, float *to) {
@@ -17267,6 +17434,10 @@ TKVI_OP tkvi_vf TKVI_N(load_values)(const tkvi_storage type, const uint8_t *row,
     return tkvi_vf_load((const float *)(const void *)(row + 4 * at));
 }
 
+#ifndef tkvi_vf_add_product /* sum += x p, with p in memory */
+#define tkvi_vf_add_product(sum, x, p) sum = tkvi_vf_madd(x, tkvi_vf_load(p), sum)
+#endif
+
 /* Row r, or the last one. A constant where it can be. */
 #define TKVI_EXACT_ROW_(r) (!TKVI_EXACT_IS_SHORT(type) && r < nr - 1 ? r : tkvi_min(r, rows - 1))
 
@@ -17305,10 +17476,8 @@ TKVI_OP void TKVI_N(exact_k_pass)(const tkvi_storage type, const int nr, const i
                 for (j = 0; j < nt; j++) x[j] = tkvi_vf_sub(TKVI_N(load_values)(type, k[j], c + i), minus);
                 TKVI_UNROLL
                 for (r = 0; r < nr; r++) {
-                    const tkvi_vf y = tkvi_vf_load(row[r] + c + i);
                     TKVI_UNROLL
-                    for (j = 0; j < nt; j++) sum[r][j] = tkvi_vf_madd(x[j], y, sum[r][j]);
-                    tkvi_use(y)
+                    for (j = 0; j < nt; j++) tkvi_vf_add_product(sum[r][j], x[j], row[r] + c + i);
                 }
                 TKVI_UNROLL
                 for (j = 0; j < nt; j++) { tkvi_use(x[j]) }
@@ -17523,6 +17692,21 @@ TKVI_KERNEL int TKVI_N(softmax_step)(const float *s, int rows, float *m, float *
         for (r = 0; r < nr; r++) sum[first + r] = sums[r];
     }
     return seen;
+}
+
+TKVI_KERNEL void TKVI_N(scale_add)(float *x, float a, const float *y, float b, int n) {
+    const tkvi_vf by = tkvi_vf_splat(a), y_by = tkvi_vf_splat(b);
+    int i, j;
+    for (i = 0; i < n && !y; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF) tkvi_vf_store(x + j, tkvi_vf_mul(tkvi_vf_load(x + j), by));
+    }
+    for (; i < n; i += 16) {
+        TKVI_UNROLL
+        for (j = i; j < i + 16; j += TKVI_VF)
+            tkvi_vf_store(x + j,
+                          tkvi_vf_madd(tkvi_vf_load(y + j), y_by, tkvi_vf_mul(tkvi_vf_load(x + j), by)));
+    }
 }
 /* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/code_rows.inc ======== */
@@ -17920,8 +18104,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(middles, middle);
     for (r = 0; r < nr; r++) {
         f->step[r] /= (float)(wide ? TKVI_TWO_LIMBS_MAX : TKVI_LIMB_MAX_K);
-        f->base[r] = middles[r] >> 1;
-        f->rest[r] -= (middles[r] & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)middles[r];
     }
     return wide;
 }
@@ -17980,8 +18163,7 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
     tkvi_vi_sum4(totals, total);
     for (r = 0; r < nr; r++) {
         const int32_t all = totals[r] * (two || !TKVI_HAS_NARROW ? a->wide_middle : a->middle);
-        f->base[r] = all >> 1;
-        f->rest[r] -= (all & 1) ? 0.5f * f->step[r] : 0.0f;
+        f->rest[r] -= 0.5f * f->step[r] * (float)all;
     }
     return two || !TKVI_HAS_NARROW;
 }
@@ -17998,16 +18180,15 @@ TKVI_OP int TKVI_N(fold_rows_v)(const tkvi_fold_args *a, const int nr, tkvi_fold
 #define TKVI_TWO_(X, r) X(a##r, 0, r) X(b##r, 1, r)
 #define TKVI_TWO_MORE_(X, r) X(c##r, 2, r) X(d##r, 3, r)
 
-/* >>answers: out = step * (sum - base) + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
+/* >>answers: out = step * sum + rest for n channels or tokens of a row; with `add`, adds them to out. n is a
  * multiple of 16. */
 TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n, const int add, float *out) {
     const tkvi_vf step = tkvi_vf_splat(f->step[r]), rest = tkvi_vf_splat(f->rest[r]);
-    const tkvi_vi minus = tkvi_vi_splat(-f->base[r]);
     int i, j;
     for (i = 0; i < n; i += 16) {
         TKVI_UNROLL
         for (j = i; j < i + 16; j += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_add(tkvi_vi_load(sum + j), minus));
+            const tkvi_vf x = tkvi_vi_to_float(tkvi_vi_load(sum + j));
             tkvi_vf_store(out + j,
                           tkvi_vf_madd(x, step, add ? tkvi_vf_add(rest, tkvi_vf_load(out + j)) : rest));
         }
@@ -18049,26 +18230,34 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
-#define TKVI_K_SAVE_(sum, p, r)                                                                              \
-    more = tkvi_widen_k(sum);                                                                                \
-    if (d->is_wide) more = tkvi_vi_left(more, 7);                                                            \
-    if (used) more = tkvi_vi_add(more, tkvi_vi_load(TKVI_K_SUM_(p, r)));                                     \
-    tkvi_vi_store(TKVI_K_SUM_(p, r), more);
-#define TKVI_K_LOAD_(width, first)                                                                           \
+#define TKVI_K_SAVE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_k(sum));
+#define TKVI_K_ADD_(sum, p, r)                                                                               \
+    tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_vi_add(tkvi_widen_k(sum), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#define TKVI_K_ADD_LEFT_(sum, p, r)                                                                          \
+    tkvi_vi_store(TKVI_K_SUM_(p, r),                                                                         \
+                  tkvi_vi_add(tkvi_vi_left(tkvi_widen_k(sum), 7), tkvi_vi_load(TKVI_K_SUM_(p, r))));
+#if defined(__GNUC__) && !defined(__clang__) && TKVI_K_PLANES == 2
+#define TKVI_K_UNROLL _Pragma("GCC unroll 2")
+#else
+#define TKVI_K_UNROLL
+#endif
+#define TKVI_K_LOAD_(width, first, column)                                                                   \
     TKVI_N(load_tile)(width, first, TKVI_K_PLANES, at, column, packed);                                      \
-    if (TKVI_K_PASSES > 1) tkvi_ahead(at, 64, ahead);                                                        \
-    else tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                                      \
+    if (TKVI_K_PASSES > 1 && !(width == 3 && first == 2)) tkvi_ahead(at, 64, ahead);                         \
+    if (TKVI_K_PASSES == 1) tkvi_ahead(at, TKVI_TILE_BYTES(width), ahead);                                   \
     at += TKVI_TILE_BYTES(width);                                                                            \
     tkvi_keep_pointer(at) TKVI_UNROLL for (p = 0; p < TKVI_K_PLANES; p++) x[p] =                             \
         TKVI_N(plane)(width, first, p, packed);
-#define TKVI_K_RUN_(width, first)                                                                            \
+#define TKVI_K_RUN_(width, first, column)                                                                    \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, w += TKVI_W_TILE) {                                                                   \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_EACH_SUM_(TKVI_K_DOT_, TKVI_K_EACH_)                                                            \
     }
 #define TKVI_K_WIDE_RUN_(width, first)                                                                       \
+    TKVI_K_UNROLL                                                                                            \
     for (; m > 0; m--, ww += TKVI_WIDE_TILE) {                                                               \
-        TKVI_K_LOAD_(width, first)                                                                           \
+        TKVI_K_LOAD_(width, first, column)                                                                   \
         TKVI_UNROLL                                                                                          \
         for (p = 0; p < TKVI_K_PLANES; p++) {                                                                \
             if (TKVI_BIAS && width == 8) x[p] = tkvi_vb_flip(x[p]);                                          \
@@ -18097,8 +18286,12 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
     TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
-    int pass, width, p, m;
+    tkvi_run_k runs[TKVI_RUNS_K];
+    const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
+    const int n_runs = tkvi_find_runs_k(d->s, narrow, TKVI_SUM_MAX, runs);
+    int pass, width, i, p, m;
     if (d->is_wide && d->unpacks) TKVI_N(unpack_wide)(d, unpacked);
+    if (!d->is_wide && !n_runs) memset(d->sums, 0, (size_t)(nr * TKVI_BLOCK) * sizeof *d->sums);
     for (pass = 0; pass < TKVI_K_PASSES; pass++) {
         const int first = TKVI_K_FIRST(pass), column = TKVI_K_COLUMN(pass);
         const int group = first >= 2 ? d->second_group : 0;
@@ -18107,14 +18300,12 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
             d->ahead + (uintptr_t)(64 * pass - column); /* each pass prefetches other lines */
         const uint8_t *codes = d->codes + column, *at = codes;
         const int8_t *w = d->w + group;
-        int used = d->is_wide; /* 1: d->sums has sums */
-        width = d->most_width;
         if (d->is_wide) {
             const int16_t *ww = d->wide_w + group / 2;
             const uint8_t *buffer = unpacked + column;
             tkvi_wide_vb even[TKVI_K_PLANES], odd[TKVI_K_PLANES], even_w = tkvi_wide_none(), odd_w = even_w;
             TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
-            for (; width >= d->least_wide; width--) {
+            for (width = d->most_width; width >= d->least_wide; width--) {
                 m = d->s->tiles.n[width];
                 codes += m * TKVI_TILE_BYTES(width);
                 w += m * TKVI_W_TILE;
@@ -18128,39 +18319,38 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
                 }
             }
             TKVI_EACH_SUM_(TKVI_K_SAVE_WIDE_, TKVI_K_EACH_)
-            if (!TKVI_HAS_NARROW || width == 0) continue;
         }
-        if (TKVI_HAS_NARROW) {
+        if (TKVI_HAS_NARROW && n_runs > 0) {
             tkvi_vb u = tkvi_vb_splat(0);
-            tkvi_vi more;
-            int room = TKVI_SUM_MAX, left;
+            int used = 0;
             TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
-            for (; width > 0; width--)
-                for (left = d->s->tiles.n[width]; left > 0;) {
-                    const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
-                    m = left * each <= room ? left : room / each;
-                    if (m == 0) {
-                        TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
-                        TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
-                        room = TKVI_SUM_MAX;
-                        used = 1;
-                        continue;
-                    }
-                    left -= m;
-                    room -= m * each;
-                    if (width == 4) {
-                        TKVI_K_RUN_(4, first)
-                    } else if (width == 3 && first == 0) {
-                        TKVI_K_RUN_(3, 0)
-                    } else if (width == 3) {
-                        TKVI_K_RUN_(3, 2)
-                    } else if (width == 2) {
-                        TKVI_K_RUN_(2, first)
-                    } else {
-                        TKVI_K_RUN_(1, first)
-                    }
+            for (i = 0; i < n_runs; i++) {
+                width = runs[i].width;
+                m = runs[i].n;
+                if (width == 4) {
+                    TKVI_K_RUN_(4, first, column)
+                } else if (width == 3 && first == 0) {
+                    TKVI_K_RUN_(3, 0, column)
+                } else if (width == 3 && column < 32) { /* constants: the bits to shift depend on them */
+                    TKVI_K_RUN_(3, 2, 0)
+                } else if (width == 3) {
+                    TKVI_K_RUN_(3, 2, 32)
+                } else if (width == 2) {
+                    TKVI_K_RUN_(2, first, column)
+                } else {
+                    TKVI_K_RUN_(1, first, column)
                 }
-            TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                if (!runs[i].is_last) continue;
+                if (d->is_wide) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_LEFT_, TKVI_K_EACH_)
+                } else if (used) {
+                    TKVI_EACH_SUM_(TKVI_K_ADD_, TKVI_K_EACH_)
+                } else {
+                    TKVI_EACH_SUM_(TKVI_K_SAVE_, TKVI_K_EACH_)
+                }
+                TKVI_EACH_SUM_(TKVI_K_CLEAR_, TKVI_K_EACH_)
+                used = 1;
+            }
         }
     }
 }
@@ -18219,12 +18409,16 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_SAVE_LEVELS_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), sum);
 #define TKVI_V_SAVE_WIDE_(sum, v, r) tkvi_vi_store(TKVI_V_SUM_(v, r), tkvi_widen_wide(sum));
 
-/* next: bytes from a slab to the next one. */
+/* Codes of plane p. The vectors of a pass are parts of one slab, or each is a slab, `next` bytes after the one before.
+ * Planes are loaded in pairs, and not earlier: gcc otherwise shifts them all at once, and runs out of registers. */
 #define TKVI_V_LOAD_(width)                                                                                  \
-    TKVI_UNROLL                                                                                              \
-    for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)                                                   \
-    (width, 0, 4, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0), TKVI_V_COLUMN(v, part), \
-     packed[v]);                                                                                             \
+    if (p % 2 == 0) {                                                                                        \
+        tkvi_keep_pointer(tile) TKVI_UNROLL for (v = 0; v < TKVI_V_VECTORS; v++) TKVI_N(load_tile)(          \
+            width, p, 2, tile + TKVI_V_COLUMN(v, part) + (TKVI_V_SLABS > 1 ? v * next : 0),                  \
+            TKVI_V_COLUMN(v, part), packed[v]);                                                              \
+    }
+#define TKVI_V_PLANE_(width, v) TKVI_N(plane)(width, p / 2 * 2, p % 2, packed[v])
+#define TKVI_V_AHEAD_(width)                                                                                 \
     if (part == 0) tkvi_ahead(tile, TKVI_TILE_BYTES(width), d->ahead);                                       \
     if (TKVI_V_SLABS > 1) tkvi_ahead(tile + next, TKVI_TILE_BYTES(width), d->ahead);
 
@@ -18238,11 +18432,12 @@ TKVI_OP void TKVI_N(pass_narrow)(const tkvi_products_v *d, const uint8_t *tile, 
     TKVI_DECLARE_(tkvi_narrow_sums, tkvi_sums_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
         if (spills && t == 32) { TKVI_EACH_SUM_(TKVI_V_SPILL_, TKVI_V_EACH_) }
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_N(plane)(width, 0, p, packed[v]);
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(width, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_, TKVI_V_STEP_)
         }
     }
@@ -18258,11 +18453,12 @@ TKVI_OP void TKVI_N(pass_levels)(const tkvi_products_v *d, const uint8_t *tile, 
     int t, p, v;
     TKVI_DECLARE_(tkvi_vi, tkvi_vi_splat(0))
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(8)) {
-        TKVI_V_LOAD_(8)
+        TKVI_V_AHEAD_(8)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_W_TILE) {
+            TKVI_V_LOAD_(8)
             TKVI_UNROLL
-            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = packed[v][p];
+            for (v = 0; v < TKVI_V_VECTORS; v++) x[v] = TKVI_V_PLANE_(8, v);
             TKVI_EACH_SUM_(TKVI_V_DOT_LEVELS_, TKVI_V_STEP_)
         }
     }
@@ -18279,12 +18475,13 @@ TKVI_OP void TKVI_N(pass_wide)(const tkvi_products_v *d, const uint8_t *tile, in
     int t, p, v;
     TKVI_DECLARE_(tkvi_wide_sums, tkvi_wide_zero())
     for (t = 0; t < d->n; t += 16, tile += TKVI_TILE_BYTES(width)) {
-        TKVI_V_LOAD_(width)
+        TKVI_V_AHEAD_(width)
         TKVI_UNROLL
         for (p = 0; p < 4; p++, w += TKVI_WIDE_TILE) {
+            TKVI_V_LOAD_(width)
             TKVI_UNROLL
             for (v = 0; v < TKVI_V_VECTORS; v++) {
-                tkvi_vb c = TKVI_N(plane)(width, 0, p, packed[v]);
+                tkvi_vb c = TKVI_V_PLANE_(width, v);
                 if (TKVI_BIAS && width == 8) c = tkvi_vb_flip(c);
                 even[v] = tkvi_even(c);
                 odd[v] = tkvi_odd(c);
@@ -18315,11 +18512,11 @@ TKVI_KERNEL void TKVI_N(unpack_slab)(const tkvi_products_v *d, const uint8_t *ti
     }
 }
 
-/* The usual cases have the width as a constant. The others are unpacked first. */
-TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+/* Multiplies all slabs of d. width: of the tiles in memory, or 8 if they are unpacked first. */
+TKVI_OP void TKVI_N(slabs)(const tkvi_products_v *d, const int is_wide, const int width, int is_unpacked,
+                           const int nr) {
     TKVI_ALIGNED uint8_t code[TKVI_V_SLABS][4 * TKVI_TILE_CODES];
-    const int width = d->width, n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(width);
-    const int is_unpacked = d->s->levels || (d->is_wide ? width != 4 && width != 8 : width == 1);
+    const int n = d->slabs << d->pairs, slab = 4 * TKVI_TILE_BYTES(is_unpacked ? d->width : width);
     int i, k, part;
     for (i = 0; i < n; i += TKVI_V_SLABS) {
         const int last = i + TKVI_V_SLABS > n; /* the sums of a second slab have no meaning */
@@ -18329,14 +18526,22 @@ TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
             TKVI_N(unpack_slab)(d, d->codes + ((i + k) >> d->pairs) * slab, d->pairs & (i + k), code[k]);
         for (part = 0; part < TKVI_V_PARTS; part++) {
             int32_t *sums = d->sums + 16 * i + 16 / TKVI_V_PARTS * part;
-            if (d->is_wide && !is_unpacked && width == 4) TKVI_N(pass_wide)(d, tile, part, next, 4, nr, sums);
-            else if (d->is_wide) TKVI_N(pass_wide)(d, tile, part, next, 8, nr, sums);
+            if (is_wide) TKVI_N(pass_wide)(d, tile, part, next, width, nr, sums);
             else if (is_unpacked) TKVI_N(pass_levels)(d, tile, part, next, nr, sums);
-            else if (width == 4) TKVI_N(pass_narrow)(d, tile, part, next, 4, nr, sums);
-            else if (width == 3) TKVI_N(pass_narrow)(d, tile, part, next, 3, nr, sums);
-            else TKVI_N(pass_narrow)(d, tile, part, next, 2, nr, sums);
+            else TKVI_N(pass_narrow)(d, tile, part, next, width, nr, sums);
         }
     }
+}
+
+/* The usual cases have the width as a constant. The others are unpacked first. */
+TKVI_OP void TKVI_N(dot_v)(const tkvi_products_v *d, const int nr) {
+    const int width = d->width;
+    if (d->is_wide && width == 4 && !d->s->levels) TKVI_N(slabs)(d, 1, 4, 0, nr);
+    else if (d->is_wide) TKVI_N(slabs)(d, 1, 8, d->s->levels || width != 8, nr);
+    else if (d->s->levels || width == 1) TKVI_N(slabs)(d, 0, 8, 1, nr);
+    else if (width == 4) TKVI_N(slabs)(d, 0, 4, 0, nr);
+    else if (width == 3) TKVI_N(slabs)(d, 0, 3, 0, nr);
+    else TKVI_N(slabs)(d, 0, 2, 0, nr);
 }
 
 #define TKVI_EACH_ROWS_(nr)                                                                                  \
@@ -18443,6 +18648,7 @@ TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const u
     d.sums = sums;
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, tkvi_next_distance(src, next));
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        if (!s->tiles.n[width]) continue;
         a.centre = tkvi_centre(s, width);
         a.middle = s->levels ? 0 : (1 << width) - 1;
         a.wide_middle = a.middle;
@@ -19148,6 +19354,8 @@ static const tkvi_kernels TKVI_N(kernels) = {
     TKVI_N(exp64),
     TKVI_N(max64),
     TKVI_N(softmax_step),
+    TKVI_N(scale_add),
+    TKVI_N(rotate_back),
     &TKVI_N(prefill),
 };
 
@@ -19163,6 +19371,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef tkvi_vi
 #undef tkvi_vb
 #undef tkvi_vm
+#undef tkvi_vf_add_product
 #undef TKVI_VF
 #undef TKVI_VB
 #undef tkvi_load_half
@@ -19184,6 +19393,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef TKVI_V_STEP_
 #undef TKVI_V_JOIN_ALL_
 #undef TKVI_PASS_
+#undef TKVI_K_UNROLL
 /* ======== kernels/vectors_128.h ======== */
 
 #endif /* TKVI_128 */
@@ -29887,6 +30097,27 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     return NULL;
 }
 
+/* The record of a block, and of the next one. bytes, next_bytes: as *bytes of tkvi_record_of. */
+typedef struct tkvi_block_view {
+    int block; /* its number in the list */
+    const tkvi_record *record, *next;
+    const uint8_t *bytes, *next_bytes; /* next_bytes: for the CPU's prefetch; NULL after the last block */
+} tkvi_block_view;
+
+/* Views block i. b->block: the block that was viewed before, or -1. */
+static void tkvi_view_block(const tkvi_work_tile *u, int i, tkvi_block_view *b) {
+    if (b->block >= 0 && b->block + 1 == i) {
+        b->record = b->next;
+        b->bytes = b->next_bytes;
+    } else {
+        b->record = tkvi_record_of(u, i, &b->bytes);
+    }
+    b->block = i;
+    b->next = NULL;
+    b->next_bytes = NULL;
+    if (i + 1 < u->list->n) b->next = tkvi_record_of(u, i + 1, &b->next_bytes);
+}
+
 /* A side of the record of block i, in RAM or fetched. The next fetch overwrites a fetched side. Returns NULL if the
  * fetch failed, and the call then fails. */
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
@@ -30099,12 +30330,20 @@ static void tkvi_slot_indices(const tkvi_work_tile *u, int i, int *at) {
         at[t] = there >> t & 1 ? tkvi_slot_index(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
+/* 1: all rows see all indices start .. end - 1 of block i by causality and window. 0: tkvi_visible_rows knows. */
+static int tkvi_is_seen(const tkvi_work_tile *u, int i, int start, int end) {
+    const int shift = u->call->kv->pool.entry[u->ids[i]].shift;
+    if (end <= 0 || end > u->first_end || end + shift > u->lowest + 1) return 0;
+    return !u->sight.window || start + shift > u->highest - u->sight.window;
+}
+
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
     int low, high;
     if (e->evicted_mask || e->first_slot || tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK) return 1;
+    if (tkvi_is_seen(u, i, start, end)) return 0;
     tkvi_visible_rows(u, i, 1, &low, &high);
     return start < low || end > high;
 }
@@ -30161,22 +30400,24 @@ static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
                : tkvi_block_index_end(kv, u->list, u->ids, i);
 }
 
-/* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
-static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
+/* scores: [rows][64] of the viewed block. Returns 0 if no row sees any token of it, or a fetch failed. */
+static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_block_view *b,
+                             float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i), low, high, r;
-    const uint8_t *bytes;
-    const tkvi_record *rec;
-    tkvi_visible_rows(u, i, 0, &low, &high);
-    if (end <= low || start >= high) return 0;
-    rec = tkvi_record_of(u, i, &bytes);
+    const int i = b->block, start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
+    const tkvi_record *rec = b->record;
+    const uint8_t *bytes = b->bytes;
+    int low, high, r;
+    if (!tkvi_is_seen(u, i, start, end)) {
+        tkvi_visible_rows(u, i, 0, &low, &high);
+        if (end <= low || start >= high) return 0;
+    }
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
     if (TKVI_HAS_MOVES && u->call->plain)
         tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
     else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
-    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
-                                          rec->k.order ? q->sorted : q->q,
+    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, b->next_bytes, rec->k.order ? q->sorted : q->q,
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i),
                                           tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
@@ -30201,19 +30442,18 @@ static int tkvi_has_rest_of_block(const tkvi_work_tile *u, int i, uint64_t *mask
     return 1;
 }
 
-/* tkvi_block_scores for block *i and the entries behind it, before `last`, that have the rest of its tokens: each sees
- * other queries, and the scores of all are one softmax and one product with V. *i: out, the last of them. *n_tokens:
- * out, slots that have scores. */
-static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries *q, int *i, int last,
-                                           float *scores, int *n_tokens) {
+/* tkvi_block_scores for the viewed block and the entries behind it, before `last`, that have the rest of its tokens:
+ * each sees other queries, and the scores of all are one softmax and one product with V. b: out, the last of them.
+ * *n_tokens: in and out, slots that have scores. */
+static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries *q, tkvi_block_view *b,
+                                           int last, float *scores, int *n_tokens) {
     TKVI_ALIGNED float more[TKVI_ROWS * TKVI_BLOCK];
-    int any = tkvi_block_scores(u, q, *i, scores), t, k;
+    int any = tkvi_block_scores(u, q, b, scores), t, k;
     uint64_t mask = 0;
-    *n_tokens = tkvi_block_tokens(u->call->kv, u->list, u->ids, *i);
-    while (*i + 1 < last && tkvi_has_rest_of_block(u, *i, &mask)) {
-        ++*i;
-        *n_tokens = tkvi_max(*n_tokens, tkvi_block_tokens(u->call->kv, u->list, u->ids, *i));
-        if (!tkvi_block_scores(u, q, *i, any ? more : scores)) continue;
+    while (b->block + 1 < last && tkvi_has_rest_of_block(u, b->block, &mask)) {
+        tkvi_view_block(u, b->block + 1, b);
+        *n_tokens = tkvi_max(*n_tokens, tkvi_block_tokens(u->call->kv, u->list, u->ids, b->block));
+        if (!tkvi_block_scores(u, q, b, any ? more : scores)) continue;
         for (t = 0; t < u->rows * TKVI_BLOCK && any; t += 16)
             for (k = 0; k < 16; k++)
                 scores[t + k] = scores[t + k] > more[t + k] ? scores[t + k] : more[t + k];
@@ -30223,12 +30463,6 @@ static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries
 }
 
 /* >>split: the online softmax over one range of blocks */
-static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: vectors also at -O2 */
-    int i, k;
-    for (i = 0; i < n; i += 16)
-        for (k = 0; k < 16; k++) x[i + k] *= by;
-}
-
 /* Adds the sums of p^2 of block i to far_attention of the rows that want it. The sink block does not count, nor a
  * block that ends less than TKVI_FAR before the query. */
 static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
@@ -30256,48 +30490,54 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
+    tkvi_block_view b;
+    b.block = -1;
     sums->any[0] = sums->any[1] = 0.0f;
     for (r = 0; r < u->rows; r++) {
         sums->m[r] = TKVI_HIDDEN;
         sums->l[r] = sums->far_attention[r] = 0.0f;
     }
     for (i = chunk * u->chunk; i < last; i++) {
-        const uint8_t *bytes, *next = tkvi_next_record(u, i);
         const tkvi_record *rec;
+        const uint8_t *bytes;
         float before[TKVI_ROWS], sum[TKVI_ROWS];
-        int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i);
-        if (!(tkvi_has_moved(u->list) ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
-                                      : tkvi_block_scores(u, q, i, scores)))
-            continue;
-        memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
+        int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i), any;
+        tkvi_view_block(u, i, &b);
+        if (tkvi_has_moved(u->list)) any = tkvi_joint_scores(u, q, &b, last, scores, &n_tokens);
+        else any = tkvi_block_scores(u, q, &b, scores);
+        i = b.block;
+        if (!any) continue;
+        memcpy(before, sums->m, sizeof before);
         if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
             if (sums->m[r] > before[r] && !TKVI_IS_HIDDEN(before[r])) { /* else o and l are still 0 */
                 float shrink = expf(before[r] - sums->m[r]);
                 for (space = 0; space < 2; space++)
                     if (sums->any[space] > 0.0f)
-                        tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
+                        kv->kernels->scale_add(sums->o + space * stride + r * u->v_pad, shrink, NULL, 0.0f,
+                                               u->v_pad);
                 sums->l[r] *= shrink;
                 sums->far_attention[r] *= shrink * shrink;
             }
             sums->l[r] += sum[r];
         }
         if (u->far_rows) tkvi_add_far(u, i, p, sums->far_attention);
-        rec = tkvi_record_of(u, i, &bytes);
-        bytes = tkvi_bytes_of(u, i, TKV_V);
+        rec = b.record;
+        bytes = b.bytes ? b.bytes + rec->v_at : tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
-        kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
-                                              n_tokens, tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
-                                              sums->o + space * stride);
+        kv->kernels->v[rec->v.format->stored](
+            &rec->v, bytes, b.next_bytes ? b.next_bytes + rec->v_at : NULL, p, u->rows, n_tokens,
+            tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o + space * stride);
     }
 }
 
 /* Adds row r of `from` to row r of `to`. The two must be sums over different keys. */
 static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
+    const tkvi_kernels *kernels = u->call->kv->kernels;
     float a, b;
-    int i, k, space, first = !(to->l[r] > 0.0f);
+    int space, first = !(to->l[r] > 0.0f);
     if (!(from->l[r] > 0.0f)) return;
     a = from->m[r] > to->m[r] && !first ? expf(to->m[r] - from->m[r]) : 1.0f;
     b = from->m[r] > to->m[r] || first ? 1.0f : expf(from->m[r] - to->m[r]);
@@ -30309,15 +30549,11 @@ static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, 
         float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
         const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
         if (!(from->any[space] > 0.0f)) {
-            if (to->any[space] > 0.0f && a < 1.0f) tkvi_shrink(o, u->v_pad, a);
+            if (to->any[space] > 0.0f && a < 1.0f) kernels->scale_add(o, a, NULL, 0.0f, u->v_pad);
         } else if (first) {
             memcpy(o, o2, (size_t)u->v_pad * sizeof *o);
         } else {
-            for (i = 0; i < u->v_pad; i += 16) { /* vectors also at -O2 */
-                float x[16];
-                for (k = 0; k < 16; k++) x[k] = o[i + k] * a + o2[i + k] * b;
-                for (k = 0; k < 16; k++) o[i + k] = x[k];
-            }
+            kernels->scale_add(o, a, o2, b, u->v_pad);
         }
     }
 }
@@ -30356,8 +30592,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         ptrdiff_t at = query * c->out_row + head * c->out_head;
         if (rotated && !empty) {
             float *turned = o + (TKVI_ROWS + r) * u->v_pad;
-            tkvi_rotate_back(turned, dim);
-            for (i = 0; i < dim; i++) row[i] += turned[i];
+            c->kv->kernels->rotate_back(turned, dim);
+            c->kv->kernels->scale_add(row, 1.0f, turned, 1.0f, u->v_pad);
         }
         if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]) && tkvi_is_finite(m[r])) {
             float sink = c->p->sink_logits[head] - origin;
@@ -30482,6 +30718,7 @@ static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q
     const tkvi_work_tile *u = o->view.tile;
     const tkvi_call *c = u->call;
     tkvi_scoring s;
+    tkvi_block_view b;
     unsigned rows = 0;
     int i, k;
     for (k = 0; k < c->n_consumers; k++) rows |= o->observed[k];
@@ -30492,8 +30729,10 @@ static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q
     s.tile = tkvi_some_rows(u, s.first, i);
     if (s.tile.rows < u->rows) tkvi_load_queries(&s.tile, q);
     o->view.scoring = &s;
+    b.block = -1;
     for (i = first; i < last; i++) {
-        if (!tkvi_block_scores(&s.tile, q, i, scores + s.first * TKVI_BLOCK)) continue;
+        tkvi_view_block(&s.tile, i, &b);
+        if (!tkvi_block_scores(&s.tile, q, &b, scores + s.first * TKVI_BLOCK)) continue;
         for (k = 0; k < c->n_consumers; k++)
             if (o->observed[k]) c->consumer[k]->observe(&o->view, i, scores, tkvi_observer_state(o, k));
     }
@@ -31209,7 +31448,7 @@ static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparing *c
     if (most > row->m) {
         float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
         for (space = 0; space < tkvi_spaces(u); space++)
-            tkvi_shrink(c->o + (space * TKVI_ROWS + r) * u->v_pad, u->v_pad, shrink);
+            kernels->scale_add(c->o + (space * TKVI_ROWS + r) * u->v_pad, shrink, NULL, 0.0f, u->v_pad);
         row->l *= (double)shrink;
         row->shift *= (double)shrink;
         row->m = most;

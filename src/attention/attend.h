@@ -411,6 +411,27 @@ static TKVI_NOINLINE const uint8_t *tkvi_fetch_side(const tkvi_work_tile *u, int
     return NULL;
 }
 
+/* The record of a block, and of the next one. bytes, next_bytes: as *bytes of tkvi_record_of. */
+typedef struct tkvi_block_view {
+    int block; /* its number in the list */
+    const tkvi_record *record, *next;
+    const uint8_t *bytes, *next_bytes; /* next_bytes: for the CPU's prefetch; NULL after the last block */
+} tkvi_block_view;
+
+/* Views block i. b->block: the block that was viewed before, or -1. */
+static void tkvi_view_block(const tkvi_work_tile *u, int i, tkvi_block_view *b) {
+    if (b->block >= 0 && b->block + 1 == i) {
+        b->record = b->next;
+        b->bytes = b->next_bytes;
+    } else {
+        b->record = tkvi_record_of(u, i, &b->bytes);
+    }
+    b->block = i;
+    b->next = NULL;
+    b->next_bytes = NULL;
+    if (i + 1 < u->list->n) b->next = tkvi_record_of(u, i + 1, &b->next_bytes);
+}
+
 /* A side of the record of block i, in RAM or fetched. The next fetch overwrites a fetched side. Returns NULL if the
  * fetch failed, and the call then fails. */
 static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side side) {
@@ -623,12 +644,20 @@ static void tkvi_slot_indices(const tkvi_work_tile *u, int i, int *at) {
         at[t] = there >> t & 1 ? tkvi_slot_index(kv, u->ids[i], t) : TKVI_FOREVER;
 }
 
+/* 1: all rows see all indices start .. end - 1 of block i by causality and window. 0: tkvi_visible_rows knows. */
+static int tkvi_is_seen(const tkvi_work_tile *u, int i, int start, int end) {
+    const int shift = u->call->kv->pool.entry[u->ids[i]].shift;
+    if (end <= 0 || end > u->first_end || end + shift > u->lowest + 1) return 0;
+    return !u->sight.window || start + shift > u->highest - u->sight.window;
+}
+
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
 static int tkvi_has_hidden(const tkvi_work_tile *u, int i, int start, int end) {
     const tkv_cache *kv = u->call->kv;
     const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
     int low, high;
     if (e->evicted_mask || e->first_slot || tkvi_block_tokens(kv, u->list, u->ids, i) < TKVI_BLOCK) return 1;
+    if (tkvi_is_seen(u, i, start, end)) return 0;
     tkvi_visible_rows(u, i, 1, &low, &high);
     return start < low || end > high;
 }
@@ -685,22 +714,24 @@ static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
                : tkvi_block_index_end(kv, u->list, u->ids, i);
 }
 
-/* scores: [rows][64] of block i. Returns 0 if no row sees any token of it, or a fetch failed. */
-static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, int i, float *scores) {
+/* scores: [rows][64] of the viewed block. Returns 0 if no row sees any token of it, or a fetch failed. */
+static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_block_view *b,
+                             float *scores) {
     const tkv_cache *kv = u->call->kv;
-    int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i), low, high, r;
-    const uint8_t *bytes;
-    const tkvi_record *rec;
-    tkvi_visible_rows(u, i, 0, &low, &high);
-    if (end <= low || start >= high) return 0;
-    rec = tkvi_record_of(u, i, &bytes);
+    const int i = b->block, start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
+    const tkvi_record *rec = b->record;
+    const uint8_t *bytes = b->bytes;
+    int low, high, r;
+    if (!tkvi_is_seen(u, i, start, end)) {
+        tkvi_visible_rows(u, i, 0, &low, &high);
+        if (end <= low || start >= high) return 0;
+    }
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
     if (!bytes) return 0;
     if (TKVI_HAS_MOVES && u->call->plain)
         tkvi_show_queries(u, q, kv->pool.entry[u->ids[i]].turned, rec->k.order);
     else if (rec->k.order) tkvi_sort_queries(u, q, rec->k.order);
-    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, tkvi_next_record(u, i),
-                                          rec->k.order ? q->sorted : q->q,
+    kv->kernels->k[rec->k.format->stored](&rec->k, bytes, b->next_bytes, rec->k.order ? q->sorted : q->q,
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i),
                                           tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
@@ -725,19 +756,18 @@ static int tkvi_has_rest_of_block(const tkvi_work_tile *u, int i, uint64_t *mask
     return 1;
 }
 
-/* tkvi_block_scores for block *i and the entries behind it, before `last`, that have the rest of its tokens: each sees
- * other queries, and the scores of all are one softmax and one product with V. *i: out, the last of them. *n_tokens:
- * out, slots that have scores. */
-static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries *q, int *i, int last,
-                                           float *scores, int *n_tokens) {
+/* tkvi_block_scores for the viewed block and the entries behind it, before `last`, that have the rest of its tokens:
+ * each sees other queries, and the scores of all are one softmax and one product with V. b: out, the last of them.
+ * *n_tokens: in and out, slots that have scores. */
+static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries *q, tkvi_block_view *b,
+                                           int last, float *scores, int *n_tokens) {
     TKVI_ALIGNED float more[TKVI_ROWS * TKVI_BLOCK];
-    int any = tkvi_block_scores(u, q, *i, scores), t, k;
+    int any = tkvi_block_scores(u, q, b, scores), t, k;
     uint64_t mask = 0;
-    *n_tokens = tkvi_block_tokens(u->call->kv, u->list, u->ids, *i);
-    while (*i + 1 < last && tkvi_has_rest_of_block(u, *i, &mask)) {
-        ++*i;
-        *n_tokens = tkvi_max(*n_tokens, tkvi_block_tokens(u->call->kv, u->list, u->ids, *i));
-        if (!tkvi_block_scores(u, q, *i, any ? more : scores)) continue;
+    while (b->block + 1 < last && tkvi_has_rest_of_block(u, b->block, &mask)) {
+        tkvi_view_block(u, b->block + 1, b);
+        *n_tokens = tkvi_max(*n_tokens, tkvi_block_tokens(u->call->kv, u->list, u->ids, b->block));
+        if (!tkvi_block_scores(u, q, b, any ? more : scores)) continue;
         for (t = 0; t < u->rows * TKVI_BLOCK && any; t += 16)
             for (k = 0; k < 16; k++)
                 scores[t + k] = scores[t + k] > more[t + k] ? scores[t + k] : more[t + k];
@@ -747,12 +777,6 @@ static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries
 }
 
 /* >>split: the online softmax over one range of blocks */
-static void tkvi_shrink(float *x, int n, float by) { /* n is a multiple of 16: vectors also at -O2 */
-    int i, k;
-    for (i = 0; i < n; i += 16)
-        for (k = 0; k < 16; k++) x[i + k] *= by;
-}
-
 /* Adds the sums of p^2 of block i to far_attention of the rows that want it. The sink block does not count, nor a
  * block that ends less than TKVI_FAR before the query. */
 static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
@@ -780,48 +804,54 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
     int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
+    tkvi_block_view b;
+    b.block = -1;
     sums->any[0] = sums->any[1] = 0.0f;
     for (r = 0; r < u->rows; r++) {
         sums->m[r] = TKVI_HIDDEN;
         sums->l[r] = sums->far_attention[r] = 0.0f;
     }
     for (i = chunk * u->chunk; i < last; i++) {
-        const uint8_t *bytes, *next = tkvi_next_record(u, i);
         const tkvi_record *rec;
+        const uint8_t *bytes;
         float before[TKVI_ROWS], sum[TKVI_ROWS];
-        int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i);
-        if (!(tkvi_has_moved(u->list) ? tkvi_joint_scores(u, q, &i, last, scores, &n_tokens)
-                                      : tkvi_block_scores(u, q, i, scores)))
-            continue;
-        memcpy(before, sums->m, (size_t)u->rows * sizeof(float));
+        int n_tokens = tkvi_block_tokens(kv, u->list, u->ids, i), any;
+        tkvi_view_block(u, i, &b);
+        if (tkvi_has_moved(u->list)) any = tkvi_joint_scores(u, q, &b, last, scores, &n_tokens);
+        else any = tkvi_block_scores(u, q, &b, scores);
+        i = b.block;
+        if (!any) continue;
+        memcpy(before, sums->m, sizeof before);
         if (!kv->kernels->softmax_step(scores, u->rows, sums->m, sum, p)) continue;
         for (r = 0; r < u->rows; r++) {
             if (sums->m[r] > before[r] && !TKVI_IS_HIDDEN(before[r])) { /* else o and l are still 0 */
                 float shrink = expf(before[r] - sums->m[r]);
                 for (space = 0; space < 2; space++)
                     if (sums->any[space] > 0.0f)
-                        tkvi_shrink(sums->o + space * stride + r * u->v_pad, u->v_pad, shrink);
+                        kv->kernels->scale_add(sums->o + space * stride + r * u->v_pad, shrink, NULL, 0.0f,
+                                               u->v_pad);
                 sums->l[r] *= shrink;
                 sums->far_attention[r] *= shrink * shrink;
             }
             sums->l[r] += sum[r];
         }
         if (u->far_rows) tkvi_add_far(u, i, p, sums->far_attention);
-        rec = tkvi_record_of(u, i, &bytes);
-        bytes = tkvi_bytes_of(u, i, TKV_V);
+        rec = b.record;
+        bytes = b.bytes ? b.bytes + rec->v_at : tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
-        kv->kernels->v[rec->v.format->stored](&rec->v, bytes, next ? next + rec->v_at : NULL, p, u->rows,
-                                              n_tokens, tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
-                                              sums->o + space * stride);
+        kv->kernels->v[rec->v.format->stored](
+            &rec->v, bytes, b.next_bytes ? b.next_bytes + rec->v_at : NULL, p, u->rows, n_tokens,
+            tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o + space * stride);
     }
 }
 
 /* Adds row r of `from` to row r of `to`. The two must be sums over different keys. */
 static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, const tkvi_sums *from) {
+    const tkvi_kernels *kernels = u->call->kv->kernels;
     float a, b;
-    int i, k, space, first = !(to->l[r] > 0.0f);
+    int space, first = !(to->l[r] > 0.0f);
     if (!(from->l[r] > 0.0f)) return;
     a = from->m[r] > to->m[r] && !first ? expf(to->m[r] - from->m[r]) : 1.0f;
     b = from->m[r] > to->m[r] || first ? 1.0f : expf(from->m[r] - to->m[r]);
@@ -833,15 +863,11 @@ static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, 
         float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
         const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
         if (!(from->any[space] > 0.0f)) {
-            if (to->any[space] > 0.0f && a < 1.0f) tkvi_shrink(o, u->v_pad, a);
+            if (to->any[space] > 0.0f && a < 1.0f) kernels->scale_add(o, a, NULL, 0.0f, u->v_pad);
         } else if (first) {
             memcpy(o, o2, (size_t)u->v_pad * sizeof *o);
         } else {
-            for (i = 0; i < u->v_pad; i += 16) { /* vectors also at -O2 */
-                float x[16];
-                for (k = 0; k < 16; k++) x[k] = o[i + k] * a + o2[i + k] * b;
-                for (k = 0; k < 16; k++) o[i + k] = x[k];
-            }
+            kernels->scale_add(o, a, o2, b, u->v_pad);
         }
     }
 }
@@ -880,8 +906,8 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         ptrdiff_t at = query * c->out_row + head * c->out_head;
         if (rotated && !empty) {
             float *turned = o + (TKVI_ROWS + r) * u->v_pad;
-            tkvi_rotate_back(turned, dim);
-            for (i = 0; i < dim; i++) row[i] += turned[i];
+            c->kv->kernels->rotate_back(turned, dim);
+            c->kv->kernels->scale_add(row, 1.0f, turned, 1.0f, u->v_pad);
         }
         if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]) && tkvi_is_finite(m[r])) {
             float sink = c->p->sink_logits[head] - origin;
@@ -1006,6 +1032,7 @@ static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q
     const tkvi_work_tile *u = o->view.tile;
     const tkvi_call *c = u->call;
     tkvi_scoring s;
+    tkvi_block_view b;
     unsigned rows = 0;
     int i, k;
     for (k = 0; k < c->n_consumers; k++) rows |= o->observed[k];
@@ -1016,8 +1043,10 @@ static TKVI_NOINLINE void tkvi_observe_blocks(tkvi_observers *o, tkvi_queries *q
     s.tile = tkvi_some_rows(u, s.first, i);
     if (s.tile.rows < u->rows) tkvi_load_queries(&s.tile, q);
     o->view.scoring = &s;
+    b.block = -1;
     for (i = first; i < last; i++) {
-        if (!tkvi_block_scores(&s.tile, q, i, scores + s.first * TKVI_BLOCK)) continue;
+        tkvi_view_block(&s.tile, i, &b);
+        if (!tkvi_block_scores(&s.tile, q, &b, scores + s.first * TKVI_BLOCK)) continue;
         for (k = 0; k < c->n_consumers; k++)
             if (o->observed[k]) c->consumer[k]->observe(&o->view, i, scores, tkvi_observer_state(o, k));
     }

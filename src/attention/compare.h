@@ -108,7 +108,7 @@ static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparing *c
     if (most > row->m) {
         float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
         for (space = 0; space < tkvi_spaces(u); space++)
-            tkvi_shrink(c->o + (space * TKVI_ROWS + r) * u->v_pad, u->v_pad, shrink);
+            kernels->scale_add(c->o + (space * TKVI_ROWS + r) * u->v_pad, shrink, NULL, 0.0f, u->v_pad);
         row->l *= (double)shrink;
         row->shift *= (double)shrink;
         row->m = most;

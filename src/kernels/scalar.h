@@ -85,7 +85,10 @@ typedef struct tkvi_kernels {
      * and sum[r] is the sum of p. A row that sees no key (all TKVI_HIDDEN) gets zeros. Returns 0 if no row sees a
      * key. */
     int (*softmax_step)(const float *s, int rows, float *m, float *sum, float *p);
-    const struct tkvi_prefill *prefill; /* kernels for many rows, or NULL */
+    /* x = a x + b y, or a x if y is NULL. n is a multiple of 16. */
+    void (*scale_add)(float *x, float a, const float *y, float b, int n);
+    void (*rotate_back)(float *x, int dim); /* as core/rotate.h; x has dim values, rounded up to 16 */
+    const struct tkvi_prefill *prefill;     /* kernels for many rows, or NULL */
 } tkvi_kernels;
 
 /* 2^r for |r| <= 1/2: a minimax fit with 2^0 = 1. The error is 9e-8. splat and madd are operations of a vocabulary. */
@@ -397,6 +400,11 @@ static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *s
     return seen;
 }
 
+static void tkvi_scale_add_scalar(float *x, float a, const float *y, float b, int n) {
+    int i;
+    for (i = 0; i < n; i++) x[i] = y ? a * x[i] + b * y[i] : a * x[i];
+}
+
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",
@@ -408,6 +416,8 @@ static const tkvi_kernels tkvi_kernels_scalar = {
     tkvi_exp64_scalar,
     tkvi_max64_scalar,
     tkvi_softmax_step_scalar,
+    tkvi_scale_add_scalar,
+    tkvi_rotate_back,
     NULL,
 };
 

@@ -314,6 +314,10 @@ TKVI_FLAT_AVX2 __m256 tkvi_load_table_floats_avx2(const float *level, const uint
                             _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
 
+typedef struct tkvi_8_floats {
+    float x[8];
+} tkvi_8_floats;
+
 TKVI_FLAT_AVX2 __m256 tkvi_load_twice_avx2(const float *p) {
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
                                     _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));

@@ -25,11 +25,10 @@ typedef struct tkvi_fold_args {
     int16_t *wide_w; /* out: weights of two limbs */
 } tkvi_fold_args;
 
-/* Turns sums of products of a row into answers: step * (sum - base) + rest. base is half of sum w centre2, rounded
- * down to an integer. rest makes up for the rounding, and has sum x (zero - ref + centre scale). */
+/* Turns sums of products of a row into answers: step * sum + rest. rest = sum x (zero - ref + centre scale) - step *
+ * sum w centre. */
 typedef struct tkvi_fold {
     float step[4], rest[4];
-    int32_t base[4];
 } tkvi_fold;
 
 typedef struct tkvi_products_k {
@@ -58,6 +57,14 @@ typedef struct tkvi_products_v {
     int32_t *sums; /* out: [row][TKVI_V_STRIDE] */
 } tkvi_products_v;
 
+/* Tiles of K of one width whose products by narrow weights fit into the sums. */
+typedef struct tkvi_run_k {
+    int width, n;
+    int is_last; /* 1: the next run does not fit as well */
+} tkvi_run_k;
+
+#define TKVI_RUNS_K 16 /* four widths, and 64 tiles of 4 bits fill sums of 16 bits eight times */
+
 #define TKVI_V_STRIDE (TKV_MAX_HEAD_DIM + 16) /* a pass may have a slab too many */
 
 /* Weights of one group and up to four rows. */
@@ -67,6 +74,30 @@ typedef struct tkvi_weights_k {
 } tkvi_weights_k;
 
 #ifdef TKVI_VECTORS
+/* Divides the tiles of up to `width` bits into runs. most: the largest sum. Returns their number. */
+static int tkvi_find_runs_k(const tkvi_side *s, int width, int most, tkvi_run_k *run) {
+    int room = most, n_runs = 0;
+    for (; width > 0; width--) {
+        const int each = 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1);
+        int left = s->tiles.n[width];
+        while (left > 0) {
+            const int n = left * each <= room ? left : room / each;
+            if (n > 0) {
+                TKVI_ASSERT(n_runs < TKVI_RUNS_K);
+                run[n_runs].width = width;
+                run[n_runs].n = n;
+                run[n_runs++].is_last = 0;
+            } else {
+                run[n_runs - 1].is_last = 1;
+            }
+            left -= n;
+            room = n > 0 ? room - n * each : most;
+        }
+    }
+    if (n_runs) run[n_runs - 1].is_last = 1;
+    return n_runs;
+}
+
 /* Decoding: sorts metadata of K from positions to channels. */
 static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     float plain[2 * TKV_MAX_HEAD_DIM];
