@@ -8471,7 +8471,7 @@ TKVI_FLAT void tkvi_ahead(const uint8_t *p, int n, uintptr_t ahead) {
 #define TKVI_WIDE_TILE 4
 #define tkvi_wide_vb tkvi_vi /* weights, loaded */
 #define tkvi_wide_none() tkvi_vi_splat(0)
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_keep_wide(sum) tkvi_keep_value(sum)
 #define tkvi_wide_sums tkvi_vi
 #define tkvi_wide_zero() tkvi_vi_splat(0)
 #define tkvi_even(codes) tkvi_vi_and(codes, tkvi_vh_splat(255))
@@ -8809,16 +8809,16 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) 
 /* Horizontal sums and maxima of four vectors. */
 #define TKVI_ACROSS_FOUR_(name, op)                                                                          \
     TKVI_FLAT_AVX512 __m128 tkvi_##name##_avx512(const __m512 *a) {                                          \
-        __m512 x = _mm512_##op##_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));         \
-        __m512 y = _mm512_##op##_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));         \
+        __m512 x = _mm512_##op(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));              \
+        __m512 y = _mm512_##op(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));              \
         __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);                                          \
-        __m512 z = _mm512_##op##_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),                            \
-                                    _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));                           \
-        __m256 w = _mm256_##op##_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));                \
-        return _mm_##op##_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));                        \
+        __m512 z = _mm512_##op(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),                                 \
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));                                \
+        __m256 w = _mm256_##op(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));                     \
+        return _mm_##op(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));                             \
     }
-TKVI_ACROSS_FOUR_(sum4, add)
-TKVI_ACROSS_FOUR_(max4, max)
+TKVI_ACROSS_FOUR_(sum4, add_ps)
+TKVI_ACROSS_FOUR_(max4, max_ps)
 
 TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
@@ -10210,13 +10210,13 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
 
 /* Keeps a sum in its register: gcc otherwise regroups sums of several steps, and runs out of registers. */
 #if defined(__GNUC__) || defined(__clang__)
-#define tkvi_keep(sum) __asm__("" : "+x"(sum));
+#define tkvi_keep_value(sum) __asm__("" : "+x"(sum));
 #define tkvi_keep_pointer(p) __asm__("" : "+r"(p));
 /* Keeps a factor alive: gcc otherwise multiplies in its register, and moves the sum back. */
 #define tkvi_use(x) __asm__("" : : "x"(x));
 #else
 #define tkvi_use(x)
-#define tkvi_keep(sum)
+#define tkvi_keep_value(sum)
 #define tkvi_keep_pointer(p)
 #endif
 #define tkvi_hide(sum) ((void)0)
@@ -12306,11 +12306,11 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
-    tkvi_keep(sum)
+    tkvi_keep_value(sum)
 #define TKVI_V_DOT_LEVELS_(sum, v, r)                                                                        \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_levels(sum, x[v], u, r);                                                                  \
-    tkvi_keep(sum)
+    tkvi_keep_value(sum)
 #define TKVI_V_DOT_WIDE_(sum, v, r)                                                                          \
     if (v == 0) {                                                                                            \
         even_w = tkvi_wide_even(w, TKVI_BLOCK, r);                                                           \
@@ -13307,7 +13307,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef TKVI_SUM_MAX
 #undef TKVI_V_SUM_MAX
 #undef TKVI_ROW_TOKENS
-#undef tkvi_keep
+#undef tkvi_keep_value
 #undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_hide
@@ -13380,7 +13380,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #define TKVI_V_SUM_MAX TKVI_SUM_MAX
 #define TKVI_ROW_TOKENS 8
 
-#define tkvi_keep(sum)
+#define tkvi_keep_value(sum)
 #define tkvi_use(x)
 #define tkvi_keep_pointer(p)
 /* Hides the later use of a sum as 32-bit lanes: gcc 12 otherwise converts it inside the loop and keeps two copies. */
@@ -15180,11 +15180,11 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
-    tkvi_keep(sum)
+    tkvi_keep_value(sum)
 #define TKVI_V_DOT_LEVELS_(sum, v, r)                                                                        \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_levels(sum, x[v], u, r);                                                                  \
-    tkvi_keep(sum)
+    tkvi_keep_value(sum)
 #define TKVI_V_DOT_WIDE_(sum, v, r)                                                                          \
     if (v == 0) {                                                                                            \
         even_w = tkvi_wide_even(w, TKVI_BLOCK, r);                                                           \
@@ -16181,7 +16181,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef TKVI_SUM_MAX
 #undef TKVI_V_SUM_MAX
 #undef TKVI_ROW_TOKENS
-#undef tkvi_keep
+#undef tkvi_keep_value
 #undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_hide
@@ -16263,7 +16263,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #define TKVI_EXACT_IS_SHORT(type) 0
 #define TKVI_EXACT_LAST 4 /* in the last pass of V */
 
-#define tkvi_keep(sum)
+#define tkvi_keep_value(sum)
 #define tkvi_keep_pointer(p)
 #define tkvi_keep_wide(sum)
 #define tkvi_ahead(p, n, distance) ((void)(distance)) /* no machine to measure prefetching was available */
@@ -18385,11 +18385,11 @@ TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
 #define TKVI_V_DOT_(sum, v, r)                                                                               \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_v(sum, x[v], u, r);                                                                       \
-    tkvi_keep(sum)
+    tkvi_keep_value(sum)
 #define TKVI_V_DOT_LEVELS_(sum, v, r)                                                                        \
     if (v == 0) u = tkvi_weights(w, TKVI_BLOCK, r);                                                          \
     sum = tkvi_dot_levels(sum, x[v], u, r);                                                                  \
-    tkvi_keep(sum)
+    tkvi_keep_value(sum)
 #define TKVI_V_DOT_WIDE_(sum, v, r)                                                                          \
     if (v == 0) {                                                                                            \
         even_w = tkvi_wide_even(w, TKVI_BLOCK, r);                                                           \
@@ -19386,7 +19386,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
 #undef TKVI_SUM_MAX
 #undef TKVI_V_SUM_MAX
 #undef TKVI_ROW_TOKENS
-#undef tkvi_keep
+#undef tkvi_keep_value
 #undef tkvi_use
 #undef tkvi_keep_pointer
 #undef tkvi_hide

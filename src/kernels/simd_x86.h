@@ -179,7 +179,7 @@
 #define TKVI_WIDE_TILE 4
 #define tkvi_wide_vb tkvi_vi /* weights, loaded */
 #define tkvi_wide_none() tkvi_vi_splat(0)
-#define tkvi_keep_wide(sum) tkvi_keep(sum)
+#define tkvi_keep_wide(sum) tkvi_keep_value(sum)
 #define tkvi_wide_sums tkvi_vi
 #define tkvi_wide_zero() tkvi_vi_splat(0)
 #define tkvi_even(codes) tkvi_vi_and(codes, tkvi_vh_splat(255))
@@ -517,16 +517,16 @@ TKVI_FLAT_AVX512 __m512i tkvi_load_parts_avx512(const uint8_t *p, int distance) 
 /* Horizontal sums and maxima of four vectors. */
 #define TKVI_ACROSS_FOUR_(name, op)                                                                          \
     TKVI_FLAT_AVX512 __m128 tkvi_##name##_avx512(const __m512 *a) {                                          \
-        __m512 x = _mm512_##op##_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));         \
-        __m512 y = _mm512_##op##_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));         \
+        __m512 x = _mm512_##op(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));              \
+        __m512 y = _mm512_##op(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));              \
         __m512d xd = _mm512_castps_pd(x), yd = _mm512_castps_pd(y);                                          \
-        __m512 z = _mm512_##op##_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),                            \
-                                    _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));                           \
-        __m256 w = _mm256_##op##_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));                \
-        return _mm_##op##_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));                        \
+        __m512 z = _mm512_##op(_mm512_castpd_ps(_mm512_unpacklo_pd(xd, yd)),                                 \
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(xd, yd)));                                \
+        __m256 w = _mm256_##op(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));                     \
+        return _mm_##op(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));                             \
     }
-TKVI_ACROSS_FOUR_(sum4, add)
-TKVI_ACROSS_FOUR_(max4, max)
+TKVI_ACROSS_FOUR_(sum4, add_ps)
+TKVI_ACROSS_FOUR_(max4, max_ps)
 
 TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
     __m512i x = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
