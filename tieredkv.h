@@ -50,7 +50,8 @@
  *
  *   These things are not possible today:
  *     - A sequence cannot be saved or loaded.
- *     - A head has at most 256 channels. The cache stores them padded to a multiple of 16.
+ *     - A head has at most 576 channels. The cache stores them padded to a multiple of 16. Heads of more than 256
+ *       channels have no SQUAT formats, no blocks outside RAM in 16 bits, and no kernels for chunks of prompts.
  *
  *
  * 2. COMPILE IT ONCE
@@ -344,7 +345,7 @@
  *     limits       sequences, tokens per sequence, tokens per append
  *     tiers        lengths and formats of sinks, tail, warm tier and archive; anchors
  *     format       options of formats; each format ignores those of others
- *     layers       exceptions by layer: formats, lengths, window, RoPE, shared K and V
+ *     layers       exceptions by layer: heads, channels, formats, lengths, window, RoPE, shared K and V
  *     budget       bytes, ladder, pressure controller, discarding
  *     evict        the policy that removes tokens, and when
  *     importance   how tokens are rated
@@ -394,7 +395,9 @@
  *   grid fits all channels. Heads that attend far back get more of their layer's bytes.
  *
  *   Layers. cfg.layers points to n_layers settings, and 0 takes the cache's value. The array is read during creation
- *   and not kept.
+ *   and not kept. A layer can have heads and channels of its own (n_heads, n_kv_heads, head_dim, v_head_dim), as where
+ *   sliding and global layers alternate. K, V, queries and outputs of a call then have the shape of its layer, and
+ *   tkv_get_layer reports it.
  *
  *   Texts. A config can be a text: lines `key = value`, or one flat JSON object. A key is the path of a field, such
  *   as tiers.hot_tokens or layers[0-5].window. The values `off` and `unlimited` are the sentinels of lengths. An
@@ -407,7 +410,9 @@
  *                         "model.n_kv_heads = 8\n"
  *                         "model.head_dim = 128\n"
  *                         "tiers.archive = a25/r20     # keys / values\n"
- *                         "layers[0-1].warm = q8       # exceptions, by layer\n";
+ *                         "layers[0-1].warm = q8       # exceptions, by layer\n"
+ *                         "layers[31].n_kv_heads = 2   # one with fewer and wider heads\n"
+ *                         "layers[31].head_dim = 256\n";
  *     static tkv_layer_config layers[32];              // memory for the exceptions
  *     const tkv_config_arrays arrays = {layers, 32, NULL, 0, NULL, 0};
  *     char back[1000];
@@ -809,7 +814,7 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute. Where tokens have moved it uses 20 KiB more. Give worker threads that much.
+ *   cfg.recompute. Where tokens have moved it uses 24 KiB more. Give worker threads that much.
  *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };
@@ -1147,7 +1152,7 @@ extern "C" {
 
 /* >>constants */
 #define TKV_BLOCK_TOKENS 64 /* tokens in a block: the cache encodes and demotes them together */
-#define TKV_MAX_HEAD_DIM 256
+#define TKV_MAX_HEAD_DIM 576
 #define TKV_MAX_METER_HEADS 64 /* largest value of cfg.meter.heads */
 /* Sentinels. Each has its own name and value. */
 #define TKV_OFF (-1)        /* as a length or a level: this part is off */
@@ -1310,7 +1315,9 @@ typedef enum tkv_rope_kind {
  * position 0. YaRN, Llama 3 and p-RoPE: give the frequencies that they compute. If the model rotates differently,
  * decoded keys stay correct, but compression loses more, and moved keys are wrong. */
 typedef struct tkv_rope {
-    int dim; /* rotated channels: even, at most head_dim; 0: not given; TKV_OFF: keys are not rotated (NoPE) */
+    /* rotated channels: even, at most head_dim, and at most 510, or 512 with head_dim 512; 0: not given; TKV_OFF: keys
+     * are not rotated (NoPE) */
+    int dim;
     int interleaved; /* 0: channels j and j + dim/2 are a pair (Hugging Face); 1: 2j and 2j + 1 (GGUF of Llama) */
     float base;      /* 2 to 1e9; 0: 10000 */
     float scale;     /* factor on positions, at most 4; 0: 1. Linear scaling by 4 is 0.25 */
@@ -1321,7 +1328,7 @@ typedef struct tkv_rope {
 /* Turns a head's vector by a number of positions, in place, as RoPE does. It is the arithmetic of tkv_seq_shift:
  * attention to tokens that all moved by d is, bit for bit, that with queries turned by -d.
  *   rope        as in tkv_config
- *   head_dim    channels of x, 1 to 256
+ *   head_dim    channels of x, 1 to 576
  *   positions   may be negative; -n undoes n within rounding
  *   x           [head_dim]
  * Errors, x unchanged:
@@ -1331,6 +1338,10 @@ typedef struct tkv_rope {
 TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int positions, float *x);
 
 typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache's value */
+    /* Heads and channels of this layer, where layers differ (Gemma 4: 8 KV heads of 256, and 1 of 512 in global
+     * layers). v_head_dim 0 is head_dim, if the layer sets that. A layer with share_kv may set n_heads alone. With
+     * model.scale 0, scores of a layer are scaled by 1/sqrt(its head_dim). */
+    int n_heads, n_kv_heads, head_dim, v_head_dim;
     tkv_format_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
     int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
@@ -1488,7 +1499,7 @@ typedef struct tkv_offload_config { /* set write and read, or neither */
 
 /* What recomputation costs, and what it may cost (tkv_init_remat, cfg.recompute). */
 typedef struct tkv_remat_config {
-    /* the model; required: n_layers 1 to 4096, head_dim 1 to 256, n_heads 1 to 65536, or TKV_OFF to count no
+    /* the model; required: n_layers 1 to 4096, head_dim 1 to 576, n_heads 1 to 65536, or TKV_OFF to count no
      * attention. In cfg.recompute, 0 takes them from cfg.model */
     int n_layers, n_heads, head_dim;
     double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15; required */
@@ -1529,8 +1540,8 @@ typedef struct tkv_model_config { /* the model */
     int n_layers;                 /* required, 1 .. 4096 */
     int n_heads;                  /* query heads, 1 .. 65536; required, a multiple of n_kv_heads */
     int n_kv_heads;               /* heads of K and V; 0: n_heads (plain multi-head attention) */
-    int head_dim;   /* channels of K and q; required, 1 .. 256. The cache pads it to a multiple of 16 */
-    int v_head_dim; /* channels of V and out, 1 .. 256; 0: head_dim */
+    int head_dim;   /* channels of K and q; required, 1 .. 576. The cache pads it to a multiple of 16 */
+    int v_head_dim; /* channels of V and out, 1 .. 576; 0: head_dim */
     int window;     /* sliding window of all layers, in tokens; 0: none */
     float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
     tkv_rope
@@ -1767,7 +1778,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB, and 20 KiB more where tokens have moved). */
+ * with cfg.recompute 68 KiB, and 24 KiB more where tokens have moved). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (index) and head h results from these steps, in this order:
  *   s = scale * q.k
@@ -2211,6 +2222,7 @@ TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *
 
 /* One layer of one sequence. `length` is the sum of tokens, expired, evicted and discarded. */
 typedef struct tkv_layer_info {
+    int n_heads, n_kv_heads, head_dim, v_head_dim;
     int length;                             /* in tokens */
     int tokens[TKV_TIER_COUNT];             /* tokens per tier; sinks count as HOT */
     int blocks[TKV_TIER_COUNT];             /* blocks per tier */
@@ -2857,7 +2869,7 @@ TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size
 typedef struct tkv_codec { /* fill with zeros first */
     tkv_format format;
     tkv_side side;
-    int head_dim; /* 1 to 256 */
+    int head_dim; /* 1 to 576; SQUAT formats: to 256 */
     tkv_format_options options;
     tkv_rope rope; /* as in tkv_config; tkv_encode_block and tkv_decode_block also read its frequencies */
     int position;  /* position of the first token, for rope; tkv_decode_block reads it from the bytes */
@@ -2944,7 +2956,7 @@ typedef struct tkv_config_arrays {
  * Errors, cfg and room unchanged:
  *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
  *   TKV_ERR_ARG      a pointer is missing
- * Cost: O(size), three times; 14 KB of stack. */
+ * Cost: O(size), three times; 22 KB of stack. */
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
@@ -3964,9 +3976,12 @@ static int tkvi_log_top(float most) {
 #define TKVI_CORE_ROTATE_H
 
 
-/* Bit c % 32 of word c / 32 is the sign of channel c: 256 fair coins (SHA-256 of "tieredkv", little-endian). */
+/* Bit c % 32 of word c / 32 is the sign of channel c: fair coins (SHA-256 of "tieredkv", of "tieredkv, 256" and of
+ * "tieredkv, 512", little-endian). */
 TKVI_CONSTANT uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
-    0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
+    0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau,
+    0xc8b52373u, 0x868e3452u, 0xbc9488c2u, 0xf7b59e6au, 0x57d30661u, 0xc1c16d57u,
+    0xef7dc430u, 0xb27a61dfu, 0x48cffc63u, 0x2493c1ecu, 0x84deee21u, 0xb4fb7bc8u};
 
 /* Replaces x[0 .. n-1] by its Hadamard transform, not normalised. n is a power of two. */
 static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
@@ -3992,8 +4007,9 @@ static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
 }
 
 /* 2^(-k / 2): this factor makes butterflies over 2^k values orthonormal. */
-TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
-    1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
+TKVI_CONSTANT float tkvi_hadamard_norm[10] = {1.0f,    0.70710678118f, 0.5f,   0.35355339059f,
+                                              0.25f,   0.17677669530f, 0.125f, 0.08838834765f,
+                                              0.0625f, 0.04419417382f};
 
 static void tkvi_window(float *x, int n, int log2n) {
     tkvi_butterflies(x, n);
@@ -4021,6 +4037,99 @@ static void tkvi_rotate_back(float *x, int dim) {
 }
 
 #endif /* TKVI_CORE_ROTATE_H */
+/* ======== core/geometry.h ======== */
+/*
+ * core/geometry.h - the shape of a layer: its heads and their channels. Layers of a cache may differ in it
+ * (tkv_layer_config).
+ */
+#ifndef TKVI_CORE_GEOMETRY_H
+#define TKVI_CORE_GEOMETRY_H
+
+
+typedef struct tkvi_geometry {
+    int n_heads, n_kv_heads;
+    int head_dim, v_head_dim; /* channels of K and of V */
+    int k_pad, v_pad;         /* the same, rounded up to 16 */
+    float scale;              /* of scores, if a call gives none */
+} tkvi_geometry;
+
+/* Where the parts of a layer begin in arrays over all layers: sums over the layers before it. */
+typedef struct tkvi_places {
+    size_t heads;                      /* KV heads */
+    size_t channels;                   /* head_dim of each KV head */
+    size_t pads;                       /* k_pad of each KV head */
+    size_t orders;                     /* tkvi_order_bytes of each KV head */
+    size_t products;                   /* pairs of channels of each KV head (tkvi_n_products) */
+    size_t token_states, query_states; /* bytes of the states of families (formats/families.h) */
+} tkvi_places;
+
+/* >>an order of channels: a byte for each position, and with more than 256 positions their high bytes behind them */
+TKVI_FN int tkvi_order_at(const uint8_t *order, int pad, int position) {
+    return pad > 256 ? order[position] | order[pad + position] << 8 : order[position];
+}
+
+static void tkvi_set_order(uint8_t *order, int pad, int position, int channel) {
+    order[position] = (uint8_t)(channel & 255);
+    if (pad > 256) order[pad + position] = (uint8_t)(channel >> 8);
+}
+
+static size_t tkvi_order_bytes(int pad) { return (size_t)(pad > 256 ? 2 * pad : pad); }
+
+/* Pairs of channels i <= j: the numbers in a sum of q q^T. */
+static size_t tkvi_n_products(int head_dim) { return (size_t)head_dim * ((size_t)head_dim + 1) / 2; }
+
+static void tkvi_set_pads(tkvi_geometry *g) {
+    g->k_pad = tkvi_round_up(g->head_dim, 16);
+    g->v_pad = tkvi_round_up(g->v_head_dim, 16);
+}
+
+/* The geometry of the model, for layers that set none. */
+static tkvi_geometry tkvi_model_geometry(const tkv_model_config *m) {
+    tkvi_geometry g;
+    g.n_heads = m->n_heads;
+    g.n_kv_heads = m->n_kv_heads ? m->n_kv_heads : m->n_heads;
+    g.head_dim = m->head_dim;
+    g.v_head_dim = m->v_head_dim ? m->v_head_dim : m->head_dim;
+    g.scale = m->scale;
+    tkvi_set_pads(&g);
+    return g;
+}
+
+/* The geometry of a layer. One that reads the K and V of another layer has the KV heads of that one. */
+static tkvi_geometry tkvi_layer_geometry(const tkv_config *cfg, int layer) {
+    tkvi_geometry g = tkvi_model_geometry(&cfg->model);
+    const tkv_layer_config *c = cfg->layers ? &cfg->layers[layer] : NULL,
+                           *stored = c && c->share_kv ? &cfg->layers[c->share_kv - 1] : c;
+    if (c) {
+        if (c->n_heads) g.n_heads = c->n_heads;
+        if (stored->n_kv_heads) g.n_kv_heads = stored->n_kv_heads;
+        if (stored->head_dim) g.head_dim = g.v_head_dim = stored->head_dim;
+        if (stored->v_head_dim) g.v_head_dim = stored->v_head_dim;
+        tkvi_set_pads(&g);
+    }
+    if (!(g.scale > 0.0f)) g.scale = (float)(1.0 / sqrt((double)g.head_dim));
+    return g;
+}
+
+/* Makes each number of *most at least that of g. */
+static void tkvi_widen_geometry(tkvi_geometry *most, const tkvi_geometry *g) {
+    most->n_heads = tkvi_max(most->n_heads, g->n_heads);
+    most->n_kv_heads = tkvi_max(most->n_kv_heads, g->n_kv_heads);
+    most->head_dim = tkvi_max(most->head_dim, g->head_dim);
+    most->v_head_dim = tkvi_max(most->v_head_dim, g->v_head_dim);
+    tkvi_set_pads(most);
+}
+
+static void tkvi_skip_places(tkvi_places *at, const tkvi_geometry *g) {
+    const size_t heads = (size_t)g->n_kv_heads;
+    at->heads += heads;
+    at->channels += heads * (size_t)g->head_dim;
+    at->pads += heads * (size_t)g->k_pad;
+    at->orders += heads * tkvi_order_bytes(g->k_pad);
+    at->products += heads * tkvi_n_products(g->head_dim);
+}
+
+#endif /* TKVI_CORE_GEOMETRY_H */
 /* ======== core/rope.h ======== */
 /*
  * core/rope.h - RoPE, the rotation that a model applies to its keys (arXiv 2104.09864, section 3.2), and its
@@ -4091,6 +4200,8 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
     *value = (double)r->dim;
     if (r->dim != TKV_OFF && (r->dim < 0 || r->dim > head_dim || r->dim % 2))
         return "it must be even, 2 to head_dim, TKV_OFF, or 0 for none";
+    if (r->dim > 512 || (r->dim == 512 && head_dim > 512)) /* a pair has a byte (tkvi_turned_rows) */
+        return "it must be at most 510, or 512 with head_dim 512";
     *field = "rope.kind";
     *value = (double)(int)r->kind;
     if ((unsigned)r->kind >= TKV_ROPE_COUNT) return "it must be a tkv_rope_kind";
@@ -4921,7 +5032,7 @@ typedef struct tkvi_head {
     int k_weight;              /* log2 in 1/8 octaves of: that strength times the largest E[q_c^2] var(k_c) */
     int k_top, v_top;          /* tops of the log-scale windows (core/log_scale.h) */
     const uint8_t *importance; /* K: [pad] log2 in 1/8 octaves, by position, falling; 0: no channel */
-    const uint8_t *order;      /* K: [pad] channel at each position */
+    const uint8_t *order;      /* K: channel at each position (tkvi_order_at) */
     const float *mean;         /* K: [pad] static mean at each position */
 } tkvi_head;
 
@@ -5091,10 +5202,11 @@ static int64_t tkvi_budget_v(int64_t heads, int quarters, int pad) {
 #define TKVI_CORE_FAMILY_H
 
 
-typedef struct tkvi_family_state { /* the state of one layer */
-    const tkv_config *cfg;         /* with defaults filled in */
-    const tkvi_rope *rope;         /* the RoPE that the family undoes; NULL: none */
-    void *layer, *heads;           /* [layer_bytes]; [n_kv_heads][head_bytes]; zeros at first */
+typedef struct tkvi_family_state {     /* the state of one layer */
+    const tkv_format_options *options; /* with defaults filled in */
+    const tkvi_geometry *geometry;     /* of the layer */
+    const tkvi_rope *rope;             /* the RoPE that the family undoes; NULL: none */
+    void *layer, *heads;               /* [layer_bytes]; [n_kv_heads][head_bytes]; zeros at first */
 } tkvi_family_state;
 
 /* Called for each token of a head. x: its key (before RoPE, if the family undoes it) or its value, [dim]. weight: of
@@ -5109,18 +5221,20 @@ typedef struct tkvi_tokens { /* tokens to learn from */
 
 typedef struct tkvi_family {
     const char *left_out; /* the sentence of a build that leaves the formats out; NULL: it has them */
+    const char *too_wide; /* the error for heads of more than 256 channels; NULL: the formats take them */
     /* Does a format with these options code keys before RoPE? Its tokens must keep their slots. NULL: never. */
     int (*undoes_rope)(const tkv_format_options *o);
     const char *needs_rope; /* the error if cfg.model.rope is missing */
     int part; /* 0: learns nothing; else a bit of its own, from 2 on, which calibrations store */
     size_t layer_bytes;
-    size_t (*head_bytes)(const tkv_config *cfg);
+    size_t (*head_bytes)(const tkv_format_options *o, const tkvi_geometry *g);
     /* From queries. products: sums of q q^T of a head; that of channels i <= j is products[j (j + 1) / 2 + i]. work: as
      * many floats. head: in and out, the state of the head. NULL: does not learn from queries */
-    void (*learn_queries)(const tkv_config *cfg, const int64_t *products, float *work, void *head);
+    void (*learn_queries)(const tkv_format_options *o, const tkvi_geometry *g, const int64_t *products,
+                          float *work, void *head);
     /* From tokens. There is at least one. NULL: does not learn from tokens */
     void (*learn_tokens)(const tkvi_family_state *to, const tkvi_tokens *from);
-    size_t (*saved_bytes)(const tkv_config *cfg); /* of a layer in a calibration */
+    size_t (*saved_bytes)(const tkvi_geometry *g); /* of a layer in a calibration */
     void (*save)(const tkvi_family_state *from, uint8_t *dst);
     void (*load)(const tkvi_family_state *to, const uint8_t *src);
     /* Returns the fault of saved bytes, or NULL. used: 1 if the layer of this cache needs them. No state is there. */
@@ -5135,7 +5249,7 @@ static const tkvi_rope *tkvi_undone_rope(const tkvi_family *f, const tkv_format_
 
 #define TKVI_LEARNS_NOTHING NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 
-static const tkvi_family tkvi_plain_family = {NULL, TKVI_LEARNS_NOTHING};
+static const tkvi_family tkvi_plain_family = {NULL, NULL, TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_CORE_FAMILY_H */
 /* ======== core/field.h ======== */
@@ -5246,7 +5360,7 @@ typedef struct tkvi_simd_ops {
     /* Packs the codes of a tile into cleared bytes (core/tile.h). */
     void (*pack_tile)(uint8_t *tile, int width, const uint8_t *code);
     /* Interleaves four columns of K into the codes of a tile. */
-    void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
+    void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const int16_t *channel, uint8_t *tile);
     /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
     void (*encode_k_columns)(struct tkvi_columns *c);
     void (*finalize_scales)(struct tkvi_columns *c, int top);
@@ -5262,6 +5376,8 @@ typedef struct tkvi_simd_ops {
                        int first, int n, float *x, size_t stride);
     void (*turn_rows)(const tkvi_turned_rows *t); /* core/rope.h */
 } tkvi_simd_ops;
+
+static const float tkvi_zeros[TKV_MAX_HEAD_DIM] = {0.0f};
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
 
@@ -5313,7 +5429,7 @@ static void tkvi_encode_log_scales_scalar(const float *x, int n, int top, uint8_
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
 
-static void tkvi_interleave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+static void tkvi_interleave_scalar(uint8_t (*column)[TKVI_BLOCK], const int16_t *channel, uint8_t *tile) {
     int t, r;
     for (t = 0; t < TKVI_BLOCK; t++)
         for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];
@@ -5374,7 +5490,7 @@ typedef struct tkvi_share {
     tkvi_tile_counts tiles; /* K: by width */
     int half_bits;          /* V: bits of a value, in half bits */
     int top;                /* top of its log-scale window (core/log_scale.h) */
-    const uint8_t *order;   /* K: channel at each position, [pad] */
+    const uint8_t *order;   /* K: channel at each position (tkvi_order_at) */
     const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
 
@@ -5398,7 +5514,7 @@ typedef struct tkvi_side {
     int8_t tabled;               /* 1: the family's state is in a cache; 0: a block alone */
     int8_t slots;                /* for outliers, per token */
     int32_t start;               /* position of the first token of the block, for RoPE */
-    const uint8_t *order;        /* K: channel at each position, [pad]; NULL: the given order */
+    const uint8_t *order;        /* K: channel at each position (tkvi_order_at); NULL: the given order */
     const float *mean;           /* K: see tkvi_share */
     const int8_t *levels;        /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
     const tkv_format_options *options;    /* with defaults filled in; a format reads its own */
@@ -5408,7 +5524,7 @@ typedef struct tkvi_side {
 } tkvi_side;
 
 TKVI_FN int tkvi_channel(const tkvi_side *s, int position) {
-    return s->order ? s->order[position] : position;
+    return s->order ? tkvi_order_at(s->order, s->pad, position) : position;
 }
 
 /* Index in `levels` of the 16 levels of a width. Tiles of pairs have width 3. A slab of 16 channels without a
@@ -5926,7 +6042,7 @@ static const uint16_t *tkvi_feed_back(float *x, int stride, int n, int c, int en
 static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
-    float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
+    float y[TKVI_BLOCK * 256]; /* values; for coded channels their errors */
     int g, c, t, from;
     if (!s->head_state) {
         tkvi_kivi_encode(s, ops, x, stride, n, dst);
@@ -5960,13 +6076,14 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
 }
 
 /* >>learning */
-static size_t tkvi_squat_head_bytes(const tkv_config *cfg) {
-    return tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block) * sizeof(uint16_t);
+static size_t tkvi_squat_head_bytes(const tkv_format_options *o, const tkvi_geometry *g) {
+    return tkvi_feedback_count(g->head_dim, o->squat_block) * sizeof(uint16_t);
 }
 
 /* Computes U of one head: P = I + eta C / (tr C / dim). Sums of 0 leave U as it is. */
-static void tkvi_squat_learn(const tkv_config *cfg, const int64_t *products, float *work, void *head) {
-    int dim = cfg->model.head_dim, i, j;
+static void tkvi_squat_learn(const tkv_format_options *o, const tkvi_geometry *g, const int64_t *products,
+                             float *work, void *head) {
+    int dim = g->head_dim, i, j;
     double trace = 0.0;
     for (i = 0; i < dim; i++) trace += (double)products[tkvi_packed(i, i)];
     if (!(trace > 0.0)) return;
@@ -5975,12 +6092,13 @@ static void tkvi_squat_learn(const tkv_config *cfg, const int64_t *products, flo
             double c = (double)products[tkvi_packed(i, j)] * (TKVI_SQUAT_ETA * (double)dim) / trace;
             work[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
         }
-    tkvi_feedback_from(work, dim, cfg->format.squat_block);
-    tkvi_feedback_store(work, dim, cfg->format.squat_block, (uint16_t *)head);
+    tkvi_feedback_from(work, dim, o->squat_block);
+    tkvi_feedback_store(work, dim, o->squat_block, (uint16_t *)head);
 }
 
 /* The state of a head is U; zeros until it is known. */
 static const tkvi_family tkvi_squat_family = {TKVI_HAS_SQUAT ? NULL : "TKV_NO_SQUAT leaves this format out",
+                                              "SQUAT formats take heads of at most 256 channels",
                                               NULL,
                                               NULL,
                                               4,
@@ -6066,7 +6184,7 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
 }
 
 static const tkvi_family tkvi_subspace_family = {
-    TKVI_HAS_SUBSPACE ? NULL : "TKV_NO_SUBSPACE leaves this format out", TKVI_LEARNS_NOTHING};
+    TKVI_HAS_SUBSPACE ? NULL : "TKV_NO_SUBSPACE leaves this format out", NULL, TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_FORMATS_SUBSPACE_H */
 /* ======== formats/a.h ======== */
@@ -6338,7 +6456,8 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
 static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
-    uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
+    int16_t channel[TKV_MAX_HEAD_DIM];
+    uint8_t widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
     uint8_t *at = dst;
@@ -6348,7 +6467,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
         for (end = width ? p + 4 * s->tiles.n[width] : s->pad; p < end; p++) {
             int from = tkvi_channel(s, p);
-            channel[p] = (uint8_t)from;
+            channel[p] = (int16_t)from;
             widths[from] = (uint8_t)width;
             mean[from] = s->mean ? s->mean[p] : 0.0f;
         }
@@ -6387,9 +6506,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
 
 static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
-    static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
-    const float *mean = s->mean ? s->mean : none;
+    const float *mean = s->mean ? s->mean : tkvi_zeros;
     int width, p = 0;
     ops->decode_log_scales(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
@@ -6425,7 +6543,8 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  * Step by step, for one token. Numbers are floats unless they are integers, and each operation is rounded:
  *   1. y = x, cut to +-1e30, rotated (core/rotate.h); most = its largest |y|, at most 1e30. If most is not above
  *      1e-30, scale and codes are 0
- *   2. u = trunc(y * (2047 / most)), cut to +-2047; squares = sum(u^2), at least 1
+ *   2. u = trunc(y * (2047 / most)), cut to +-2047; squares = sum(u^2), at least 1. Beyond 256 channels, 2047 is 1023
+ *      here and below
  *   3. unit = 1 / sqrt(squares / head_dim)
  *   4. whole bits: code = floor(u * (unit / step of the table below)) + 2^bits / 2, cut to 0 .. 2^bits - 1;
  *      level = 2 code - (2^bits - 1)
@@ -6443,7 +6562,8 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
 #define TKVI_FORMATS_R_H
 
 
-#define TKVI_R_MOST 2047 /* integer of a token's largest value */
+/* The integer of a token's largest value: twice the sum of all squares fits 32 bits. */
+TKVI_FN int tkvi_r_most(int dim) { return dim > 256 ? 1023 : 2047; }
 
 /* Step of the best uniform grid for a unit Gaussian, by bits. */
 TKVI_CONSTANT float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
@@ -6525,15 +6645,17 @@ static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float unit, in
 }
 
 /* The factor from a token's values to integers, from its largest |value|; 0 if that is not above 1e-30. */
-TKVI_FN float tkvi_r_by(float most) { return most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; }
+TKVI_FN float tkvi_r_by(float most, int dim) {
+    return most > 1e-30f ? tkvi_f32((float)tkvi_r_most(dim) / most) : 0.0f;
+}
 
-TKVI_FN int tkvi_r_integer(float y, float by) {
-    return tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y * by)));
+TKVI_FN int tkvi_r_integer(float y, float by, int dim) {
+    return tkvi_max(-tkvi_r_most(dim), tkvi_min(tkvi_r_most(dim), (int)tkvi_f32(y * by)));
 }
 
 /* The scale of a token, from its largest |value|, the sum of squares, and the result of tkvi_r_codes. */
-TKVI_FN float tkvi_r_scale(float most, int32_t squares, int32_t sum) {
-    float step = tkvi_f32(most / (float)TKVI_R_MOST);
+TKVI_FN float tkvi_r_scale(float most, int32_t squares, int32_t sum, int dim) {
+    float step = tkvi_f32(most / (float)tkvi_r_most(dim));
     step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
     return most > 1e-30f ? step : 0.0f;
 }
@@ -6550,14 +6672,14 @@ static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_code
         most = a > most ? a : most;
     }
     most = most < 1e30f ? most : 1e30f;
-    by = tkvi_r_by(most);
+    by = tkvi_r_by(most, s->dim);
     for (c = 0; c < s->dim; c++) {
-        u[c] = (int16_t)tkvi_r_integer(y[c], by);
+        u[c] = (int16_t)tkvi_r_integer(y[c], by, s->dim);
         squares += u[c] * u[c];
     }
     if (squares == 0) squares = 1;
     sum = tkvi_r_codes(s, u, tkvi_r_unit(squares, s->dim), t, code);
-    return tkvi_r_scale(most, squares, sum);
+    return tkvi_r_scale(most, squares, sum, s->dim);
 }
 
 /* The same for values before the rotation. */
@@ -6638,7 +6760,7 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
  *   NORM        decodes to levels that keep the variance (Q-Norm, core/codebook.h)
  *   DENSE       has no slots, and ranges hold every value
  *
- * Bytes: | codes [64][row] | of K or V, below | channel u8, outlier fp16 [64][slots] |
+ * Bytes: | codes [64][row] | of K or V, below | channel u8, beyond 256 channels u16, outlier fp16 [64][slots] |
  *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
  * A row has the channels' codes, low bits first, and is padded to a whole byte.
  *
@@ -6656,7 +6778,7 @@ static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_RO
                                                {"dense", TKV_KVQUANT_DENSE},
                                                {NULL, 0}};
 
-#define TKVI_KVQUANT_SLOTS 3 /* maximum, at 256 channels */
+#define TKVI_KVQUANT_SLOTS 6 /* maximum, at 576 channels */
 
 /* The state of a layer (formats/kvquant_tables.h). A head's state is the radii of its channels of K, then their
  * middles. */
@@ -6668,10 +6790,18 @@ static int tkvi_kvquant_slots(int dim, int flags) {
     return flags & TKV_KVQUANT_DENSE ? 0 : tkvi_min((dim + 99) / 100, dim - 1);
 }
 
+static int tkvi_kvquant_slot_bytes(const tkvi_side *s) { return s->dim > 256 ? 4 : 3; }
+
+/* The channel of a slot. */
+static int tkvi_kvquant_channel_at(const tkvi_side *s, const uint8_t *slot) {
+    return s->dim > 256 ? tkvi_load16(slot) : slot[0];
+}
+
 static void tkvi_kvquant_layout(tkvi_side *s) {
     s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->options->kvquant);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
-    s->meta_bytes = (size_t)(TKVI_BLOCK * 3 * s->slots + (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
+    s->meta_bytes = (size_t)(TKVI_BLOCK * tkvi_kvquant_slot_bytes(s) * s->slots +
+                             (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
     if (s->which == TKV_K && !s->tabled) s->meta_bytes += (size_t)(4 * s->dim);
 }
 
@@ -6684,7 +6814,7 @@ static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
     tkvi_kvquant_at at;
     at.row = s->code_bytes / TKVI_BLOCK;
     at.slot = s->code_bytes + (s->which == TKV_K ? 4u : 4u * TKVI_BLOCK);
-    at.own = at.slot + (size_t)(TKVI_BLOCK * 3 * s->slots);
+    at.own = at.slot + (size_t)(TKVI_BLOCK * tkvi_kvquant_slot_bytes(s) * s->slots);
     return at;
 }
 
@@ -6738,9 +6868,11 @@ static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
 
 static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float error) {
     /* one array of records: gcc 12 -O2 loses reads of two arrays that advance together from one pointer */
-    uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
-    p[0] = (uint8_t)c;
-    tkvi_store16(p + 1, tkvi_f32_to_f16(error + 0.0f));
+    const int bytes = tkvi_kvquant_slot_bytes(s);
+    uint8_t *p = dst + tkvi_kvquant_places(s).slot + bytes * (t * s->slots + slot);
+    if (bytes == 3) p[0] = (uint8_t)c;
+    else tkvi_store16(p, (uint16_t)c);
+    tkvi_store16(p + bytes - 2, tkvi_f32_to_f16(error + 0.0f));
 }
 
 /* >>K */
@@ -6895,10 +7027,13 @@ static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const floa
 
 /* A separate loop: y is already rounded and stored, so no compiler merges this sum with the earlier one. */
 static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t, float *y) {
-    const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
+    const int bytes = tkvi_kvquant_slot_bytes(s);
+    const uint8_t *p = src + tkvi_kvquant_places(s).slot + bytes * t * s->slots;
     int i;
-    for (i = 0; i < s->slots; i++, p += 3)
-        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_f16_at(p + 1));
+    for (i = 0; i < s->slots; i++, p += bytes) {
+        const int c = tkvi_kvquant_channel_at(s, p);
+        if (c < s->dim) y[c] = tkvi_f32(y[c] + tkvi_f16_at(p + bytes - 2));
+    }
 }
 
 static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
@@ -6958,13 +7093,14 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
 #define TKVI_FORMATS_KVQUANT_TABLES_H
 
 
-static size_t tkvi_kvquant_head_bytes(const tkv_config *cfg) {
-    return 2u * (size_t)cfg->model.head_dim * sizeof(float);
+static size_t tkvi_kvquant_head_bytes(const tkv_format_options *o, const tkvi_geometry *g) {
+    (void)o;
+    return 2u * (size_t)g->head_dim * sizeof(float);
 }
 
 /* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
 static float *tkvi_kvquant_range_of(const tkvi_family_state *state, int head) {
-    return (float *)state->heads + (size_t)head * 2u * (size_t)state->cfg->model.head_dim;
+    return (float *)state->heads + (size_t)head * 2u * (size_t)state->geometry->head_dim;
 }
 
 static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
@@ -7003,16 +7139,16 @@ static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
     s->n = tkvi_min(s->n + 1, s->keep);
 }
 
-/* Learns radius and middle of each channel of a head from n tokens. radius: [2 * head_dim], the middles follow the
- * radii. A radius is an fp16 value, so its products with levels are exact. */
-static void tkvi_kvquant_learn_ranges(const tkv_config *cfg, const tkvi_tokens *from, int head, int n,
-                                      float *radius) {
-    float *middle = radius + cfg->model.head_dim;
+/* Learns radius and middle of each channel of a head from n tokens. A radius is an fp16 value, so its products with
+ * levels are exact. */
+static void tkvi_kvquant_learn_ranges(const tkvi_family_state *to, const tkvi_tokens *from, int head, int n) {
+    const int dim = to->geometry->head_dim;
+    float *radius = tkvi_kvquant_range_of(to, head), *middle = radius + dim;
     tkvi_tails s;
     int c;
-    s.keep = cfg->format.kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
-    for (s.first = 0; s.first < cfg->model.head_dim; s.first += s.channels) {
-        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->model.head_dim - s.first);
+    s.keep = to->options->kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    for (s.first = 0; s.first < dim; s.first += s.channels) {
+        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, dim - s.first);
         s.n = 0;
         from->walk(from->from, TKV_K, head, tkvi_tails_add, &s);
         for (c = 0; c < s.channels; c++) {
@@ -7067,15 +7203,15 @@ static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
 
 /* Learns the levels of one side. The first pass finds the largest weight, the second fills the histogram. */
 static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tokens *from, tkv_side side) {
-    const tkv_config *cfg = to->cfg;
+    const tkvi_geometry *g = to->geometry;
     tkvi_book *book = ((tkvi_kvquant *)to->layer)->book[side];
     tkvi_kvquant_count s;
     int head, pass, bits;
     memset(&s, 0, sizeof s);
-    s.dim = side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim;
-    s.slots = tkvi_kvquant_slots(s.dim, cfg->format.kvquant);
+    s.dim = side == TKV_K ? g->head_dim : g->v_head_dim;
+    s.slots = tkvi_kvquant_slots(s.dim, to->options->kvquant);
     for (pass = 0; pass < 2; pass++) {
-        for (head = 0; head < cfg->model.n_kv_heads; head++) {
+        for (head = 0; head < g->n_kv_heads; head++) {
             if (side == TKV_K) {
                 s.radius = tkvi_kvquant_range_of(to, head);
                 s.middle = s.radius + s.dim;
@@ -7087,7 +7223,7 @@ static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tok
         if (!tkvi_is_finite(s.by)) s.by = 3e38f;
     }
     for (bits = 2; bits <= 4; bits++) {
-        tkvi_book_make(s.count, bits, cfg->format.kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+        tkvi_book_make(s.count, bits, to->options->kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
     }
 }
 
@@ -7095,8 +7231,7 @@ static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tok
 static void tkvi_kvquant_learn(const tkvi_family_state *to, const tkvi_tokens *from) {
     int head, n = 0;
     from->walk(from->from, TKV_K, 0, tkvi_count_tokens, &n);
-    for (head = 0; head < to->cfg->model.n_kv_heads; head++)
-        tkvi_kvquant_learn_ranges(to->cfg, from, head, n, tkvi_kvquant_range_of(to, head));
+    for (head = 0; head < to->geometry->n_kv_heads; head++) tkvi_kvquant_learn_ranges(to, from, head, n);
     tkvi_kvquant_learn_books(to, from, TKV_K);
     tkvi_kvquant_learn_books(to, from, TKV_V);
 }
@@ -7107,8 +7242,8 @@ static void tkvi_kvquant_learn(const tkvi_family_state *to, const tkvi_tokens *f
  *   each head: fp16 radius [head_dim] | f32 middle [head_dim] */
 #define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
 
-static size_t tkvi_kvquant_saved_bytes(const tkv_config *cfg) {
-    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
+static size_t tkvi_kvquant_saved_bytes(const tkvi_geometry *g) {
+    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)g->n_kv_heads * (size_t)g->head_dim;
 }
 
 static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
@@ -7116,7 +7251,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(state->cfg->format.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[0] = (uint8_t)(state->options->kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
@@ -7130,7 +7265,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
 static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
     const tkvi_kvquant *table = (const tkvi_kvquant *)from->layer;
     uint64_t mode = tkvi_kvquant_mode(from);
-    int side, bits, i, head, dim = from->cfg->model.head_dim;
+    int side, bits, i, head, dim = from->geometry->head_dim;
     tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
     tkvi_store32(at + 4, (uint32_t)(mode >> 32));
     at += 8;
@@ -7140,7 +7275,7 @@ static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
         }
-    for (head = 0; head < from->cfg->model.n_kv_heads; head++) {
+    for (head = 0; head < from->geometry->n_kv_heads; head++) {
         const float *range = tkvi_kvquant_range_of(from, head);
         for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
         for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
@@ -7149,7 +7284,7 @@ static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
 
 static void tkvi_kvquant_load(const tkvi_family_state *to, const uint8_t *at) {
     tkvi_kvquant *table = (tkvi_kvquant *)to->layer;
-    int side, bits, i, head, dim = to->cfg->model.head_dim;
+    int side, bits, i, head, dim = to->geometry->head_dim;
     at += 8;
     memset(table, 0, sizeof *table);
     for (side = 0; side < 2; side++)
@@ -7158,7 +7293,7 @@ static void tkvi_kvquant_load(const tkvi_family_state *to, const uint8_t *at) {
             for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_f16_at(at);
             for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_f16_at(at);
         }
-    for (head = 0; head < to->cfg->model.n_kv_heads; head++) {
+    for (head = 0; head < to->geometry->n_kv_heads; head++) {
         float *range = tkvi_kvquant_range_of(to, head);
         for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_f16_at(at);
         for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
@@ -7167,7 +7302,7 @@ static void tkvi_kvquant_load(const tkvi_family_state *to, const uint8_t *at) {
 
 /* Returns whether saved bytes are valid: levels do not fall and lie within -1 .. 1, normed ones within -8 .. 8.
  * Radii are finite and not negative. Middles lie within +-2^17, a bound that learned middles keep. */
-static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
+static int tkvi_kvquant_valid(const tkvi_geometry *g, const uint8_t *at) {
     int i, set, n;
     at += 8;
     for (set = 0; set < 12; set++) {
@@ -7178,10 +7313,10 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
             before = x;
         }
     }
-    for (set = 0; set < cfg->model.n_kv_heads; set++) {
-        for (i = 0; i < cfg->model.head_dim; i++, at += 2) /* not negative, not infinite */
+    for (set = 0; set < g->n_kv_heads; set++) {
+        for (i = 0; i < g->head_dim; i++, at += 2) /* not negative, not infinite */
             if (tkvi_load16(at) >= 0x7c00u) return 0;
-        for (i = 0; i < cfg->model.head_dim; i++, at += 4) {
+        for (i = 0; i < g->head_dim; i++, at += 4) {
             float x = tkvi_from_bits(tkvi_load32(at));
             if (!tkvi_is_finite(x) || x < -131072.0f || x > 131072.0f) return 0;
         }
@@ -7190,7 +7325,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
 }
 
 static const char *tkvi_kvquant_find_fault(const tkvi_family_state *to, const uint8_t *at, int used) {
-    if (!tkvi_kvquant_valid(to->cfg, at)) return "the calibration has invalid ranges or levels";
+    if (!tkvi_kvquant_valid(to->geometry, at)) return "the calibration has invalid ranges or levels";
     if (used && (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(to))
         return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
     return NULL;
@@ -7202,6 +7337,7 @@ static int tkvi_kvquant_undoes_rope(const tkv_format_options *o) {
 
 static const tkvi_family tkvi_kvquant_family = {
     TKVI_HAS_KVQUANT ? NULL : "TKV_NO_KVQUANT leaves this format out",
+    NULL,
     TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_undoes_rope),
     "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
     "TKV_KVQUANT_POST_ROPE to code keys as appended",
@@ -7377,7 +7513,7 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
 }
 
 static const tkvi_family tkvi_token_family = {
-    TKVI_HAS_TOKEN_FORMATS ? NULL : "TKV_NO_TOKEN_FORMATS leaves this format out", TKVI_LEARNS_NOTHING};
+    TKVI_HAS_TOKEN_FORMATS ? NULL : "TKV_NO_TOKEN_FORMATS leaves this format out", NULL, TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_FORMATS_TOKEN_H */
 /* ======== formats/int.h ======== */
@@ -7648,6 +7784,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
     if (!c || !tkvi_format_known(c->format) || (c->side != TKV_K && c->side != TKV_V)) return 0;
     if (!tkvi_format_stores(&tkvi_formats[c->format], c->side)) return 0;
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || c->position < 0) return 0;
+    if (c->head_dim > 256 && tkvi_formats[c->format].family->too_wide) return 0;
     if (tkvi_find_invalid_option(&c->options)) return 0;
     if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     *options = c->options;
@@ -7711,8 +7848,8 @@ TKV_API tkv_status tkv_decode_block(const tkv_codec *c, const void *src, size_t 
 /*
  * formats/families.h - families by their bits (tkvi_family.part), and where their states are in memory.
  *
- * The states of all layers are one piece of memory, one family after another in the order of their bits. A family has
- * the parts of its layers, then those of their heads.
+ * The states of a layer are one piece of memory, one family after another in the order of their bits. A family has the
+ * part of the layer, then those of its heads.
  */
 #ifndef TKVI_FORMATS_FAMILIES_H
 #define TKVI_FORMATS_FAMILIES_H
@@ -7732,36 +7869,34 @@ static const tkvi_family *tkvi_next_family(int parts, const tkvi_family *f) {
     return part <= parts ? tkvi_family_of(part) : NULL;
 }
 
-/* Bytes of the states of all families of `parts`. */
-static size_t tkvi_states_bytes(const tkv_config *cfg, int parts) {
-    const size_t layers = (size_t)cfg->model.n_layers, heads = layers * (size_t)cfg->model.n_kv_heads;
+/* Bytes of the states of all families of `parts` in one layer. */
+static size_t tkvi_states_bytes(const tkv_format_options *o, const tkvi_geometry *g, int parts) {
     const tkvi_family *f = NULL;
     size_t bytes = 0;
     while ((f = tkvi_next_family(parts, f)) != NULL)
-        bytes += tkvi_align_up(layers * f->layer_bytes) + tkvi_align_up(heads * f->head_bytes(cfg));
+        bytes += tkvi_align_up(f->layer_bytes) + tkvi_align_up((size_t)g->n_kv_heads * f->head_bytes(o, g));
     return bytes;
 }
 
-/* The state of a family for a layer. states: of all families of `parts`; NULL: there is none yet. rope: that of the
- * model, or NULL. */
-static tkvi_family_state tkvi_state_of(const tkv_config *cfg, const tkvi_rope *rope, uint8_t *states,
-                                       int parts, const tkvi_family *f, int layer) {
-    const size_t n = (size_t)layer;
+/* The state of a family for a layer. states: of all families of `parts` in this layer; NULL: there is none yet. rope:
+ * that of the layer, or NULL. */
+static tkvi_family_state tkvi_state_of(const tkv_format_options *o, const tkvi_geometry *g,
+                                       const tkvi_rope *rope, uint8_t *states, int parts,
+                                       const tkvi_family *f) {
     tkvi_family_state state;
-    state.cfg = cfg;
-    state.rope = tkvi_undone_rope(f, &cfg->format, rope);
+    state.options = o;
+    state.geometry = g;
+    state.rope = tkvi_undone_rope(f, o, rope);
     state.layer = state.heads = NULL;
     if (!states) return state;
-    states += tkvi_states_bytes(cfg, parts & (f->part - 1));
-    state.layer = states + n * f->layer_bytes;
-    states += tkvi_align_up((size_t)cfg->model.n_layers * f->layer_bytes);
-    state.heads = states + n * (size_t)cfg->model.n_kv_heads * f->head_bytes(cfg);
+    state.layer = states + tkvi_states_bytes(o, g, parts & (f->part - 1));
+    state.heads = (uint8_t *)state.layer + tkvi_align_up(f->layer_bytes);
     return state;
 }
 
 /* The part of one head. */
 static void *tkvi_head_state(const tkvi_family_state *state, const tkvi_family *f, int head) {
-    return (uint8_t *)state->heads + (size_t)head * f->head_bytes(state->cfg);
+    return (uint8_t *)state->heads + (size_t)head * f->head_bytes(state->options, state->geometry);
 }
 
 #endif /* TKVI_FORMATS_FAMILIES_H */
@@ -7822,11 +7957,17 @@ static const int8_t tkvi_log_bytes[2][16] = {
 /* The largest code by width. */
 static const int32_t tkvi_tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
 
-#define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
-#define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
-#define TKVI_LIMB_MAX_V 255            /* and in V */
-#define TKVI_TWO_LIMBS_MAX (127 * 128) /* largest weight of two limbs */
-#define TKVI_WIDE 5                    /* tiles of this many bits or more have two limbs */
+/* Query rows of a pass, and their channels together: wide heads have fewer rows, so that the stack stays small. */
+#define TKVI_ROWS 8
+#define TKVI_ROW_CHANNELS (TKVI_ROWS * 256)
+#define TKVI_ROW_FLOATS (TKVI_ROW_CHANNELS + TKV_MAX_HEAD_DIM) /* with one more row */
+#define TKVI_LIMB_MAX_K 127                                    /* largest weight of one limb in K */
+#define TKVI_LIMB_MAX_V 255                                    /* and in V */
+#define TKVI_TWO_LIMBS_MAX (127 * 128)                         /* largest weight of two limbs */
+#define TKVI_WIDE 5 /* tiles of this many bits or more have two limbs */
+
+/* Most rows of a pass for heads of `pad` channels. */
+static int tkvi_rows_of(int pad) { return tkvi_min(TKVI_ROWS, TKVI_ROW_CHANNELS / pad); }
 
 /* scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block.
  * Scores beyond n are finite and have no meaning. An exact side may end after n tokens: do not read further.
@@ -8001,39 +8142,65 @@ static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_l
     return by > 0.0f ? most / (float)top : 0.0f;
 }
 
-static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+/* Heads of more than 256 channels are multiplied in parts of 256 positions: sums then fit 32 bits. */
+#define TKVI_K_PART 256
+
+/* The positions from `first` on, as a side of their own. *at: in and out, their codes. */
+static tkvi_side tkvi_part_of_k(const tkvi_side *s, int first, const uint8_t **at) {
+    tkvi_side part = *s;
+    int width, skip = first / 4, left;
+    part.pad = (int16_t)tkvi_min(TKVI_K_PART, s->pad - first);
+    left = part.pad / 4;
+    memset(&part.tiles, 0, sizeof part.tiles);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int before = tkvi_min(skip, s->tiles.n[width]), n = tkvi_min(left, s->tiles.n[width] - before);
+        *at += before * TKVI_TILE_BYTES(width);
+        skip -= before;
+        part.tiles.n[width] = (uint16_t)n;
+        left -= n;
+    }
+    return part;
+}
+
+static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    int g, r, t, i, c;
+    int g, r, t, i, c, first;
     (void)next;
-    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
-    for (r = 0; r < rows; r++)
-        for (g = 0; g < s->groups; g++) {
-            float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
-            int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
-            const uint8_t *at = src;
-            for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
-            step = tkvi_round_k(s, folded, n_limbs, w);
-            memset(sum, 0, sizeof sum);
-            for (width = TKVI_MAX_WIDTH; width > 0; width--)
-                for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
-                    uint8_t tile[TKVI_TILE_CODES];
-                    float centre = tkvi_centre(s, width);
-                    tkvi_unpack_tile(at, width, tile);
-                    at += TKVI_TILE_BYTES(width);
-                    for (c = 0; c < 4; c++) {
-                        int m = g * s->pad + position + c;
-                        rest += q[r * s->pad + position + c] *
-                                ((zero[m] - ref[position + c]) + centre * scale[m]);
-                        middle += centre * (float)w[position + c];
-                        for (t = 0; t < n; t++) sum[t] += w[position + c] * tile[4 * t + c];
+    all->format->side[TKV_K].meta(all, src, &tkvi_simd_ops_scalar, scale, zero);
+    for (first = 0; first < all->pad; first += TKVI_K_PART) {
+        const uint8_t *codes = src;
+        const tkvi_side s = tkvi_part_of_k(all, first, &codes);
+        for (r = 0; r < rows; r++)
+            for (g = 0; g < s.groups; g++) {
+                const float *x = q + r * all->pad + first, *by = scale + g * all->pad + first,
+                            *plus = zero + g * all->pad + first;
+                float folded[TKVI_K_PART], step, rest = 0.0f, middle = 0.0f;
+                int w[TKVI_K_PART], sum[TKVI_BLOCK], width, position = 0;
+                const uint8_t *at = codes;
+                for (c = 0; c < s.pad; c++) folded[c] = x[c] * by[c];
+                step = tkvi_round_k(&s, folded, n_limbs, w);
+                memset(sum, 0, sizeof sum);
+                for (width = TKVI_MAX_WIDTH; width > 0; width--)
+                    for (i = 0; i < s.tiles.n[width]; i++, position += 4) {
+                        uint8_t tile[TKVI_TILE_CODES];
+                        float centre = tkvi_centre(&s, width);
+                        tkvi_unpack_tile(at, width, tile);
+                        at += TKVI_TILE_BYTES(width);
+                        for (c = position; c < position + 4; c++) {
+                            rest += x[c] * ((plus[c] - ref[first + c]) + centre * by[c]);
+                            middle += centre * (float)w[c];
+                            for (t = 0; t < n; t++) sum[t] += w[c] * tile[4 * t + c - position];
+                        }
                     }
+                for (; position < s.pad; position++) /* channels without codes */
+                    rest += x[position] * (plus[position] - ref[first + position]);
+                for (t = g * s.group; t < tkvi_min((g + 1) * s.group, TKVI_BLOCK); t++) {
+                    float *score = scores + r * TKVI_BLOCK + t;
+                    *score = step * ((float)sum[t] - middle) + rest + (first ? *score : 0.0f);
                 }
-            for (; position < s->pad; position++) /* channels without codes */
-                rest += q[r * s->pad + position] * (zero[g * s->pad + position] - ref[position]);
-            for (t = g * s->group; t < tkvi_min((g + 1) * s->group, TKVI_BLOCK); t++)
-                scores[r * TKVI_BLOCK + t] = step * ((float)sum[t] - middle) + rest;
-        }
+            }
+    }
 }
 
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
@@ -8079,6 +8246,9 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
 
 /* >>decoded: any format, through its decode function only. Kernels fall back to it (kernels/code_rows.inc). */
 #define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
+#define TKVI_AT_ONCE_FLOATS (TKVI_AT_ONCE * 256)
+
+static int tkvi_tokens_at_once(int pad) { return pad > 256 ? TKVI_AT_ONCE / 4 : TKVI_AT_ONCE; }
 
 /* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */
 static float tkvi_float_dot(const float *a, const float *b, int n) {
@@ -8092,14 +8262,15 @@ static float tkvi_float_dot(const float *a, const float *b, int n) {
 
 static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                            const float *ref, int rows, int n, int n_limbs, float *scores) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS];
+    const int at_once = tkvi_tokens_at_once(s->pad);
     int from, t, c, r;
     (void)next;
     (void)n_limbs;
     memset(x, 0, sizeof x);
     memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (from = 0; from < n; from += at_once) {
+        int count = tkvi_min(at_once, n - from);
         tkvi_decode_side(s, src, from, count, x, (size_t)s->pad);
         for (t = 0; t < count; t++) {
             float *k = x + t * s->pad;
@@ -8112,13 +8283,14 @@ static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t
 
 static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                            int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS];
+    const int at_once = tkvi_tokens_at_once(s->pad);
     int from, t, c, k, r;
     (void)next;
     (void)n_limbs;
     memset(x, 0, sizeof x);
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (from = 0; from < n; from += at_once) {
+        int count = tkvi_min(at_once, n - from);
         tkvi_decode_side(s, src, from, count, x, (size_t)s->pad);
         for (r = 0; r < rows; r++)
             for (c = 0; c < s->pad; c += 16) {
@@ -9760,7 +9932,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_vi *k) {
 
 #ifdef TKVI_VECTORS
 
-#define TKVI_MAX_PARTS (TKV_MAX_HEAD_DIM / 16) /* scales of a token */
+#define TKVI_MAX_PARTS (TKV_MAX_HEAD_DIM / 32) /* scales of a token; more are decoded by tkvi_decode_side */
 
 typedef void (*tkvi_f16_loader)(const uint8_t *src, int n, float *dst); /* as in tkvi_simd_ops */
 
@@ -9785,8 +9957,7 @@ typedef struct tkvi_code_rows {
     tkvi_code_kind kind;
     tkvi_code_scales scales;
     int bits, shift, parts; /* BY_TOKEN: scale[token * parts + (channel >> shift)], zero alike */
-    const uint8_t
-        *slots; /* of outliers, [64][s->slots], 3 bytes each (formats/kvquant.h); NULL: there are none */
+    const uint8_t *slots;   /* of outliers, [64][s->slots] (formats/kvquant.h); NULL: there are none */
     const uint8_t *means;   /* fp16, [dim], to be added after the rotation back; NULL: none */
     const uint8_t *factors; /* E4M3, [64][parts], scale is factor * zero[token]; NULL: none */
     int rotated;
@@ -9802,14 +9973,14 @@ static void tkvi_set_levels(tkvi_code_rows *r, const float *level) {
     for (i = 0; i < 16; i++) r->level[i] = level[i & ((1 << r->bits) - 1)];
 }
 
-static int tkvi_open_token_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
+static void tkvi_open_token_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     const tkvi_side *s = r->s;
     const tkvi_token_at at = tkvi_token_places(s);
     float level[16];
     int c;
     r->bits = s->grid->bits;
     r->parts = at.parts ? at.parts : s->groups;
-    r->shift = at.parts ? 4 : s->group == 32 ? 5 : s->group == 64 ? 6 : 8;
+    r->shift = at.parts ? 4 : s->group == 32 ? 5 : s->group == 64 ? 6 : 10;
     r->rotated = s->rotate;
     if (s->center) r->means = r->codes + at.mean;
     if (at.parts) r->factors = r->codes + at.part;
@@ -9822,14 +9993,12 @@ static int tkvi_open_token_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
                   : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
                                                : TKVI_CODES_E5M2;
     }
-    return 1;
 }
 
-static int tkvi_open_subspace_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
+static void tkvi_open_subspace_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     const tkvi_side *s = r->s;
     const int n = TKVI_BLOCK * s->groups, width = s->dim / s->groups;
     int c;
-    if (width % 16 || (width & (width - 1)) || width * s->groups != s->dim) return 0;
     for (c = 0; c < 16; c++) r->level[c] = (float)(c & ((1 << r->bits) - 1));
     r->scales = TKVI_LINE_BY_TOKEN;
     r->parts = s->groups;
@@ -9837,37 +10006,49 @@ static int tkvi_open_subspace_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     r->rotated = 1;
     load(r->codes + s->code_bytes, n, r->scale);
     load(r->codes + s->code_bytes + 2 * n, n, r->zero);
-    return 1;
 }
 
-static int tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
+static void tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     const tkvi_side *s = r->s;
     const uint8_t *slot = r->codes + tkvi_kvquant_places(s).slot;
+    const int bytes = tkvi_kvquant_slot_bytes(s);
     uint8_t outlier[2 * TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
     tkvi_kvquant_ranges own;
     tkvi_book standard;
     int i;
     tkvi_set_levels(r, tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard)));
     r->slots = s->slots ? slot : NULL;
-    for (i = 0; i < TKVI_BLOCK * s->slots; i++) memcpy(outlier + 2 * i, slot + 3 * i + 1, 2);
+    for (i = 0; i < TKVI_BLOCK * s->slots; i++)
+        memcpy(outlier + 2 * i, slot + bytes * (i + 1) - 2, 2); /* the last two of each slot */
     load(outlier, TKVI_BLOCK * s->slots, r->outlier);
     r->scales = s->which == TKV_K ? TKVI_LINE_BY_CHANNEL : TKVI_LINE_BY_TOKEN;
     if (s->which == TKV_V) {
         load(r->codes + s->code_bytes, TKVI_BLOCK, r->scale);
         load(r->codes + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
-        return 1;
+        return;
     }
-    if (!tkvi_kvquant_ranges_of(s, r->codes, &own)) return 0;
+    (void)tkvi_kvquant_ranges_of(s, r->codes, &own);
     memset(r->scale, 0, (size_t)s->pad * sizeof(float));
     memset(r->zero, 0, (size_t)s->pad * sizeof(float));
     memcpy(r->scale, own.radius, (size_t)s->dim * sizeof(float));
     memcpy(r->zero, own.middle, (size_t)s->dim * sizeof(float));
-    return 1;
 }
 
-/* Prepares reading of a side. Returns 0 if kernels/code_rows.inc does not support it: its decode function must do. */
-static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, tkvi_f16_loader load,
-                               const uint8_t *src, uintptr_t ahead) {
+/* 1 if kernels/code_rows.inc reads the side; 0: its decode function must do. */
+static int tkvi_reads_code_rows(const tkvi_side *s) {
+    if (s->dim < 16) return 0;
+    if (TKVI_HAS_TOKEN_FORMATS && s->grid)
+        return tkvi_max(s->groups, tkvi_token_places(s).parts) <= TKVI_MAX_PARTS;
+    if (TKVI_HAS_SUBSPACE && s->format->side[s->which].layout == tkvi_subspace_layout) {
+        const int width = s->dim / s->groups;
+        return width % 16 == 0 && (width & (width - 1)) == 0 && width * s->groups == s->dim;
+    }
+    return TKVI_HAS_KVQUANT && (s->which == TKV_V || !s->tabled || s->head_state);
+}
+
+/* Prepares reading of a side that tkvi_reads_code_rows. */
+static void tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, tkvi_f16_loader load,
+                                const uint8_t *src, uintptr_t ahead) {
     r->s = s;
     r->codes = src;
     r->row_bytes = s->code_bytes / TKVI_BLOCK;
@@ -9875,26 +10056,27 @@ static int tkvi_open_code_rows(tkvi_code_rows *r, const tkvi_side *s, tkvi_f16_l
     r->scales = TKVI_SCALE_BY_TOKEN;
     r->bits = s->format->bits;
     r->parts = 1;
-    r->shift = 8;
+    r->shift = 10;
     r->slots = r->means = r->factors = NULL;
     r->rotated = 0;
     r->ahead = ahead;
-    if (s->dim < 16) return 0;
-    if (TKVI_HAS_TOKEN_FORMATS && s->grid) return tkvi_open_token_rows(r, load);
-    if (TKVI_HAS_SUBSPACE && s->format->side[s->which].layout == tkvi_subspace_layout)
-        return tkvi_open_subspace_rows(r, load);
-    return TKVI_HAS_KVQUANT && tkvi_open_kvquant_rows(r, load);
+    if (TKVI_HAS_TOKEN_FORMATS && s->grid) tkvi_open_token_rows(r, load);
+    else if (TKVI_HAS_SUBSPACE && s->format->side[s->which].layout == tkvi_subspace_layout)
+        tkvi_open_subspace_rows(r, load);
+    else if (TKVI_HAS_KVQUANT) tkvi_open_kvquant_rows(r, load);
 }
 
 /* Adds the outliers of n tokens, from token `from` on. */
 static void tkvi_add_outliers(const tkvi_code_rows *r, int from, int n, float *x, size_t stride) {
-    const int slots = r->s->slots, dim = r->s->dim;
-    const uint8_t *slot = r->slots + 3 * from * slots;
+    const int slots = r->s->slots, dim = r->s->dim, bytes = tkvi_kvquant_slot_bytes(r->s);
+    const uint8_t *slot = r->slots + bytes * from * slots;
     const float *by = r->outlier + from * slots;
     int t, i;
     for (t = 0; t < n; t++, x += stride)
-        for (i = 0; i < slots; i++, slot += 3, by++)
-            if (*slot < dim) x[*slot] += *by;
+        for (i = 0; i < slots; i++, slot += bytes, by++) {
+            const int c = tkvi_kvquant_channel_at(r->s, slot);
+            if (c < dim) x[c] += *by;
+        }
 }
 
 /* Position of the first token of the block, for RoPE. */
@@ -9929,7 +10111,8 @@ static int64_t tkvi_code_rows_start(const tkvi_code_rows *r) {
 
 #define TKVI_PREFILL 32          /* the most rows */
 #define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
-#define TKVI_MAX_SLACK 8.0f      /* weights may reach e^8 before m moves to the new maximum and sums shrink */
+#define TKVI_PREFILL_DIM (TKVI_PREFILL_FLOATS / 16) /* the most channels */
+#define TKVI_MAX_SLACK 8.0f /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
 /* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
 typedef struct tkvi_softmax_args {
@@ -9945,11 +10128,11 @@ typedef struct tkvi_softmax_args {
 /* Rows of queries. */
 typedef struct tkvi_prefill_queries {
     TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel, not reordered][lanes] */
-    TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float ref[TKVI_PREFILL_DIM];
     int lanes;
     /* The same in the order of positions, which most blocks of a head share. */
     TKVI_ALIGNED float sorted_q[TKVI_PREFILL_FLOATS];
-    TKVI_ALIGNED float sorted_ref[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float sorted_ref[TKVI_PREFILL_DIM];
     const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: nothing is sorted */
 } tkvi_prefill_queries;
 
@@ -9968,7 +10151,7 @@ typedef struct tkvi_prefill {
 } tkvi_prefill;
 
 /* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
-enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
+enum { TKVI_PREFILL_KEY_STRIDE = TKVI_PREFILL_DIM + 16 };
 
 /* Folded and rounded weights of all rows. An answer is wide_by * sum of the products of two limbs + by * sum of those
  * of one limb + rest. */
@@ -10022,8 +10205,9 @@ static void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
     if (!s->order || q->order == s->order) return;
     q->order = s->order;
     for (c = 0; c < s->pad; c++) {
-        memcpy(q->sorted_q + c * q->lanes, q->q + s->order[c] * q->lanes, (size_t)q->lanes * sizeof *q->q);
-        q->sorted_ref[c] = q->ref[s->order[c]];
+        memcpy(q->sorted_q + c * q->lanes, q->q + tkvi_channel(s, c) * q->lanes,
+               (size_t)q->lanes * sizeof *q->q);
+        q->sorted_ref[c] = q->ref[tkvi_channel(s, c)];
     }
 }
 
@@ -10057,10 +10241,11 @@ static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, in
 
 /* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
 typedef struct tkvi_fold_args {
-    const float *x, *scale, *zero; /* x: [row][n] */
-    const float *ref;              /* K */
-    const int32_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
-    float centre;                  /* V: tkvi_centre of the codes */
+    const float *x, *scale, *zero;
+    int stride;             /* K: from a row of x to the next */
+    const float *ref;       /* K */
+    const int32_t *centre2; /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
+    float centre;           /* V: tkvi_centre of the codes */
     int middle,
         wide_middle;     /* V: twice the centre of the codes that narrow and wide weights are multiplied by */
     int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
@@ -10115,8 +10300,8 @@ typedef struct tkvi_run_k {
 
 /* Weights of one group and up to four rows. */
 typedef struct tkvi_weights_k {
-    TKVI_ALIGNED int8_t w[4 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[4 * TKVI_K_PART];
+    TKVI_ALIGNED int16_t wide_w[4 * TKVI_K_PART];
 } tkvi_weights_k;
 
 #ifdef TKVI_VECTORS
@@ -10150,7 +10335,7 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     int g, i;
     memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
     for (g = 0; g < s->groups; g++)
-        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
+        for (i = 0; i < s->pad; i++) x[g * s->pad + tkvi_channel(s, i)] = plain[g * s->pad + i];
 }
 #endif
 
@@ -10374,10 +10559,8 @@ TKVI_WITHIN_(4, 4, 1)
 TKVI_WITHIN_(8, 8, 1)
 TKVI_WITHIN_(_first, 8, 0)
 TKVI_ACROSS_(2)
-#if TKVI_VF < 16
 TKVI_ACROSS_(4)
-#endif
-#if TKVI_VF < 8
+#if TKVI_VF < 16
 TKVI_ACROSS_(8)
 #endif
 
@@ -10391,11 +10574,16 @@ TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *fl
     if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
     (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
 #if TKVI_VF < 8
-    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+    if (vectors == 128) {
+        (void)TKVI_N(across8)(y, 1.0f, 8 * TKVI_VF);
+        (void)TKVI_N(across8)(y + n / 2, 1.0f, 8 * TKVI_VF);
+        return TKVI_N(across2)(y, by, n / 2);
+    }
 #endif
 #if TKVI_VF < 16
-    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
 #endif
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
     return TKVI_N(across2)(y, by, 8 * TKVI_VF);
 }
 
@@ -10527,21 +10715,29 @@ TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8
         }
 }
 
-/* level: out, [token][pad]. */
-static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
-    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+/* The levels of the channels c0 .. c0 + n - 1, of at most TKVI_LEVELS_PART. n is a multiple of 16. level: out,
+ * [token][n]. */
+#define TKVI_LEVELS_PART 256
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, int c0, int n, uint8_t *level) {
+    TKVI_ALIGNED uint8_t
+        columns[(TKVI_LEVELS_PART + 1) * TKVI_BLOCK]; /* [channel][64]; the last: all others */
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
             TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
             uint8_t *column[4];
-            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            for (k = 0; k < 4; k++) {
+                const unsigned c = (unsigned)(tkvi_channel(s, position + k) - c0);
+                column[k] = columns + TKVI_BLOCK * (c < (unsigned)n ? (int)c : TKVI_LEVELS_PART);
+            }
             TKVI_N(unpack_tile)(src, width, code);
             TKVI_N(sort_columns)(code, column);
         }
-    for (; position < s->pad; position++) /* channels without codes */
-        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    TKVI_N(transpose_columns)(columns, s->pad, level);
+    for (; position < s->pad; position++) { /* channels without codes */
+        const unsigned c = (unsigned)(tkvi_channel(s, position) - c0);
+        if (c < (unsigned)n) memset(columns + TKVI_BLOCK * (int)c, 0, TKVI_BLOCK);
+    }
+    TKVI_N(transpose_columns)(columns, n, level);
 }
 
 /* Rows of other tokens than first .. first + n - 1 can stay as they are. */
@@ -10601,40 +10797,55 @@ TKVI_KERNEL void TKVI_N(rotate_back)(float *x, int dim) {
     TKVI_N(rotate_row_back)(x, signs, dim, x);
 }
 
-/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
-TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
-                                       const float *zero, int n, float *to) {
-    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
-    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
-    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
-    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_k)(const tkvi_side *s, const tkvi_simd_ops *ops,
+                                                const uint8_t *src, int first, int n, float *x,
+                                                size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKVI_LEVELS_PART];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    int c0, t;
+    s->format->side[TKV_K].meta(s, src, ops, scale, zero);
+    if (s->order) tkvi_sort_by_channel(s, scale);
+    if (s->order) tkvi_sort_by_channel(s, zero);
+    for (c0 = 0; c0 < s->dim; c0 += TKVI_LEVELS_PART) {
+        tkvi_side part = *s; /* levels_to_floats takes dim from it */
+        part.pad = (int16_t)tkvi_min(TKVI_LEVELS_PART, s->pad - c0);
+        part.dim = (int16_t)tkvi_min(TKVI_LEVELS_PART, s->dim - c0);
+        TKVI_N(unpack_rows_k)(s, src, c0, part.pad, level);
+        for (t = first; t < first + n; t++) {
+            const int at = t * s->groups / TKVI_BLOCK * s->pad + c0;
+            TKVI_N(levels_to_floats)
+            (&part, level + t * part.pad, scale + at, zero + at, 1, 0, part.dim,
+             x + (size_t)(t - first) * stride + c0);
+        }
+    }
+    for (t = 0; t < n && s->format->rotated; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_v)(const tkvi_side *s, const tkvi_simd_ops *ops,
+                                                const uint8_t *src, int first, int n, float *x,
+                                                size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated, limit = rotated ? TKV_MAX_HEAD_DIM : s->dim;
+    int t;
+    s->format->side[TKV_V].meta(s, src, ops, scale, zero);
+    TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        float *to = rotated ? y : x;
+        const uint8_t *row = level + t * s->pad;
+        if (s->levels) TKVI_N(levels_to_floats)(s, row, scale + t, zero + t, 0, 1, limit, to);
+        else TKVI_N(levels_to_floats)(s, row, scale + t, zero + t, 0, 0, limit, to);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
 }
 
 static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
-    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    const int rotated = s->format->rotated;
-    int t;
-    if (s->dim < 16) {
-        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
-        return;
-    }
-    s->format->side[s->which].meta(s, src, ops, scale, zero);
-    if (s->which == TKV_V) {
-        TKVI_N(unpack_rows_v)(s, src, first, n, level);
-    } else {
-        TKVI_N(unpack_rows_k)(s, src, level);
-        if (s->order) tkvi_sort_by_channel(s, scale);
-        if (s->order) tkvi_sort_by_channel(s, zero);
-    }
-    if (rotated) TKVI_N(flips)(signs, s->pad);
-    for (t = first; t < first + n; t++, x += stride) {
-        TKVI_N(row_to_floats)
-        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
-        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
-    }
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else if (s->which == TKV_K) TKVI_N(decode_k)(s, ops, src, first, n, x, stride);
+    else TKVI_N(decode_v)(s, ops, src, first, n, x, stride);
 }
 /* ======== kernels/avx2.h ======== */
 /* ======== kernels/convert.inc ======== */
@@ -10884,9 +11095,9 @@ TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x
 
 /* Converts a token to integers. A vector of u has TKVI_VF channels from c on, and those from c + 16 on, as tkvi_vh_pack
  * leaves them. Returns the squares, to be summed. */
-TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int end, int16_t *u) {
+TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int dim, int end, int16_t *u) {
     const tkvi_vf inverse = tkvi_vf_splat(by);
-    const tkvi_vi most = tkvi_vh_splat(TKVI_R_MOST), least = tkvi_vh_splat(-TKVI_R_MOST);
+    const tkvi_vi most = tkvi_vh_splat(tkvi_r_most(dim)), least = tkvi_vh_splat(-tkvi_r_most(dim));
     tkvi_vp squares = tkvi_vp_zero();
     int c, j;
     for (c = 0; c < end; c += 32) {
@@ -10992,7 +11203,7 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES], levels[TKVI_LANES];
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
-    const tkvi_vf whole = tkvi_vf_splat((float)TKVI_R_MOST), dim = tkvi_vf_splat((float)s->dim);
+    const tkvi_vf whole = tkvi_vf_splat((float)tkvi_r_most(s->dim)), dim = tkvi_vf_splat((float)s->dim);
     const tkvi_vf grid = tkvi_vf_splat(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]),
                   none = tkvi_vf_splat(0.0f);
     const int log2n = tkvi_log2_floor(s->dim), end = tkvi_round_up(s->dim, 32);
@@ -11021,7 +11232,8 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
         for (t = 0; t < fours; t += 4) {
             tkvi_vi four[4];
             TKVI_UNROLL
-            for (r = 0; r < 4; r++) four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], end, u[t + r]);
+            for (r = 0; r < 4; r++)
+                four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], s->dim, end, u[t + r]);
             tkvi_vi_sum4(squares + t, four);
         }
         for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
@@ -11130,7 +11342,7 @@ TKVI_KERNEL void TKVI_N(pack_tile)(uint8_t *tile, int width, const uint8_t *code
     }
 }
 
-TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const int16_t *channel, uint8_t *tile) {
     int j, k;
     for (j = 0; j < TKVI_BLOCK; j += TKVI_VB) {
         const tkvi_vb a = tkvi_vb_load(column[channel[0]] + j), b = tkvi_vb_load(column[channel[1]] + j);
@@ -11708,19 +11920,18 @@ TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int
 }
 
 /* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
-TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
-                                       uintptr_t ahead) {
+TKVI_KERNEL void TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                        uintptr_t ahead) {
     uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
     int t, c;
-    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
-    if (!r->factors) return 1;
+    tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead);
+    if (!r->factors) return;
     memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
     memset(factor + TKVI_BLOCK * r->parts, 0, 16);
     for (t = 0; t < TKVI_BLOCK; t++)
         for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
             tkvi_vf_store(r->scale + c,
                           tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
-    return 1;
 }
 
 /* Rotates a row of `pad` channels as core/rotate.h. */
@@ -11813,19 +12024,18 @@ TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, co
 }
 
 /* >>reading back */
-/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
-TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
-                                    int first, int n, float *x, size_t stride) {
-    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_supported_rows)(const tkvi_side *s, const uint8_t *src,
+                                                             int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE_FLOATS], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
     float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    const int at_once = tkvi_tokens_at_once(s->pad);
     tkvi_code_rows r;
     int from, t, c;
-    (void)ops;
-    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    TKVI_N(open_code_rows)(&r, s, src, 0);
     if (r.rotated) TKVI_N(flips)(signs, s->pad);
     if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
-    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+    for (from = first; from < first + n; from += at_once) {
+        const int count = tkvi_min(at_once, first + n - from), direct = !r.rotated && s->dim == s->pad;
         float *to = direct ? x : y;
         const size_t apart = direct ? stride : (size_t)s->pad;
         TKVI_N(decode_code_rows)(&r, from, count, to, apart);
@@ -11838,6 +12048,14 @@ TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops
             TKVI_N(turn_row)(s->rope, cosine, sine, x);
         }
     }
+}
+
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+static int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                               int n, float *x, size_t stride) {
+    (void)ops;
+    if (!tkvi_reads_code_rows(s)) return 0;
+    TKVI_N(decode_supported_rows)(s, src, first, n, x, stride);
     return 1;
 }
 
@@ -11849,20 +12067,17 @@ static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
     return plain;
 }
 
-TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *q, const float *ref, int rows, int n, int n_limbs,
-                                   float *scores) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_k)(const tkvi_side *s, const uint8_t *src,
+                                                   const uint8_t *next, const float *q, const float *ref,
+                                                   int rows, int n, float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], moved[TKVI_ROW_FLOATS];
     TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
     const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
-    const int pad = s->pad;
+    const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
-        return;
-    }
+    TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next));
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
         memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
@@ -11877,12 +12092,12 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     if (r.rotated) TKVI_N(flips)(signs, pad);
     for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
     if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
-    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[at_once * rope->row + c];
+    for (from = 0; from < n; from += at_once) {
+        const int count = tkvi_min(at_once, n - from);
         TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
         for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
-        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        (rope, from ? rope->cosine + at_once * rope->row : cosine, sine[from > 0], moved + i * pad);
         for (i = 1; i < count && rope; i++)
             TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
         for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
@@ -11890,21 +12105,26 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     }
 }
 
-TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *p, int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+/* The fallback has arrays of its own, and must not have those of this file on the stack as well. */
+static void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                              const float *ref, int rows, int n, int n_limbs, float *scores) {
+    if (tkvi_reads_code_rows(s)) TKVI_N(code_rows_k)(s, src, next, q, ref, rows, n, scores);
+    else tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_v)(const tkvi_side *s, const uint8_t *src,
+                                                   const uint8_t *next, const float *p, int rows, int n,
+                                                   int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], sum[TKVI_ROW_CHANNELS];
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
-    const int pad = s->pad;
+    const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
-        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
-        return;
-    }
+    TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next));
     if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (from = 0; from < n; from += at_once) {
+        const int count = tkvi_min(at_once, n - from);
         TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
         TKVI_N(exact_v)
         (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
@@ -11914,6 +12134,12 @@ TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const
         TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
         for (c = 0; c < s->dim; c++) out[c] += x[c];
     }
+}
+
+static void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                              int rows, int n, int n_limbs, float *out) {
+    if (tkvi_reads_code_rows(s)) TKVI_N(code_rows_v)(s, src, next, p, rows, n, n_limbs, out);
+    else tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
 }
 /* ======== kernels/avx2.h ======== */
 
@@ -11954,7 +12180,7 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
 /* >>folding: weights of up to four rows from the scales of a group. */
 /* Returns the number of leading positions that have two limbs. */
 TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
-    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float folded[4][TKVI_K_PART];
     tkvi_vf most[4], rest[4], squares[4];
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
@@ -11971,7 +12197,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
             tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * a->stride + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -12006,8 +12232,8 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
                 fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
-            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
-            tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
+            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKVI_K_PART, r, k);
+            tkvi_store_wide(wide_w, TKVI_K_PART, r, x);
         }
         for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
@@ -12017,7 +12243,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
                 narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
-            tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+            tkvi_store_weights_k(w, TKVI_K_PART, r, k);
         }
         middle[r] = wide ? tkvi_vi_add(tkvi_vi_left(narrow, 7), fine) : narrow;
     }
@@ -12116,12 +12342,13 @@ TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n
     }
 }
 
-TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, int add, float *scores) {
     int r, g;
     for (r = 0; r < nr; r++)
         for (g = 0; g < 2; g++) {
             const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
-            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+            if (add) TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 1, scores + at);
+            else TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
         }
 }
 
@@ -12142,12 +12369,12 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
 #define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
-    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
+    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKVI_K_PART, r);                     \
     sum = tkvi_dot_k(sum, x[p], u, r);
 #define TKVI_K_DOT_WIDE_(sum, p, r)                                                                          \
     if (p == 0 || p == 2) {                                                                                  \
-        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                     \
-        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
+        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKVI_K_PART, r);                          \
+        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKVI_K_PART, r);                            \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
@@ -12205,7 +12432,7 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
+    TKVI_ALIGNED uint8_t unpacked[TKVI_K_PART / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     tkvi_run_k runs[TKVI_RUNS_K];
     const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
@@ -12480,65 +12707,77 @@ TKVI_EACH_ROWS_(3)
 TKVI_EACH_ROWS_(4)
 
 /* >>sides */
-TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+/* The positions of one part of a side (tkvi_part_of_k). a, d: with all that does not depend on the part. */
+TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_products_k *d, const float *scale,
+                                const float *zero, const float *q, int rows, int add, float *scores) {
     static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_k1), TKVI_N(fold_k2),
                                                                         TKVI_N(fold_k3), TKVI_N(fold_k4)};
     static void (*const dot[4])(const tkvi_products_k *) = {TKVI_N(dot_k1), TKVI_N(dot_k2), TKVI_N(dot_k3),
                                                             TKVI_N(dot_k4)};
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
     TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
+    int i, g, width;
+    a->n = s->pad;
+    a->wide = tkvi_n_wide_positions(s);
+    a->coarse = tkvi_coarse_k(s);
+    d->s = s;
+    for (d->most_width = TKVI_MAX_WIDTH; d->most_width > 0 && !s->tiles.n[d->most_width];) d->most_width--;
+    d->w = weights[0].w;
+    d->wide_w = weights[0].wide_w;
+    d->sums = sums;
+    d->second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
+    for (i = 0; i < rows; i += 4, q += 4 * a->stride, scores += 4 * TKVI_BLOCK) {
+        const int nr = tkvi_min(rows - i, 4);
+        a->x = q;
+        a->least = a->wide;
+        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
+            a->scale = scale + g * a->stride;
+            a->zero = zero + g * a->stride;
+            a->w = weights[g].w;
+            a->wide_w = weights[g].wide_w;
+            const int had = a->least;
+            a->least = fold[nr - 1](a, &d->fold[g]);
+            if (g && a->least > had) g = -1;
+        }
+        if (s->groups == 1) d->fold[1] = d->fold[0];
+        d->is_wide = a->least > 0;
+        d->least_wide = a->least == s->pad ? 1 : tkvi_wide_k(s);
+        for (width = d->most_width, d->unpacks = 0; width >= d->least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d->unpacks |= s->tiles.n[width];
+        dot[nr - 1](d);
+        TKVI_N(answer_k)(d, nr, add, scores);
+        d->ahead = 0; /* the first rows have prefetched everything */
+    }
+}
+
+TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     tkvi_fold_args a;
     tkvi_products_k d;
-    int width, g, c = 0, i, most_width = 0;
+    int width, g, c = 0, first;
     (void)n;
     s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
-        if (end > c && !most_width) most_width = width;
         const tkvi_vi x = tkvi_vi_splat((1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0));
         for (; c < end; c += 4) tkvi_vi_store(centre2 + c, x); /* the next tiles overwrite what is too much */
     }
     for (g = 0; TKVI_BIAS && g < s->groups; g++) /* what products do without */
         for (c = 0; c < 4 * s->tiles.n[8]; c++) zero[g * s->pad + c] += TKVI_BIAS * scale[g * s->pad + c];
-    a.ref = ref;
-    a.centre2 = centre2;
-    a.n = s->pad;
     a.n_limbs = n_limbs;
-    a.wide = tkvi_n_wide_positions(s);
-    a.coarse = tkvi_coarse_k(s);
-    d.s = s;
-    d.codes = src;
-    d.ahead = tkvi_next_distance(src, next);
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
-    d.most_width = most_width;
-    d.w = weights[0].w;
-    d.wide_w = weights[0].wide_w;
-    d.sums = sums;
-    d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
-    for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
-        const int nr = tkvi_min(rows - i, 4);
-        a.x = q;
-        a.least = a.wide;
-        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
-            a.scale = scale + g * s->pad;
-            a.zero = zero + g * s->pad;
-            a.w = weights[g].w;
-            a.wide_w = weights[g].wide_w;
-            const int had = a.least;
-            a.least = fold[nr - 1](&a, &d.fold[g]);
-            if (g && a.least > had) g = -1;
-        }
-        if (s->groups == 1) d.fold[1] = d.fold[0];
-        d.is_wide = a.least > 0;
-        d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
-            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
-        dot[nr - 1](&d);
-        TKVI_N(answer_k)(&d, nr, scores);
-        d.ahead = 0; /* the first rows have prefetched everything */
+    a.stride = s->pad;
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    for (first = 0; first < s->pad; first += TKVI_K_PART) {
+        const uint8_t *codes = src;
+        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, &codes) : *s;
+        a.ref = ref + first;
+        a.centre2 = centre2 + first;
+        d.codes = codes;
+        d.ahead = ahead;
+        TKVI_N(part_k)(&part, &a, &d, scale + first, zero + first, q + first, rows, first > 0, scores);
     }
 }
 
@@ -12968,10 +13207,10 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
 
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *q, int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float centre[TKV_MAX_HEAD_DIM + TKVI_VF];
-    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
-    uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
+    TKVI_ALIGNED float scale[2 * TKVI_PREFILL_DIM], zero[2 * TKVI_PREFILL_DIM];
+    TKVI_ALIGNED float centre[TKVI_PREFILL_DIM + TKVI_VF];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_DIM / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKVI_PREFILL_DIM / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
     const float *ref = s->order ? q->sorted_ref : q->ref;
     const uint8_t *tile = src;
@@ -13543,10 +13782,8 @@ TKVI_WITHIN_(4, 4, 1)
 TKVI_WITHIN_(8, 8, 1)
 TKVI_WITHIN_(_first, 8, 0)
 TKVI_ACROSS_(2)
-#if TKVI_VF < 16
 TKVI_ACROSS_(4)
-#endif
-#if TKVI_VF < 8
+#if TKVI_VF < 16
 TKVI_ACROSS_(8)
 #endif
 
@@ -13560,11 +13797,16 @@ TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *fl
     if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
     (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
 #if TKVI_VF < 8
-    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+    if (vectors == 128) {
+        (void)TKVI_N(across8)(y, 1.0f, 8 * TKVI_VF);
+        (void)TKVI_N(across8)(y + n / 2, 1.0f, 8 * TKVI_VF);
+        return TKVI_N(across2)(y, by, n / 2);
+    }
 #endif
 #if TKVI_VF < 16
-    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
 #endif
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
     return TKVI_N(across2)(y, by, 8 * TKVI_VF);
 }
 
@@ -13696,21 +13938,29 @@ TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8
         }
 }
 
-/* level: out, [token][pad]. */
-static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
-    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+/* The levels of the channels c0 .. c0 + n - 1, of at most TKVI_LEVELS_PART. n is a multiple of 16. level: out,
+ * [token][n]. */
+#define TKVI_LEVELS_PART 256
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, int c0, int n, uint8_t *level) {
+    TKVI_ALIGNED uint8_t
+        columns[(TKVI_LEVELS_PART + 1) * TKVI_BLOCK]; /* [channel][64]; the last: all others */
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
             TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
             uint8_t *column[4];
-            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            for (k = 0; k < 4; k++) {
+                const unsigned c = (unsigned)(tkvi_channel(s, position + k) - c0);
+                column[k] = columns + TKVI_BLOCK * (c < (unsigned)n ? (int)c : TKVI_LEVELS_PART);
+            }
             TKVI_N(unpack_tile)(src, width, code);
             TKVI_N(sort_columns)(code, column);
         }
-    for (; position < s->pad; position++) /* channels without codes */
-        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    TKVI_N(transpose_columns)(columns, s->pad, level);
+    for (; position < s->pad; position++) { /* channels without codes */
+        const unsigned c = (unsigned)(tkvi_channel(s, position) - c0);
+        if (c < (unsigned)n) memset(columns + TKVI_BLOCK * (int)c, 0, TKVI_BLOCK);
+    }
+    TKVI_N(transpose_columns)(columns, n, level);
 }
 
 /* Rows of other tokens than first .. first + n - 1 can stay as they are. */
@@ -13770,40 +14020,55 @@ TKVI_KERNEL void TKVI_N(rotate_back)(float *x, int dim) {
     TKVI_N(rotate_row_back)(x, signs, dim, x);
 }
 
-/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
-TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
-                                       const float *zero, int n, float *to) {
-    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
-    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
-    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
-    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_k)(const tkvi_side *s, const tkvi_simd_ops *ops,
+                                                const uint8_t *src, int first, int n, float *x,
+                                                size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKVI_LEVELS_PART];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    int c0, t;
+    s->format->side[TKV_K].meta(s, src, ops, scale, zero);
+    if (s->order) tkvi_sort_by_channel(s, scale);
+    if (s->order) tkvi_sort_by_channel(s, zero);
+    for (c0 = 0; c0 < s->dim; c0 += TKVI_LEVELS_PART) {
+        tkvi_side part = *s; /* levels_to_floats takes dim from it */
+        part.pad = (int16_t)tkvi_min(TKVI_LEVELS_PART, s->pad - c0);
+        part.dim = (int16_t)tkvi_min(TKVI_LEVELS_PART, s->dim - c0);
+        TKVI_N(unpack_rows_k)(s, src, c0, part.pad, level);
+        for (t = first; t < first + n; t++) {
+            const int at = t * s->groups / TKVI_BLOCK * s->pad + c0;
+            TKVI_N(levels_to_floats)
+            (&part, level + t * part.pad, scale + at, zero + at, 1, 0, part.dim,
+             x + (size_t)(t - first) * stride + c0);
+        }
+    }
+    for (t = 0; t < n && s->format->rotated; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_v)(const tkvi_side *s, const tkvi_simd_ops *ops,
+                                                const uint8_t *src, int first, int n, float *x,
+                                                size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated, limit = rotated ? TKV_MAX_HEAD_DIM : s->dim;
+    int t;
+    s->format->side[TKV_V].meta(s, src, ops, scale, zero);
+    TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        float *to = rotated ? y : x;
+        const uint8_t *row = level + t * s->pad;
+        if (s->levels) TKVI_N(levels_to_floats)(s, row, scale + t, zero + t, 0, 1, limit, to);
+        else TKVI_N(levels_to_floats)(s, row, scale + t, zero + t, 0, 0, limit, to);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
 }
 
 static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
-    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    const int rotated = s->format->rotated;
-    int t;
-    if (s->dim < 16) {
-        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
-        return;
-    }
-    s->format->side[s->which].meta(s, src, ops, scale, zero);
-    if (s->which == TKV_V) {
-        TKVI_N(unpack_rows_v)(s, src, first, n, level);
-    } else {
-        TKVI_N(unpack_rows_k)(s, src, level);
-        if (s->order) tkvi_sort_by_channel(s, scale);
-        if (s->order) tkvi_sort_by_channel(s, zero);
-    }
-    if (rotated) TKVI_N(flips)(signs, s->pad);
-    for (t = first; t < first + n; t++, x += stride) {
-        TKVI_N(row_to_floats)
-        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
-        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
-    }
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else if (s->which == TKV_K) TKVI_N(decode_k)(s, ops, src, first, n, x, stride);
+    else TKVI_N(decode_v)(s, ops, src, first, n, x, stride);
 }
 /* ======== kernels/avx512.h ======== */
 /* ======== kernels/convert.inc ======== */
@@ -14053,9 +14318,9 @@ TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x
 
 /* Converts a token to integers. A vector of u has TKVI_VF channels from c on, and those from c + 16 on, as tkvi_vh_pack
  * leaves them. Returns the squares, to be summed. */
-TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int end, int16_t *u) {
+TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int dim, int end, int16_t *u) {
     const tkvi_vf inverse = tkvi_vf_splat(by);
-    const tkvi_vi most = tkvi_vh_splat(TKVI_R_MOST), least = tkvi_vh_splat(-TKVI_R_MOST);
+    const tkvi_vi most = tkvi_vh_splat(tkvi_r_most(dim)), least = tkvi_vh_splat(-tkvi_r_most(dim));
     tkvi_vp squares = tkvi_vp_zero();
     int c, j;
     for (c = 0; c < end; c += 32) {
@@ -14161,7 +14426,7 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES], levels[TKVI_LANES];
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
-    const tkvi_vf whole = tkvi_vf_splat((float)TKVI_R_MOST), dim = tkvi_vf_splat((float)s->dim);
+    const tkvi_vf whole = tkvi_vf_splat((float)tkvi_r_most(s->dim)), dim = tkvi_vf_splat((float)s->dim);
     const tkvi_vf grid = tkvi_vf_splat(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]),
                   none = tkvi_vf_splat(0.0f);
     const int log2n = tkvi_log2_floor(s->dim), end = tkvi_round_up(s->dim, 32);
@@ -14190,7 +14455,8 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
         for (t = 0; t < fours; t += 4) {
             tkvi_vi four[4];
             TKVI_UNROLL
-            for (r = 0; r < 4; r++) four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], end, u[t + r]);
+            for (r = 0; r < 4; r++)
+                four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], s->dim, end, u[t + r]);
             tkvi_vi_sum4(squares + t, four);
         }
         for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
@@ -14582,19 +14848,18 @@ TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int
 }
 
 /* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
-TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
-                                       uintptr_t ahead) {
+TKVI_KERNEL void TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                        uintptr_t ahead) {
     uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
     int t, c;
-    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
-    if (!r->factors) return 1;
+    tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead);
+    if (!r->factors) return;
     memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
     memset(factor + TKVI_BLOCK * r->parts, 0, 16);
     for (t = 0; t < TKVI_BLOCK; t++)
         for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
             tkvi_vf_store(r->scale + c,
                           tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
-    return 1;
 }
 
 /* Rotates a row of `pad` channels as core/rotate.h. */
@@ -14687,19 +14952,18 @@ TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, co
 }
 
 /* >>reading back */
-/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
-TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
-                                    int first, int n, float *x, size_t stride) {
-    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_supported_rows)(const tkvi_side *s, const uint8_t *src,
+                                                             int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE_FLOATS], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
     float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    const int at_once = tkvi_tokens_at_once(s->pad);
     tkvi_code_rows r;
     int from, t, c;
-    (void)ops;
-    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    TKVI_N(open_code_rows)(&r, s, src, 0);
     if (r.rotated) TKVI_N(flips)(signs, s->pad);
     if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
-    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+    for (from = first; from < first + n; from += at_once) {
+        const int count = tkvi_min(at_once, first + n - from), direct = !r.rotated && s->dim == s->pad;
         float *to = direct ? x : y;
         const size_t apart = direct ? stride : (size_t)s->pad;
         TKVI_N(decode_code_rows)(&r, from, count, to, apart);
@@ -14712,6 +14976,14 @@ TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops
             TKVI_N(turn_row)(s->rope, cosine, sine, x);
         }
     }
+}
+
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+static int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                               int n, float *x, size_t stride) {
+    (void)ops;
+    if (!tkvi_reads_code_rows(s)) return 0;
+    TKVI_N(decode_supported_rows)(s, src, first, n, x, stride);
     return 1;
 }
 
@@ -14723,20 +14995,17 @@ static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
     return plain;
 }
 
-TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *q, const float *ref, int rows, int n, int n_limbs,
-                                   float *scores) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_k)(const tkvi_side *s, const uint8_t *src,
+                                                   const uint8_t *next, const float *q, const float *ref,
+                                                   int rows, int n, float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], moved[TKVI_ROW_FLOATS];
     TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
     const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
-    const int pad = s->pad;
+    const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
-        return;
-    }
+    TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next));
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
         memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
@@ -14751,12 +15020,12 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     if (r.rotated) TKVI_N(flips)(signs, pad);
     for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
     if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
-    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[at_once * rope->row + c];
+    for (from = 0; from < n; from += at_once) {
+        const int count = tkvi_min(at_once, n - from);
         TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
         for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
-        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        (rope, from ? rope->cosine + at_once * rope->row : cosine, sine[from > 0], moved + i * pad);
         for (i = 1; i < count && rope; i++)
             TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
         for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
@@ -14764,21 +15033,26 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     }
 }
 
-TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *p, int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+/* The fallback has arrays of its own, and must not have those of this file on the stack as well. */
+static void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                              const float *ref, int rows, int n, int n_limbs, float *scores) {
+    if (tkvi_reads_code_rows(s)) TKVI_N(code_rows_k)(s, src, next, q, ref, rows, n, scores);
+    else tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_v)(const tkvi_side *s, const uint8_t *src,
+                                                   const uint8_t *next, const float *p, int rows, int n,
+                                                   int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], sum[TKVI_ROW_CHANNELS];
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
-    const int pad = s->pad;
+    const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
-        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
-        return;
-    }
+    TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next));
     if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (from = 0; from < n; from += at_once) {
+        const int count = tkvi_min(at_once, n - from);
         TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
         TKVI_N(exact_v)
         (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
@@ -14788,6 +15062,12 @@ TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const
         TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
         for (c = 0; c < s->dim; c++) out[c] += x[c];
     }
+}
+
+static void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                              int rows, int n, int n_limbs, float *out) {
+    if (tkvi_reads_code_rows(s)) TKVI_N(code_rows_v)(s, src, next, p, rows, n, n_limbs, out);
+    else tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
 }
 /* ======== kernels/avx512.h ======== */
 
@@ -14828,7 +15108,7 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
 /* >>folding: weights of up to four rows from the scales of a group. */
 /* Returns the number of leading positions that have two limbs. */
 TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
-    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float folded[4][TKVI_K_PART];
     tkvi_vf most[4], rest[4], squares[4];
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
@@ -14845,7 +15125,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
             tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * a->stride + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -14880,8 +15160,8 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
                 fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
-            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
-            tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
+            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKVI_K_PART, r, k);
+            tkvi_store_wide(wide_w, TKVI_K_PART, r, x);
         }
         for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
@@ -14891,7 +15171,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
                 narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
-            tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+            tkvi_store_weights_k(w, TKVI_K_PART, r, k);
         }
         middle[r] = wide ? tkvi_vi_add(tkvi_vi_left(narrow, 7), fine) : narrow;
     }
@@ -14990,12 +15270,13 @@ TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n
     }
 }
 
-TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, int add, float *scores) {
     int r, g;
     for (r = 0; r < nr; r++)
         for (g = 0; g < 2; g++) {
             const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
-            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+            if (add) TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 1, scores + at);
+            else TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
         }
 }
 
@@ -15016,12 +15297,12 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
 #define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
-    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
+    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKVI_K_PART, r);                     \
     sum = tkvi_dot_k(sum, x[p], u, r);
 #define TKVI_K_DOT_WIDE_(sum, p, r)                                                                          \
     if (p == 0 || p == 2) {                                                                                  \
-        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                     \
-        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
+        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKVI_K_PART, r);                          \
+        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKVI_K_PART, r);                            \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
@@ -15079,7 +15360,7 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
+    TKVI_ALIGNED uint8_t unpacked[TKVI_K_PART / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     tkvi_run_k runs[TKVI_RUNS_K];
     const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
@@ -15354,65 +15635,77 @@ TKVI_EACH_ROWS_(3)
 TKVI_EACH_ROWS_(4)
 
 /* >>sides */
-TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+/* The positions of one part of a side (tkvi_part_of_k). a, d: with all that does not depend on the part. */
+TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_products_k *d, const float *scale,
+                                const float *zero, const float *q, int rows, int add, float *scores) {
     static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_k1), TKVI_N(fold_k2),
                                                                         TKVI_N(fold_k3), TKVI_N(fold_k4)};
     static void (*const dot[4])(const tkvi_products_k *) = {TKVI_N(dot_k1), TKVI_N(dot_k2), TKVI_N(dot_k3),
                                                             TKVI_N(dot_k4)};
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
     TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
+    int i, g, width;
+    a->n = s->pad;
+    a->wide = tkvi_n_wide_positions(s);
+    a->coarse = tkvi_coarse_k(s);
+    d->s = s;
+    for (d->most_width = TKVI_MAX_WIDTH; d->most_width > 0 && !s->tiles.n[d->most_width];) d->most_width--;
+    d->w = weights[0].w;
+    d->wide_w = weights[0].wide_w;
+    d->sums = sums;
+    d->second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
+    for (i = 0; i < rows; i += 4, q += 4 * a->stride, scores += 4 * TKVI_BLOCK) {
+        const int nr = tkvi_min(rows - i, 4);
+        a->x = q;
+        a->least = a->wide;
+        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
+            a->scale = scale + g * a->stride;
+            a->zero = zero + g * a->stride;
+            a->w = weights[g].w;
+            a->wide_w = weights[g].wide_w;
+            const int had = a->least;
+            a->least = fold[nr - 1](a, &d->fold[g]);
+            if (g && a->least > had) g = -1;
+        }
+        if (s->groups == 1) d->fold[1] = d->fold[0];
+        d->is_wide = a->least > 0;
+        d->least_wide = a->least == s->pad ? 1 : tkvi_wide_k(s);
+        for (width = d->most_width, d->unpacks = 0; width >= d->least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d->unpacks |= s->tiles.n[width];
+        dot[nr - 1](d);
+        TKVI_N(answer_k)(d, nr, add, scores);
+        d->ahead = 0; /* the first rows have prefetched everything */
+    }
+}
+
+TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     tkvi_fold_args a;
     tkvi_products_k d;
-    int width, g, c = 0, i, most_width = 0;
+    int width, g, c = 0, first;
     (void)n;
     s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
-        if (end > c && !most_width) most_width = width;
         const tkvi_vi x = tkvi_vi_splat((1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0));
         for (; c < end; c += 4) tkvi_vi_store(centre2 + c, x); /* the next tiles overwrite what is too much */
     }
     for (g = 0; TKVI_BIAS && g < s->groups; g++) /* what products do without */
         for (c = 0; c < 4 * s->tiles.n[8]; c++) zero[g * s->pad + c] += TKVI_BIAS * scale[g * s->pad + c];
-    a.ref = ref;
-    a.centre2 = centre2;
-    a.n = s->pad;
     a.n_limbs = n_limbs;
-    a.wide = tkvi_n_wide_positions(s);
-    a.coarse = tkvi_coarse_k(s);
-    d.s = s;
-    d.codes = src;
-    d.ahead = tkvi_next_distance(src, next);
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
-    d.most_width = most_width;
-    d.w = weights[0].w;
-    d.wide_w = weights[0].wide_w;
-    d.sums = sums;
-    d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
-    for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
-        const int nr = tkvi_min(rows - i, 4);
-        a.x = q;
-        a.least = a.wide;
-        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
-            a.scale = scale + g * s->pad;
-            a.zero = zero + g * s->pad;
-            a.w = weights[g].w;
-            a.wide_w = weights[g].wide_w;
-            const int had = a.least;
-            a.least = fold[nr - 1](&a, &d.fold[g]);
-            if (g && a.least > had) g = -1;
-        }
-        if (s->groups == 1) d.fold[1] = d.fold[0];
-        d.is_wide = a.least > 0;
-        d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
-            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
-        dot[nr - 1](&d);
-        TKVI_N(answer_k)(&d, nr, scores);
-        d.ahead = 0; /* the first rows have prefetched everything */
+    a.stride = s->pad;
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    for (first = 0; first < s->pad; first += TKVI_K_PART) {
+        const uint8_t *codes = src;
+        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, &codes) : *s;
+        a.ref = ref + first;
+        a.centre2 = centre2 + first;
+        d.codes = codes;
+        d.ahead = ahead;
+        TKVI_N(part_k)(&part, &a, &d, scale + first, zero + first, q + first, rows, first > 0, scores);
     }
 }
 
@@ -15842,10 +16135,10 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
 
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *q, int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float centre[TKV_MAX_HEAD_DIM + TKVI_VF];
-    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
-    uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
+    TKVI_ALIGNED float scale[2 * TKVI_PREFILL_DIM], zero[2 * TKVI_PREFILL_DIM];
+    TKVI_ALIGNED float centre[TKVI_PREFILL_DIM + TKVI_VF];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_DIM / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKVI_PREFILL_DIM / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
     const float *ref = s->order ? q->sorted_ref : q->ref;
     const uint8_t *tile = src;
@@ -16526,10 +16819,8 @@ TKVI_WITHIN_(4, 4, 1)
 TKVI_WITHIN_(8, 8, 1)
 TKVI_WITHIN_(_first, 8, 0)
 TKVI_ACROSS_(2)
-#if TKVI_VF < 16
 TKVI_ACROSS_(4)
-#endif
-#if TKVI_VF < 8
+#if TKVI_VF < 16
 TKVI_ACROSS_(8)
 #endif
 
@@ -16543,11 +16834,16 @@ TKVI_NOINLINE TKVI_KERNEL tkvi_vf TKVI_N(window)(const float *x, const float *fl
     if (vectors == 8) return TKVI_N(within8)(x, flip, y, by, n);
     (void)TKVI_N(within_first)(x, flip, y, 1.0f, n);
 #if TKVI_VF < 8
-    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
+    if (vectors == 128) {
+        (void)TKVI_N(across8)(y, 1.0f, 8 * TKVI_VF);
+        (void)TKVI_N(across8)(y + n / 2, 1.0f, 8 * TKVI_VF);
+        return TKVI_N(across2)(y, by, n / 2);
+    }
 #endif
 #if TKVI_VF < 16
-    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
+    if (vectors == 64) return TKVI_N(across8)(y, by, 8 * TKVI_VF);
 #endif
+    if (vectors == 32) return TKVI_N(across4)(y, by, 8 * TKVI_VF);
     return TKVI_N(across2)(y, by, 8 * TKVI_VF);
 }
 
@@ -16679,21 +16975,29 @@ TKVI_KERNEL void TKVI_N(transpose_columns)(const uint8_t *column, int pad, uint8
         }
 }
 
-/* level: out, [token][pad]. */
-static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, uint8_t *level) {
-    TKVI_ALIGNED uint8_t columns[TKV_MAX_HEAD_DIM * TKVI_BLOCK]; /* [channel][64] */
+/* The levels of the channels c0 .. c0 + n - 1, of at most TKVI_LEVELS_PART. n is a multiple of 16. level: out,
+ * [token][n]. */
+#define TKVI_LEVELS_PART 256
+static void TKVI_N(unpack_rows_k)(const tkvi_side *s, const uint8_t *src, int c0, int n, uint8_t *level) {
+    TKVI_ALIGNED uint8_t
+        columns[(TKVI_LEVELS_PART + 1) * TKVI_BLOCK]; /* [channel][64]; the last: all others */
     int width, i, k, position = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, position += 4, src += TKVI_TILE_BYTES(width)) {
             TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
             uint8_t *column[4];
-            for (k = 0; k < 4; k++) column[k] = columns + TKVI_BLOCK * tkvi_channel(s, position + k);
+            for (k = 0; k < 4; k++) {
+                const unsigned c = (unsigned)(tkvi_channel(s, position + k) - c0);
+                column[k] = columns + TKVI_BLOCK * (c < (unsigned)n ? (int)c : TKVI_LEVELS_PART);
+            }
             TKVI_N(unpack_tile)(src, width, code);
             TKVI_N(sort_columns)(code, column);
         }
-    for (; position < s->pad; position++) /* channels without codes */
-        memset(columns + TKVI_BLOCK * tkvi_channel(s, position), 0, TKVI_BLOCK);
-    TKVI_N(transpose_columns)(columns, s->pad, level);
+    for (; position < s->pad; position++) { /* channels without codes */
+        const unsigned c = (unsigned)(tkvi_channel(s, position) - c0);
+        if (c < (unsigned)n) memset(columns + TKVI_BLOCK * (int)c, 0, TKVI_BLOCK);
+    }
+    TKVI_N(transpose_columns)(columns, n, level);
 }
 
 /* Rows of other tokens than first .. first + n - 1 can stay as they are. */
@@ -16753,40 +17057,55 @@ TKVI_KERNEL void TKVI_N(rotate_back)(float *x, int dim) {
     TKVI_N(rotate_row_back)(x, signs, dim, x);
 }
 
-/* Converts a row. scale, zero: of a side, tkvi_codec. n: 1 or more floats may be written. */
-TKVI_KERNEL void TKVI_N(row_to_floats)(const tkvi_side *s, int t, const uint8_t *level, const float *scale,
-                                       const float *zero, int n, float *to) {
-    const int at = s->which == TKV_K ? t * s->groups / TKVI_BLOCK * s->pad : t;
-    if (s->which == TKV_K) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 1, 0, n, to);
-    else if (s->levels) TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 1, n, to);
-    else TKVI_N(levels_to_floats)(s, level, scale + at, zero + at, 0, 0, n, to);
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_k)(const tkvi_side *s, const tkvi_simd_ops *ops,
+                                                const uint8_t *src, int first, int n, float *x,
+                                                size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKVI_LEVELS_PART];
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    int c0, t;
+    s->format->side[TKV_K].meta(s, src, ops, scale, zero);
+    if (s->order) tkvi_sort_by_channel(s, scale);
+    if (s->order) tkvi_sort_by_channel(s, zero);
+    for (c0 = 0; c0 < s->dim; c0 += TKVI_LEVELS_PART) {
+        tkvi_side part = *s; /* levels_to_floats takes dim from it */
+        part.pad = (int16_t)tkvi_min(TKVI_LEVELS_PART, s->pad - c0);
+        part.dim = (int16_t)tkvi_min(TKVI_LEVELS_PART, s->dim - c0);
+        TKVI_N(unpack_rows_k)(s, src, c0, part.pad, level);
+        for (t = first; t < first + n; t++) {
+            const int at = t * s->groups / TKVI_BLOCK * s->pad + c0;
+            TKVI_N(levels_to_floats)
+            (&part, level + t * part.pad, scale + at, zero + at, 1, 0, part.dim,
+             x + (size_t)(t - first) * stride + c0);
+        }
+    }
+    for (t = 0; t < n && s->format->rotated; t++) tkvi_rotate_back(x + (size_t)t * stride, s->dim);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_v)(const tkvi_side *s, const tkvi_simd_ops *ops,
+                                                const uint8_t *src, int first, int n, float *x,
+                                                size_t stride) {
+    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float scale[TKVI_MAX_GROUPS * TKVI_BLOCK], zero[TKVI_MAX_GROUPS * TKVI_BLOCK];
+    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
+    const int rotated = s->format->rotated, limit = rotated ? TKV_MAX_HEAD_DIM : s->dim;
+    int t;
+    s->format->side[TKV_V].meta(s, src, ops, scale, zero);
+    TKVI_N(unpack_rows_v)(s, src, first, n, level);
+    if (rotated) TKVI_N(flips)(signs, s->pad);
+    for (t = first; t < first + n; t++, x += stride) {
+        float *to = rotated ? y : x;
+        const uint8_t *row = level + t * s->pad;
+        if (s->levels) TKVI_N(levels_to_floats)(s, row, scale + t, zero + t, 0, 1, limit, to);
+        else TKVI_N(levels_to_floats)(s, row, scale + t, zero + t, 0, 0, limit, to);
+        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
+    }
 }
 
 static void TKVI_N(decode_tiles)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
-    TKVI_ALIGNED uint8_t level[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
-    const int rotated = s->format->rotated;
-    int t;
-    if (s->dim < 16) {
-        tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
-        return;
-    }
-    s->format->side[s->which].meta(s, src, ops, scale, zero);
-    if (s->which == TKV_V) {
-        TKVI_N(unpack_rows_v)(s, src, first, n, level);
-    } else {
-        TKVI_N(unpack_rows_k)(s, src, level);
-        if (s->order) tkvi_sort_by_channel(s, scale);
-        if (s->order) tkvi_sort_by_channel(s, zero);
-    }
-    if (rotated) TKVI_N(flips)(signs, s->pad);
-    for (t = first; t < first + n; t++, x += stride) {
-        TKVI_N(row_to_floats)
-        (s, t, level + t * s->pad, scale, zero, rotated ? TKV_MAX_HEAD_DIM : s->dim, rotated ? y : x);
-        if (rotated) TKVI_N(rotate_row_back)(y, signs, s->dim, x);
-    }
+    if (s->dim < 16) tkvi_decode_tiles_scalar(s, ops, src, first, n, x, stride);
+    else if (s->which == TKV_K) TKVI_N(decode_k)(s, ops, src, first, n, x, stride);
+    else TKVI_N(decode_v)(s, ops, src, first, n, x, stride);
 }
 /* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/encode.inc ======== */
@@ -16963,9 +17282,9 @@ TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x
 
 /* Converts a token to integers. A vector of u has TKVI_VF channels from c on, and those from c + 16 on, as tkvi_vh_pack
  * leaves them. Returns the squares, to be summed. */
-TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int end, int16_t *u) {
+TKVI_OP tkvi_vi TKVI_N(token_to_ints)(const float *y, float by, int dim, int end, int16_t *u) {
     const tkvi_vf inverse = tkvi_vf_splat(by);
-    const tkvi_vi most = tkvi_vh_splat(TKVI_R_MOST), least = tkvi_vh_splat(-TKVI_R_MOST);
+    const tkvi_vi most = tkvi_vh_splat(tkvi_r_most(dim)), least = tkvi_vh_splat(-tkvi_r_most(dim));
     tkvi_vp squares = tkvi_vp_zero();
     int c, j;
     for (c = 0; c < end; c += 32) {
@@ -17071,7 +17390,7 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
     TKVI_ALIGNED int16_t u[TKVI_LANES][TKV_MAX_HEAD_DIM];
     TKVI_ALIGNED int32_t squares[TKVI_LANES], sum[TKVI_LANES], levels[TKVI_LANES];
     TKVI_ALIGNED float flip[TKV_MAX_HEAD_DIM];
-    const tkvi_vf whole = tkvi_vf_splat((float)TKVI_R_MOST), dim = tkvi_vf_splat((float)s->dim);
+    const tkvi_vf whole = tkvi_vf_splat((float)tkvi_r_most(s->dim)), dim = tkvi_vf_splat((float)s->dim);
     const tkvi_vf grid = tkvi_vf_splat(tkvi_r_step[s->pairs ? 2 : s->half_bits / 2]),
                   none = tkvi_vf_splat(0.0f);
     const int log2n = tkvi_log2_floor(s->dim), end = tkvi_round_up(s->dim, 32);
@@ -17100,7 +17419,8 @@ TKVI_KERNEL void TKVI_N(encode_v_tokens)(const tkvi_side *s, const float *x, siz
         for (t = 0; t < fours; t += 4) {
             tkvi_vi four[4];
             TKVI_UNROLL
-            for (r = 0; r < 4; r++) four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], end, u[t + r]);
+            for (r = 0; r < 4; r++)
+                four[r] = TKVI_N(token_to_ints)(y[t + r], by[t + r], s->dim, end, u[t + r]);
             tkvi_vi_sum4(squares + t, four);
         }
         for (t = 0; t < TKVI_LANES; t += TKVI_VF) {
@@ -17209,7 +17529,7 @@ TKVI_KERNEL void TKVI_N(pack_tile)(uint8_t *tile, int width, const uint8_t *code
     }
 }
 
-TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+TKVI_KERNEL void TKVI_N(interleave)(uint8_t (*column)[TKVI_BLOCK], const int16_t *channel, uint8_t *tile) {
     int j, k;
     for (j = 0; j < TKVI_BLOCK; j += TKVI_VB) {
         const tkvi_vb a = tkvi_vb_load(column[channel[0]] + j), b = tkvi_vb_load(column[channel[1]] + j);
@@ -17787,19 +18107,18 @@ TKVI_KERNEL void TKVI_N(decode_code_rows)(const tkvi_code_rows *r, int from, int
 }
 
 /* tkvi_open_code_rows, and the products of factors. The next token overwrites the lanes behind a token's scales. */
-TKVI_KERNEL int TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
-                                       uintptr_t ahead) {
+TKVI_KERNEL void TKVI_N(open_code_rows)(tkvi_code_rows *r, const tkvi_side *s, const uint8_t *src,
+                                        uintptr_t ahead) {
     uint8_t factor[TKVI_BLOCK * TKVI_MAX_PARTS + 16];
     int t, c;
-    if (!tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead)) return 0;
-    if (!r->factors) return 1;
+    tkvi_open_code_rows(r, s, TKVI_N(f16_to_f32), src, ahead);
+    if (!r->factors) return;
     memcpy(factor, r->factors, (size_t)(TKVI_BLOCK * r->parts));
     memset(factor + TKVI_BLOCK * r->parts, 0, 16);
     for (t = 0; t < TKVI_BLOCK; t++)
         for (c = t * r->parts; c < (t + 1) * r->parts; c += TKVI_VF)
             tkvi_vf_store(r->scale + c,
                           tkvi_vf_mul(tkvi_vf_load_e4m3(factor + c), tkvi_vf_splat(r->zero[t])));
-    return 1;
 }
 
 /* Rotates a row of `pad` channels as core/rotate.h. */
@@ -17892,19 +18211,18 @@ TKVI_KERNEL void TKVI_N(turn_row)(const tkvi_rope *rope, const float *cosine, co
 }
 
 /* >>reading back */
-/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
-TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src,
-                                    int first, int n, float *x, size_t stride) {
-    TKVI_ALIGNED float y[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_supported_rows)(const tkvi_side *s, const uint8_t *src,
+                                                             int first, int n, float *x, size_t stride) {
+    TKVI_ALIGNED float y[TKVI_AT_ONCE_FLOATS], signs[TKV_MAX_HEAD_DIM], means[TKV_MAX_HEAD_DIM];
     float cosine[TKV_MAX_HEAD_DIM / 2], sine[TKV_MAX_HEAD_DIM / 2];
+    const int at_once = tkvi_tokens_at_once(s->pad);
     tkvi_code_rows r;
     int from, t, c;
-    (void)ops;
-    if (!TKVI_N(open_code_rows)(&r, s, src, 0)) return 0;
+    TKVI_N(open_code_rows)(&r, s, src, 0);
     if (r.rotated) TKVI_N(flips)(signs, s->pad);
     if (r.means) TKVI_N(f16_to_f32)(r.means, s->dim, means);
-    for (from = first; from < first + n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, first + n - from), direct = !r.rotated && s->dim == s->pad;
+    for (from = first; from < first + n; from += at_once) {
+        const int count = tkvi_min(at_once, first + n - from), direct = !r.rotated && s->dim == s->pad;
         float *to = direct ? x : y;
         const size_t apart = direct ? stride : (size_t)s->pad;
         TKVI_N(decode_code_rows)(&r, from, count, to, apart);
@@ -17917,6 +18235,14 @@ TKVI_KERNEL int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops
             TKVI_N(turn_row)(s->rope, cosine, sine, x);
         }
     }
+}
+
+/* Decodes tokens as the format's decode function does. Returns 0 if it must do it. */
+static int TKVI_N(decode_rows)(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                               int n, float *x, size_t stride) {
+    (void)ops;
+    if (!tkvi_reads_code_rows(s)) return 0;
+    TKVI_N(decode_supported_rows)(s, src, first, n, x, stride);
     return 1;
 }
 
@@ -17928,20 +18254,17 @@ static tkvi_side TKVI_N(scratch_side)(const tkvi_side *s) {
     return plain;
 }
 
-TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *q, const float *ref, int rows, int n, int n_limbs,
-                                   float *scores) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], moved[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_k)(const tkvi_side *s, const uint8_t *src,
+                                                   const uint8_t *next, const float *q, const float *ref,
+                                                   int rows, int n, float *scores) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], moved[TKVI_ROW_FLOATS];
     TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
     const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
-    const int pad = s->pad;
+    const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
-        tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
-        return;
-    }
+    TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next));
     if (n < TKVI_BLOCK) memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
     if (rope || r.rotated || r.means) { /* ref follows the queries as a row */
         memcpy(moved, q, (size_t)(rows * pad) * sizeof *q);
@@ -17956,12 +18279,12 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     if (r.rotated) TKVI_N(flips)(signs, pad);
     for (i = 0; i <= rows && r.rotated; i++) TKVI_N(rotate_row)(moved + i * pad, signs, s->dim);
     if (rope) TKVI_N(turn)(rope, -tkvi_code_rows_start(&r), cosine, sine[0]);
-    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[TKVI_ROPE_NEAR * rope->row + c];
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (c = 0; rope && c < rope->pairs; c++) sine[1][c] = -rope->sine[at_once * rope->row + c];
+    for (from = 0; from < n; from += at_once) {
+        const int count = tkvi_min(at_once, n - from);
         TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
         for (i = 0; i <= rows && rope; i++) TKVI_N(turn_row)
-        (rope, from ? rope->cosine + TKVI_ROPE_NEAR * rope->row : cosine, sine[from > 0], moved + i * pad);
+        (rope, from ? rope->cosine + at_once * rope->row : cosine, sine[from > 0], moved + i * pad);
         for (i = 1; i < count && rope; i++)
             TKVI_N(turn_row)(rope, rope->cosine + i * rope->row, rope->sine + i * rope->row, x + i * pad);
         for (i = 0; i < rows; i += 4) TKVI_N(exact_rows_k)
@@ -17969,21 +18292,26 @@ TKVI_KERNEL void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const
     }
 }
 
-TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *p, int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM], sum[TKVI_ROWS * TKV_MAX_HEAD_DIM];
+/* The fallback has arrays of its own, and must not have those of this file on the stack as well. */
+static void TKVI_N(decoded_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                              const float *ref, int rows, int n, int n_limbs, float *scores) {
+    if (tkvi_reads_code_rows(s)) TKVI_N(code_rows_k)(s, src, next, q, ref, rows, n, scores);
+    else tkvi_decoded_k(s, src, next, q, ref, rows, n, n_limbs, scores);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_v)(const tkvi_side *s, const uint8_t *src,
+                                                   const uint8_t *next, const float *p, int rows, int n,
+                                                   int n_limbs, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], sum[TKVI_ROW_CHANNELS];
     TKVI_ALIGNED float signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
-    const int pad = s->pad;
+    const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
-    if (!TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next))) {
-        tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
-        return;
-    }
+    TKVI_N(open_code_rows)(&r, s, src, tkvi_next_distance(src, next));
     if (r.rotated) memset(sum, 0, (size_t)(rows * pad) * sizeof(float));
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (from = 0; from < n; from += at_once) {
+        const int count = tkvi_min(at_once, n - from);
         TKVI_N(decode_code_rows)(&r, from, count, x, (size_t)pad);
         TKVI_N(exact_v)
         (&plain, (const uint8_t *)x, NULL, p + from, rows, count, n_limbs, r.rotated ? sum : out);
@@ -17993,6 +18321,12 @@ TKVI_KERNEL void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const
         TKVI_N(rotate_row_back)(sum + i * pad, signs, s->dim, x);
         for (c = 0; c < s->dim; c++) out[c] += x[c];
     }
+}
+
+static void TKVI_N(decoded_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
+                              int rows, int n, int n_limbs, float *out) {
+    if (tkvi_reads_code_rows(s)) TKVI_N(code_rows_v)(s, src, next, p, rows, n, n_limbs, out);
+    else tkvi_decoded_v(s, src, next, p, rows, n, n_limbs, out);
 }
 /* ======== kernels/vectors_128.h ======== */
 
@@ -18033,7 +18367,7 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
 /* >>folding: weights of up to four rows from the scales of a group. */
 /* Returns the number of leading positions that have two limbs. */
 TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold *f) {
-    TKVI_ALIGNED float folded[4][TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float folded[4][TKVI_K_PART];
     tkvi_vf most[4], rest[4], squares[4];
     tkvi_vi middle[4];
     float top[4], sum[4], square[4];
@@ -18050,7 +18384,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
             tkvi_vf_madd(centre, scale, tkvi_vf_sub(tkvi_vf_load(a->zero + i), tkvi_vf_load(a->ref + i)));
         TKVI_UNROLL
         for (r = 0; r < nr; r++) {
-            const tkvi_vf x = tkvi_vf_load(a->x + r * n + i), y = tkvi_vf_mul(x, scale);
+            const tkvi_vf x = tkvi_vf_load(a->x + r * a->stride + i), y = tkvi_vf_mul(x, scale);
             most[r] = tkvi_vf_max(most[r], tkvi_vf_abs(y));
             rest[r] = tkvi_vf_madd(x, zero, rest[r]);
             squares[r] = tkvi_vf_madd(y, y, squares[r]);
@@ -18085,8 +18419,8 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 x[j] = tkvi_vi_first(limit[r] - at, full, tkvi_vi_left(k[j], 7));
                 fine = tkvi_vi_add(fine, tkvi_vi_mul16(x[j], tkvi_vi_load(centre2 + at)));
             }
-            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
-            tkvi_store_wide(wide_w, TKV_MAX_HEAD_DIM, r, x);
+            if (TKVI_HAS_NARROW && i + 16 > wide) tkvi_store_weights_k(w, TKVI_K_PART, r, k);
+            tkvi_store_wide(wide_w, TKVI_K_PART, r, x);
         }
         for (; i < n; i += 16, w += 4 * TKVI_W_TILE) {
             tkvi_vi k[16 / TKVI_VF];
@@ -18096,7 +18430,7 @@ TKVI_OP int TKVI_N(fold_rows_k)(const tkvi_fold_args *a, const int nr, tkvi_fold
                 k[j] = tkvi_vi_nearest(tkvi_vf_mul(tkvi_vf_load(folded[r] + at), by));
                 narrow = tkvi_vi_add(narrow, tkvi_vi_mul16(k[j], tkvi_vi_load(centre2 + at)));
             }
-            tkvi_store_weights_k(w, TKV_MAX_HEAD_DIM, r, k);
+            tkvi_store_weights_k(w, TKVI_K_PART, r, k);
         }
         middle[r] = wide ? tkvi_vi_add(tkvi_vi_left(narrow, 7), fine) : narrow;
     }
@@ -18195,12 +18529,13 @@ TKVI_OP void TKVI_N(answer)(const tkvi_fold *f, int r, const int32_t *sum, int n
     }
 }
 
-TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, float *scores) {
+TKVI_KERNEL void TKVI_N(answer_k)(const tkvi_products_k *d, int nr, int add, float *scores) {
     int r, g;
     for (r = 0; r < nr; r++)
         for (g = 0; g < 2; g++) {
             const int at = r * TKVI_BLOCK + g * (TKVI_BLOCK / 2);
-            TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
+            if (add) TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 1, scores + at);
+            else TKVI_N(answer)(&d->fold[g], r, d->sums + at, TKVI_BLOCK / 2, 0, scores + at);
         }
 }
 
@@ -18221,12 +18556,12 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
 #define TKVI_K_SUM_(p, r) (sums + r * TKVI_BLOCK + 16 * p)
 #define TKVI_K_CLEAR_(sum, p, r) sum = tkvi_sums_zero();
 #define TKVI_K_DOT_(sum, p, r)                                                                               \
-    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKV_MAX_HEAD_DIM, r);                \
+    if (p == 0 || p == 2) u = tkvi_weights(p ? w + d->second_group : w, TKVI_K_PART, r);                     \
     sum = tkvi_dot_k(sum, x[p], u, r);
 #define TKVI_K_DOT_WIDE_(sum, p, r)                                                                          \
     if (p == 0 || p == 2) {                                                                                  \
-        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                     \
-        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKV_MAX_HEAD_DIM, r);                       \
+        even_w = tkvi_wide_even(p ? ww + d->second_group / 2 : ww, TKVI_K_PART, r);                          \
+        odd_w = tkvi_wide_odd(p ? ww + d->second_group / 2 : ww, TKVI_K_PART, r);                            \
     }                                                                                                        \
     sum = tkvi_dot_wide(sum, even[p], odd[p], even_w, odd_w, r);
 #define TKVI_K_SAVE_WIDE_(sum, p, r) tkvi_vi_store(TKVI_K_SUM_(p, r), tkvi_widen_wide(sum));
@@ -18284,7 +18619,7 @@ TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
 
 /* Multiplies the tiles of a side of K by the weights of nr rows. */
 TKVI_OP void TKVI_N(dot_k)(const tkvi_products_k *d, const int nr) {
-    TKVI_ALIGNED uint8_t unpacked[TKV_MAX_HEAD_DIM / 4 * TKVI_TILE_CODES];
+    TKVI_ALIGNED uint8_t unpacked[TKVI_K_PART / 4 * TKVI_TILE_CODES];
     tkvi_vb packed[4], x[TKVI_K_PLANES];
     tkvi_run_k runs[TKVI_RUNS_K];
     const int narrow = d->is_wide ? tkvi_min(d->least_wide - 1, d->most_width) : d->most_width;
@@ -18559,65 +18894,77 @@ TKVI_EACH_ROWS_(3)
 TKVI_EACH_ROWS_(4)
 
 /* >>sides */
-TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
-                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+/* The positions of one part of a side (tkvi_part_of_k). a, d: with all that does not depend on the part. */
+TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_products_k *d, const float *scale,
+                                const float *zero, const float *q, int rows, int add, float *scores) {
     static int (*const fold[4])(const tkvi_fold_args *, tkvi_fold *) = {TKVI_N(fold_k1), TKVI_N(fold_k2),
                                                                         TKVI_N(fold_k3), TKVI_N(fold_k4)};
     static void (*const dot[4])(const tkvi_products_k *) = {TKVI_N(dot_k1), TKVI_N(dot_k2), TKVI_N(dot_k3),
                                                             TKVI_N(dot_k4)};
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
     tkvi_weights_k weights[2];
     TKVI_ALIGNED int32_t sums[4 * TKVI_BLOCK];
+    int i, g, width;
+    a->n = s->pad;
+    a->wide = tkvi_n_wide_positions(s);
+    a->coarse = tkvi_coarse_k(s);
+    d->s = s;
+    for (d->most_width = TKVI_MAX_WIDTH; d->most_width > 0 && !s->tiles.n[d->most_width];) d->most_width--;
+    d->w = weights[0].w;
+    d->wide_w = weights[0].wide_w;
+    d->sums = sums;
+    d->second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
+    for (i = 0; i < rows; i += 4, q += 4 * a->stride, scores += 4 * TKVI_BLOCK) {
+        const int nr = tkvi_min(rows - i, 4);
+        a->x = q;
+        a->least = a->wide;
+        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
+            a->scale = scale + g * a->stride;
+            a->zero = zero + g * a->stride;
+            a->w = weights[g].w;
+            a->wide_w = weights[g].wide_w;
+            const int had = a->least;
+            a->least = fold[nr - 1](a, &d->fold[g]);
+            if (g && a->least > had) g = -1;
+        }
+        if (s->groups == 1) d->fold[1] = d->fold[0];
+        d->is_wide = a->least > 0;
+        d->least_wide = a->least == s->pad ? 1 : tkvi_wide_k(s);
+        for (width = d->most_width, d->unpacks = 0; width >= d->least_wide; width--)
+            if (TKVI_K_IS_UNPACKED_(width)) d->unpacks |= s->tiles.n[width];
+        dot[nr - 1](d);
+        TKVI_N(answer_k)(d, nr, add, scores);
+        d->ahead = 0; /* the first rows have prefetched everything */
+    }
+}
+
+TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t centre2[TKV_MAX_HEAD_DIM + TKVI_VF];
+    const uintptr_t ahead = tkvi_next_distance(src, next);
     tkvi_fold_args a;
     tkvi_products_k d;
-    int width, g, c = 0, i, most_width = 0;
+    int width, g, c = 0, first;
     (void)n;
     s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
-        if (end > c && !most_width) most_width = width;
         const tkvi_vi x = tkvi_vi_splat((1 << width) - 1 - (width == 8 ? 2 * TKVI_BIAS : 0));
         for (; c < end; c += 4) tkvi_vi_store(centre2 + c, x); /* the next tiles overwrite what is too much */
     }
     for (g = 0; TKVI_BIAS && g < s->groups; g++) /* what products do without */
         for (c = 0; c < 4 * s->tiles.n[8]; c++) zero[g * s->pad + c] += TKVI_BIAS * scale[g * s->pad + c];
-    a.ref = ref;
-    a.centre2 = centre2;
-    a.n = s->pad;
     a.n_limbs = n_limbs;
-    a.wide = tkvi_n_wide_positions(s);
-    a.coarse = tkvi_coarse_k(s);
-    d.s = s;
-    d.codes = src;
-    d.ahead = tkvi_next_distance(src, next);
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, d.ahead);
-    d.most_width = most_width;
-    d.w = weights[0].w;
-    d.wide_w = weights[0].wide_w;
-    d.sums = sums;
-    d.second_group = s->groups > 1 ? (int)sizeof weights[0] : 0;
-    for (i = 0; i < rows; i += 4, q += 4 * s->pad, scores += 4 * TKVI_BLOCK) {
-        const int nr = tkvi_min(rows - i, 4);
-        a.x = q;
-        a.least = a.wide;
-        for (g = 0; g < s->groups; g++) { /* both groups have equally many wide weights */
-            a.scale = scale + g * s->pad;
-            a.zero = zero + g * s->pad;
-            a.w = weights[g].w;
-            a.wide_w = weights[g].wide_w;
-            const int had = a.least;
-            a.least = fold[nr - 1](&a, &d.fold[g]);
-            if (g && a.least > had) g = -1;
-        }
-        if (s->groups == 1) d.fold[1] = d.fold[0];
-        d.is_wide = a.least > 0;
-        d.least_wide = a.least == s->pad ? 1 : tkvi_wide_k(s);
-        for (width = most_width, d.unpacks = 0; width >= d.least_wide; width--)
-            if (TKVI_K_IS_UNPACKED_(width)) d.unpacks |= s->tiles.n[width];
-        dot[nr - 1](&d);
-        TKVI_N(answer_k)(&d, nr, scores);
-        d.ahead = 0; /* the first rows have prefetched everything */
+    a.stride = s->pad;
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    for (first = 0; first < s->pad; first += TKVI_K_PART) {
+        const uint8_t *codes = src;
+        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, &codes) : *s;
+        a.ref = ref + first;
+        a.centre2 = centre2 + first;
+        d.codes = codes;
+        d.ahead = ahead;
+        TKVI_N(part_k)(&part, &a, &d, scale + first, zero + first, q + first, rows, first > 0, scores);
     }
 }
 
@@ -19047,10 +19394,10 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
 
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *q, int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED float centre[TKV_MAX_HEAD_DIM + TKVI_VF];
-    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM / 4]; /* [tile][64 tokens]; odd codes */
-    uint8_t run[TKV_MAX_HEAD_DIM / 4 + 1];                        /* one more than tiles */
+    TKVI_ALIGNED float scale[2 * TKVI_PREFILL_DIM], zero[2 * TKVI_PREFILL_DIM];
+    TKVI_ALIGNED float centre[TKVI_PREFILL_DIM + TKVI_VF];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_DIM / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKVI_PREFILL_DIM / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
     const float *ref = s->order ? q->sorted_ref : q->ref;
     const uint8_t *tile = src;
@@ -20798,17 +21145,19 @@ typedef struct tkvi_token_scores {
     int newest;                        /* the newest `newest` queries */
     tkvi_sample_fn heads;              /* NULL: query heads are scored one by one; else combines them first */
     float one;                         /* a weight of 1 from one query head, as an integer */
+    int mean;                          /* `one` is for the mean of so many query heads; 1: they add up */
     float unit;                        /* an accumulated score of 1 as an integer, sampling scaled out */
     tkv_importance_config importance;  /* with defaults; decay is the one that the scores use */
 } tkvi_token_scores;
 
-/* Sets heads, one and unit. n: query heads of a KV head. For a mean each query head adds an n-th part. One sampled
- * query stands for `every` queries, at most TKVI_TOKEN_SCORE_RATE, so unit is one / every. It stays at
- * mode->min_unit or above, for scores that a caller adds. */
+/* Sets heads, one, mean and unit. n: query heads of a KV head, in most layers. For a mean each query head adds an n-th
+ * part. One sampled query stands for `every` queries, at most TKVI_TOKEN_SCORE_RATE, so unit is one / every. It stays
+ * at mode->min_unit or above, for scores that a caller adds. */
 static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
+    m->mean = mean;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
     m->unit = m->one * (float)mean;
     if (m->mode->min_unit > 0.0f) {
@@ -20819,8 +21168,14 @@ static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
             m->one = tkvi_f32(tkvi_f32(m->unit * stands_for) / (float)mean);
         }
     }
-    if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
+    if (largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
+}
+
+/* A weight of 1 from one query head of a layer with n query heads of a KV head, as an integer. */
+static float tkvi_token_score_one(const tkvi_token_scores *m, int n) {
+    return m->importance.heads == TKV_IMPORTANCE_MEAN && n != m->mean ? m->one * (float)m->mean / (float)n
+                                                                      : m->one;
 }
 
 /* Derives *m from the config. m->mode stays NULL if the config uses no attention scores. */
@@ -20873,7 +21228,7 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
     if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
     if (cfg->n_heads != TKV_OFF && (cfg->n_heads < 1 || cfg->n_heads > 65536))
         return "n_heads must be from 1 to 65536, or TKV_OFF";
-    if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 256";
+    if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 576";
     if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
         return "layer_params must be the weights of a layer, 1 to 1e15";
     cfg->threshold = tkvi_or(cfg->threshold, .9f);
@@ -21058,8 +21413,9 @@ static tkv_status tkvi_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
 
 
 /* An offloaded piece (reclaim/offload.h): a record, or one side of it, and a checksum. The largest piece is F16 of
- * 256 channels. */
-#define TKVI_OFFLOAD_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
+ * 256 channels, since attention has a piece on its stack. */
+#define TKVI_OFFLOAD_DIM 256
+#define TKVI_OFFLOAD_SIDE (2u * TKVI_BLOCK * TKVI_OFFLOAD_DIM)
 #define TKVI_OFFLOAD_CHECKSUM 8u
 #define TKVI_OFFLOAD_ROOM (TKVI_OFFLOAD_SIDE + 64u)
 
@@ -21079,8 +21435,9 @@ typedef struct tkvi_bytes { /* bytes of a block, all heads */
  * table, it has layouts of its own, one for each version of the table. All versions have the same size. */
 typedef struct tkvi_layout {
     tkv_format_pair pair;
-    int key;             /* index into tkvi_derived_config.key */
-    int tokens;          /* capacity: 64, or that of the sink block */
+    int key;    /* index into tkvi_derived_config.key */
+    int tokens; /* capacity: 64, or that of the sink block */
+    int n_kv_heads;
     int size_class;      /* index into size_class */
     tkvi_bytes bytes;    /* all heads */
     tkvi_record *record; /* [n_kv_heads]; heads may differ */
@@ -21101,6 +21458,8 @@ typedef struct tkvi_tier_spec {
 } tkvi_tier_spec;
 
 typedef struct tkvi_plan {
+    tkvi_geometry geometry;
+    tkvi_places at;
     int stored_layer; /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
     int sink, window; /* tokens; window 0: none */
     /* Tokens added to the given lengths, so that layers demote at different tokens (tkvi_delay_layer). */
@@ -21129,12 +21488,18 @@ static int tkvi_plan_learns(const tkvi_plan *p) {
 typedef struct tkvi_layout_key {
     tkv_format_pair pair;
     int tokens;
+    int n_kv_heads, head_dim, v_head_dim;
 } tkvi_layout_key;
 
 typedef struct tkvi_derived_config {
     tkv_config cfg; /* with defaults filled in */
     int n_keys, n_classes;
     int n_layouts;                          /* one for each key, then those of single layers */
+    size_t key_heads;                       /* KV heads of all keys */
+    size_t own_heads;                       /* KV heads of the layouts of single layers, in one version */
+    tkvi_geometry widest;                   /* the most of each number; n_heads of all layers */
+    tkvi_places end;                        /* of all layers */
+    size_t n_stored_heads;                  /* KV heads of the layers with blocks of their own */
     int any_shared, any_rotated, any_fixed; /* 1: heads share bytes; rotated V; a family can undo RoPE */
     int token_parts, query_parts;           /* of all layers, as in tkvi_plan */
     const char *needs_rope; /* not NULL: a format undoes RoPE, and that of a layer is not known; the error */
@@ -21157,12 +21522,12 @@ typedef struct tkvi_derived_config {
 /* One version of the tables of all layers: one piece of memory, allocated when the first layer needs it. */
 typedef struct tkvi_version {
     uint8_t *bytes;      /* NULL: not allocated */
-    tkvi_record *record; /* [layouts of this version][n_kv_heads] */
+    tkvi_record *record; /* [layouts of this version][n_kv_heads of each] */
     /* Formats whose heads share bytes: */
-    tkvi_head *head;               /* [n_layers][n_kv_heads]; their arrays are the next three */
-    uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
-    float *mean;                   /* [n_layers][n_kv_heads][k_pad] */
-    uint8_t *states;               /* of the families of token_parts, one after another (tkvi_state_of) */
+    tkvi_head *head;               /* [n_layers][n_kv_heads], at tkvi_places.heads */
+    uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad], at tkvi_places.pads and .orders */
+    float *mean;                   /* [n_layers][n_kv_heads][k_pad], at tkvi_places.pads */
+    uint8_t *states;               /* of the families of token_parts, at tkvi_places.token_states */
 } tkvi_version;
 
 /* Everything derived from a config, in the cache's fixed piece. */
@@ -21179,8 +21544,10 @@ typedef struct tkvi_tables {
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
-    int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
+    int *split;              /* [n_kv_heads of the widest layer] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
+    tkvi_geometry widest;    /* as in tkvi_derived_config */
+    tkvi_places end;         /* of all layers */
     tkvi_rope *rope;         /* [n_ropes] distinct ropes of the layers (tkvi_plan.rope) */
     int n_ropes;
     int has_fixed_slots; /* 1: tokens cannot move to other slots, because a format undoes RoPE */
@@ -21352,6 +21719,39 @@ static tkv_status tkvi_validate_rope(const tkv_rope *rope, int head_dim, const c
 /* 1 if a layer has a RoPE of its own. */
 static int tkvi_has_own_rope(const tkv_layer_config *c) { return c->rope.dim != 0 || c->rope.kind != 0; }
 
+static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
+    return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
+/* The RoPE of a layer with K and V of its own. */
+static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
+    return cfg->layers && tkvi_has_own_rope(&cfg->layers[layer]) ? &cfg->layers[layer].rope
+                                                                 : &cfg->model.rope;
+}
+
+/* Checks heads and channels of a layer. `owner` as in tkvi_bad_in. */
+static tkv_status tkvi_validate_geometry(const tkv_config *cfg, int layer, const char *owner, char *reason,
+                                         size_t size) {
+    const tkv_layer_config *c = &cfg->layers[layer];
+    const char *const names[] = {"n_heads", "n_kv_heads", "head_dim", "v_head_dim"};
+    int given[4], i;
+    given[0] = c->n_heads;
+    given[1] = c->n_kv_heads;
+    given[2] = c->head_dim;
+    given[3] = c->v_head_dim;
+    for (i = 0; i < 4; i++) {
+        if (given[i] < 0 || given[i] > (i < 2 ? 65536 : TKV_MAX_HEAD_DIM))
+            return tkvi_bad_in(reason, size, owner, names[i], given[i],
+                               i < 2 ? "it must be 1 to 65536, or 0 for that of the model"
+                                     : "it must be 1 to 576, or 0 for that of the model");
+        if (i > 0 && given[i] && c->share_kv)
+            return tkvi_bad_in(
+                reason, size, owner, names[i], given[i],
+                "it must be 0 with share_kv: the layer has the keys and values of the other one");
+    }
+    return TKV_OK;
+}
+
 static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size_t size) {
     int i, cached = 0;
     for (i = 0; i < cfg->model.n_layers; i++) {
@@ -21361,7 +21761,10 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         tkvi_name_entry(owner, sizeof owner, "layers[", i);
         st = tkvi_validate_tiers(c, owner, reason, size);
         if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
-        if (!st) st = tkvi_validate_rope(&c->rope, cfg->model.head_dim, owner, reason, size);
+        if (!st) st = tkvi_validate_geometry(cfg, i, owner, reason, size);
+        if (!st && tkvi_has_own_kv(cfg, i))
+            st = tkvi_validate_rope(tkvi_rope_of_layer(cfg, i), tkvi_layer_geometry(cfg, i).head_dim, owner,
+                                    reason, size);
         if (st) return st;
         if (!tkvi_has_own_rope(c) &&
             (c->rope.interleaved || c->rope.base > 0.0f || c->rope.scale > 0.0f || c->rope.frequencies))
@@ -21377,6 +21780,12 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
             (c->no_cache || cfg->layers[c->share_kv - 1].no_cache || cfg->layers[c->share_kv - 1].share_kv))
             return tkvi_bad_in(reason, size, owner, "share_kv", c->share_kv,
                                "both layers need a cache, and the other one its own");
+        {
+            const tkvi_geometry g = tkvi_layer_geometry(cfg, i);
+            if (g.n_heads % g.n_kv_heads)
+                return tkvi_bad_in(reason, size, owner, "n_heads", g.n_heads,
+                                   "it must be a multiple of n_kv_heads");
+        }
         cached += !c->no_cache;
     }
     if (!cached)
@@ -21415,6 +21824,7 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     tkvi_plan p;
     memset(&p, 0, sizeof p);
     memset(&none, 0, sizeof none);
+    p.geometry = tkvi_layer_geometry(cfg, layer);
     p.stored_layer = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
     p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
@@ -21454,16 +21864,6 @@ static int tkvi_may_leave_ram(const tkv_config *cfg) {
     return cfg->offload.write || cfg->budget.discard || cfg->recompute.compute;
 }
 
-static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
-    return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
-}
-
-/* The RoPE of a layer with K and V of its own. */
-static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
-    return cfg->layers && tkvi_has_own_rope(&cfg->layers[layer]) ? &cfg->layers[layer].rope
-                                                                 : &cfg->model.rope;
-}
-
 /* The first layer that has the tables of this layer's RoPE; -1: it needs none. */
 static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
     const tkv_rope *rope = tkvi_rope_of_layer(cfg, layer);
@@ -21472,7 +21872,9 @@ static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
     if (!tkvi_has_own_kv(cfg, layer) || !tkvi_rope_is_known(rope)) return -1;
     for (i = 0; i < layer; i++) {
         const tkv_rope *other = tkvi_rope_of_layer(cfg, i);
-        if (tkvi_has_own_kv(cfg, i) && tkvi_rope_is_known(other) && tkvi_is_same_rope(rope, other)) break;
+        if (tkvi_has_own_kv(cfg, i) && tkvi_rope_is_known(other) && tkvi_is_same_rope(rope, other) &&
+            tkvi_layer_geometry(cfg, i).head_dim == tkvi_layer_geometry(cfg, layer).head_dim)
+            break;
     }
     return i;
 }
@@ -21500,7 +21902,6 @@ static const char *tkvi_recompute_cost(const tkv_config *cfg, tkv_remat_config *
 static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->model.n_kv_heads) cfg->model.n_kv_heads = cfg->model.n_heads;
     if (!cfg->model.v_head_dim) cfg->model.v_head_dim = cfg->model.head_dim;
-    if (!(cfg->model.scale > 0.0f)) cfg->model.scale = (float)(1.0 / sqrt((double)cfg->model.head_dim));
     if (!cfg->limits.max_seqs) cfg->limits.max_seqs = 1;
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
     if (!cfg->limits.max_states) cfg->limits.max_states = 64;
@@ -21566,14 +21967,31 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
 }
 
-/* Index of the key for a pair and a capacity in tokens. A new key is added. Returns -1 when there are too many. */
-static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int tokens) {
+static tkvi_layout_key tkvi_layout_key_of(const tkvi_geometry *g, tkv_format_pair pair, int tokens) {
+    tkvi_layout_key key;
+    key.pair = pair;
+    key.tokens = tokens;
+    key.n_kv_heads = g->n_kv_heads;
+    key.head_dim = g->head_dim;
+    key.v_head_dim = g->v_head_dim;
+    return key;
+}
+
+static int tkvi_is_same_key(const tkvi_layout_key *a, const tkvi_layout_key *b) {
+    return a->pair.k == b->pair.k && a->pair.v == b->pair.v && a->tokens == b->tokens &&
+           a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+}
+
+/* Index of the key for a geometry, a pair and a capacity in tokens. A new key is added. Returns -1 when there are too
+ * many. */
+static int tkvi_find_key(tkvi_derived_config *h, const tkvi_geometry *g, tkv_format_pair pair, int tokens) {
+    const tkvi_layout_key key = tkvi_layout_key_of(g, pair, tokens);
     int i;
     for (i = 0; i < h->n_keys; i++)
-        if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
+        if (tkvi_is_same_key(&h->key[i], &key)) return i;
     if (h->n_keys == TKVI_MAX_LAYOUTS) return -1;
-    h->key[h->n_keys].pair = pair;
-    h->key[h->n_keys].tokens = tokens;
+    h->key[h->n_keys] = key;
+    h->key_heads += (size_t)key.n_kv_heads;
     return h->n_keys++;
 }
 
@@ -21581,8 +21999,8 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int token
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     const tkv_format_options *o = &cfg->format;
-    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->model.head_dim, key.tokens, o, 1, k);
-    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->model.v_head_dim, key.tokens, o, 1, v);
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
     r->at = 0;
     r->v_at = r->k.bytes;
 }
@@ -21601,7 +22019,7 @@ static int tkvi_pair_token_parts(tkv_format_pair p) {
  * block is too large. */
 static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes *b) {
     tkvi_record r;
-    int64_t heads = cfg->model.n_kv_heads, k, v, meta, total;
+    int64_t heads = key.n_kv_heads, k, v, meta, total;
     tkvi_record_init(&r, cfg, key, NULL, NULL);
     k = heads * (int64_t)r.k.code_bytes;
     v = heads * (int64_t)r.v.code_bytes;
@@ -21609,7 +22027,7 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
     total = heads * (int64_t)(r.k.bytes + r.v.bytes);
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
-        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->model.head_dim, r.k.pad);
+        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, r.k.pad);
         k = (k + 63) / 64 * 64;
         total += k;
     }
@@ -21697,7 +22115,7 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     r->warm = tkvi_add_delay(r->warm, p->warm_delay);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         const tkvi_family *k = tkvi_formats[pair[tier].k].family, *v = tkvi_formats[pair[tier].v].family;
-        r->key[tier] = r->layout[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        r->key[tier] = r->layout[tier] = tkvi_find_key(h, &p->geometry, pair[tier], TKVI_BLOCK);
         fits &= r->layout[tier] >= 0;
         h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
         if (!tkvi_reached(&h->cfg, r, tier)) continue;
@@ -21737,8 +22155,9 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     for (level = 0; level < h->n_levels; level++)
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
     p->now = tier_specs[h->cfg.budget.pressure.min_level];
-    p->sink_layout = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
-                             : p->now.layout[TKV_TIER_HOT];
+    p->sink_layout =
+        p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
+                : p->now.layout[TKV_TIER_HOT];
     fits &= p->sink_layout >= 0;
     h->any_shared |= p->allocates;
     h->token_parts |= p->token_parts;
@@ -21746,9 +22165,10 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
-/* Gives a layer with tables its own layouts: TKVI_VERSIONS for each key. *next is the first free number. */
-static void tkvi_own_layouts(tkvi_tier_spec *tier_specs, int n_levels, int *next) {
-    int at, before;
+/* Gives a layer with tables its own layouts: TKVI_VERSIONS for each key. *next is the first free number. Returns how
+ * many keys have them. */
+static int tkvi_own_layouts(tkvi_tier_spec *tier_specs, int n_levels, int *next) {
+    int at, before, n = 0;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
         tkvi_tier_spec *r = &tier_specs[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
@@ -21764,7 +22184,9 @@ static void tkvi_own_layouts(tkvi_tier_spec *tier_specs, int n_levels, int *next
         }
         r->layout[tier] = *next;
         *next += TKVI_VERSIONS;
+        n++;
     }
+    return n;
 }
 
 /* Pages that recoding needs at most. At a level, it opens one page for each size class that it writes, before
@@ -21788,6 +22210,19 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     return most;
 }
 
+/* A bound of the bytes of a KV head in one version of the tables and in the statistics. */
+static size_t tkvi_most_head_bytes(const tkvi_derived_config *h) {
+    const size_t products = h->query_parts ? tkvi_n_products(h->widest.head_dim) : 0;
+    return 65536u + products * (sizeof(int64_t) + sizeof(uint16_t));
+}
+
+/* Moves *at behind a layer's parts of the arrays of all layers. */
+static void tkvi_skip_layer(tkvi_places *at, const tkv_config *cfg, const tkvi_plan *p) {
+    tkvi_skip_places(at, &p->geometry);
+    at->token_states += tkvi_states_bytes(&cfg->format, &p->geometry, p->token_parts);
+    at->query_states += tkvi_states_bytes(&cfg->format, &p->geometry, p->query_parts);
+}
+
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
@@ -21801,8 +22236,12 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, tier_specs)) return TKV_ERR_CONFIG;
+        tkvi_widen_geometry(&h->widest, &p.geometry);
+        tkvi_skip_layer(&h->end, &h->cfg, &p);
         if (p.stored_layer != i) continue;
-        tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
+        h->n_stored_heads += (size_t)p.geometry.n_kv_heads;
+        h->own_heads +=
+            (size_t)p.geometry.n_kv_heads * (size_t)tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
@@ -21810,15 +22249,15 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_rope_layer(&h->cfg, i) != i) continue;
         h->n_ropes++;
-        h->rope_lanes =
-            tkvi_max(h->rope_lanes, tkvi_rope_lanes(tkvi_rope_of_layer(&h->cfg, i), h->cfg.model.head_dim));
+        h->rope_lanes = tkvi_max(h->rope_lanes, tkvi_rope_lanes(tkvi_rope_of_layer(&h->cfg, i),
+                                                                tkvi_layer_geometry(&h->cfg, i).head_dim));
         h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
     if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
     if ((h->any_shared || h->token_parts || h->query_parts) &&
-        (uint64_t)h->cfg.model.n_layers * (uint64_t)h->cfg.model.n_kv_heads > ((size_t)-1 >> 16))
-        return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
+        h->end.heads > (size_t)-1 / tkvi_most_head_bytes(h))
+        return TKV_ERR_CONFIG;
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
         for (c = 0; c < h->n_classes; c++)
@@ -21827,8 +22266,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (c == h->n_classes) h->n_classes++;
         h->class_of[i] = c;
         of_class[c] += of_key[i];
-        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.model.n_kv_heads > h->hot_record)
-            h->hot_record = h->bytes[i].total / (size_t)h->cfg.model.n_kv_heads;
+        if (hot[i] && h->bytes[i].total / (size_t)h->key[i].n_kv_heads > h->hot_record)
+            h->hot_record = h->bytes[i].total / (size_t)h->key[i].n_kv_heads;
     }
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
@@ -21884,6 +22323,19 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
     return TKV_OK;
 }
 
+/* Finds a format that cannot store the heads of a layer. NULL: there is none. *channels: of the heads. */
+static const char *tkvi_find_too_wide(const tkvi_derived_config *h, int *channels) {
+    int i;
+    for (i = 0; i < h->n_keys; i++) {
+        const tkvi_layout_key *key = &h->key[i];
+        const char *k = tkvi_formats[key->pair.k].family->too_wide,
+                   *v = tkvi_formats[key->pair.v].family->too_wide;
+        *channels = k && key->head_dim > 256 ? key->head_dim : key->v_head_dim;
+        if ((k && key->head_dim > 256) || (v && key->v_head_dim > 256)) return k ? k : v;
+    }
+    return NULL;
+}
+
 /* Checks every field, and fills in the derived config of a valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
@@ -21906,8 +22358,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (cfg->model.n_kv_heads && cfg->model.n_heads % cfg->model.n_kv_heads)
         return tkvi_bad(reason, size, "model.n_heads", cfg->model.n_heads,
                         "it must be a multiple of model.n_kv_heads");
-    TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
-    TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for model.head_dim");
+    TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 576");
+    TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 576, or 0 for model.head_dim");
     if (!tkvi_is_finite(cfg->model.scale) || cfg->model.scale < 0.0f)
         return tkvi_bad(reason, size, "model.scale", (double)cfg->model.scale,
                         "it must be a positive number, or 0 for 1/sqrt(head_dim)");
@@ -21975,6 +22427,11 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
+    if (!st) {
+        int channels;
+        wrong = tkvi_find_too_wide(shape, &channels);
+        if (wrong) return tkvi_bad(reason, size, "head_dim", channels, wrong);
+    }
     if (!st && shape->needs_rope) {
         const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);
         char owner[32] = "model.";
@@ -21993,7 +22450,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
             if (r.k.bytes > TKVI_OFFLOAD_SIDE || r.v.bytes > TKVI_OFFLOAD_SIDE)
                 return tkvi_bad(
                     reason, size, cfg->offload.write ? "offload.write" : "recompute.compute", 1,
-                    "heads of more than 128 channels in F32 are too large for blocks outside RAM: take F16");
+                    "blocks outside RAM have at most 256 channels of K or V in 16 bits, and 128 in F32");
         }
     }
     return st;
@@ -22010,13 +22467,13 @@ typedef struct tkvi_table_sizes {
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
-    size_t layers = (size_t)h->cfg.model.n_layers, heads = (size_t)h->cfg.model.n_kv_heads;
+    size_t layers = (size_t)h->cfg.model.n_layers;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
     s->tier_specs = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
     s->layout = tkvi_align_up((size_t)h->n_layouts * sizeof(tkvi_layout));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
-    s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
-    s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
+    s->record = tkvi_align_up(h->key_heads * sizeof(tkvi_record));
+    s->split = h->any_shared ? tkvi_align_up((size_t)h->widest.n_kv_heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
     s->rope = tkvi_align_up((size_t)h->n_ropes * sizeof(tkvi_rope)) + h->rope_bytes;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
@@ -22027,93 +22484,96 @@ static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
     return tkvi_table_sizes_of(h, &s);
 }
 
-/* The same for one version of the learned tables. own: layouts of single layers in one version. */
+/* The same for one version of the learned tables. */
 typedef struct tkvi_version_sizes {
-    size_t record, head, channel, mean;
+    size_t record, head, importance, channel, mean;
 } tkvi_version_sizes;
 
-static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int parts,
+/* own_heads and end: as in tkvi_derived_config. shared: 1 if heads share bytes. */
+static size_t tkvi_version_sizes_of(size_t own_heads, const tkvi_places *end, int shared,
                                     tkvi_version_sizes *s) {
-    size_t layers = (size_t)cfg->model.n_layers, heads = (size_t)cfg->model.n_kv_heads;
-    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
-    s->record = tkvi_align_up((size_t)own * heads * sizeof(tkvi_record));
-    s->head = tkvi_align_up(sets * sizeof(tkvi_head));
-    s->channel = tkvi_align_up(sets * pad);
-    s->mean = tkvi_align_up(sets * pad * sizeof(float));
-    return s->record + s->head + 2 * s->channel + s->mean + tkvi_states_bytes(cfg, parts);
+    s->record = tkvi_align_up(own_heads * sizeof(tkvi_record));
+    s->head = shared ? tkvi_align_up(end->heads * sizeof(tkvi_head)) : 0;
+    s->importance = shared ? tkvi_align_up(end->pads) : 0;
+    s->channel = shared ? tkvi_align_up(end->orders) : 0;
+    s->mean = shared ? tkvi_align_up(end->pads * sizeof(float)) : 0;
+    return s->record + s->head + s->importance + s->channel + s->mean + end->token_states;
 }
 
 static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     tkvi_version_sizes s;
-    return tkvi_version_sizes_of(&h->cfg, (h->n_layouts - h->n_keys) / TKVI_VERSIONS, h->any_shared,
-                                 h->token_parts, &s);
+    return tkvi_version_sizes_of(h->own_heads, &h->end, h->any_shared, &s);
 }
 
 /* Places the arrays of a version in `mem`, version_bytes of zeros. */
 static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
     tkvi_version_sizes s;
-    int own = (t->n_layouts - t->n_keys) / TKVI_VERSIONS, i;
-    size_t heads = (size_t)t->cfg.model.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.model.head_dim, 16), n;
-    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->token_parts, &s);
+    int i, layer, head;
+    size_t own_heads = 0;
     v->bytes = mem;
     v->record = (tkvi_record *)(void *)mem;
+    for (i = t->n_keys + version; i < t->n_layouts; i += TKVI_VERSIONS) {
+        t->layout[i].record = v->record + own_heads;
+        own_heads += (size_t)t->layout[i].n_kv_heads;
+    }
+    (void)tkvi_version_sizes_of(own_heads, &t->end, t->any_shared, &s);
     mem += s.record;
-    for (i = 0; i < own; i++)
-        t->layout[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
-    if (t->any_shared) {
-        v->head = (tkvi_head *)(void *)mem;
-        v->importance = mem + s.head;
-        v->channel = v->importance + s.channel;
-        v->mean = (float *)(void *)(v->channel + s.channel);
-        for (n = 0; n < (size_t)t->cfg.model.n_layers * heads; n++) {
-            v->head[n].importance = v->importance + n * pad;
-            v->head[n].order = v->channel + n * pad;
-            v->head[n].mean = v->mean + n * pad;
+    v->states = mem + s.head + s.importance + s.channel + s.mean;
+    if (!t->any_shared) return;
+    v->head = (tkvi_head *)(void *)mem;
+    v->importance = mem + s.head;
+    v->channel = v->importance + s.importance;
+    v->mean = (float *)(void *)(v->channel + s.channel);
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        const tkvi_plan *p = &t->plan[layer];
+        for (head = 0; head < p->geometry.n_kv_heads; head++) {
+            const size_t at = p->at.pads + (size_t)head * (size_t)p->geometry.k_pad;
+            tkvi_head *h = &v->head[p->at.heads + (size_t)head];
+            h->importance = v->importance + at;
+            h->order = v->channel + p->at.orders + (size_t)head * tkvi_order_bytes(p->geometry.k_pad);
+            h->mean = v->mean + at;
         }
     }
-    v->states = mem + s.head + 2 * s.channel + s.mean;
 }
 
 /* [n_kv_heads]: the heads in one version of a layer's table. */
 static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
-    return t->version[version].head + (size_t)layer * (size_t)t->cfg.model.n_kv_heads;
+    return t->version[version].head + t->plan[layer].at.heads;
 }
 
 static void tkvi_init_layout(tkvi_layout *c, const tkvi_derived_config *h, int key) {
     c->key = key;
     c->pair = h->key[key].pair;
     c->tokens = h->key[key].tokens;
+    c->n_kv_heads = h->key[key].n_kv_heads;
     c->size_class = h->class_of[key];
     c->bytes = h->bytes[key];
 }
 
-/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. rope: of the
- * layer. */
-static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads,
-                              const tkvi_rope *rope) {
+/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. g: of the
+ * layer, or of the key. rope: of the layer. */
+static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_geometry *g,
+                              const tkvi_head *heads, const tkvi_rope *rope) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
-    int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
-              unit = cfg->format.allocation_unit / 4;
-    tkvi_layout_key key;
+    const int n = c->n_kv_heads, unit = cfg->format.allocation_unit / 4;
+    int head;
     size_t at = 0;
-    key.pair = c->pair;
-    key.tokens = c->tokens;
-    tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
+    tkvi_record_init(&c->record[0], cfg, tkvi_layout_key_of(g, c->pair, c->tokens), NULL, NULL);
     c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
-        tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
+        tkvi_share_k(heads, n, k->bits, g->head_dim, g->k_pad, unit, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
-            tkvi_choose_widths(&heads[head], pad, unit, t->split[head], &share.tiles);
+            tkvi_choose_widths(&heads[head], g->k_pad, unit, t->split[head], &share.tiles);
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;
-            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->model.head_dim, cfg->format.group_size,
-                           c->tokens, &share);
+            tkvi_side_init(&c->record[head].k, k, TKV_K, g->head_dim, cfg->format.group_size, c->tokens,
+                           &share);
         }
     }
     if (heads && v->shared) {
@@ -22123,8 +22583,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
             memset(&share, 0, sizeof share);
             share.half_bits = t->split[head];
             share.top = heads[head].v_top;
-            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->model.v_head_dim, cfg->format.group_size,
-                           c->tokens, &share);
+            tkvi_side_init(&c->record[head].v, v, TKV_V, g->v_head_dim, cfg->format.group_size, c->tokens,
+                           &share);
         }
     }
     for (head = 0; head < n; head++) {
@@ -22138,14 +22598,15 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
 /* The state of a family that learns from tokens, in a version of the layer's table. version -1: without bytes. */
 static tkvi_family_state tkvi_table_state_of(const tkvi_tables *t, const tkvi_family *f, int layer,
                                              int version) {
-    return tkvi_state_of(&t->cfg, t->plan[layer].rope, version < 0 ? NULL : t->version[version].states,
-                         t->token_parts, f, layer);
+    const tkvi_plan *p = &t->plan[layer];
+    uint8_t *states = version < 0 ? NULL : t->version[version].states + p->at.token_states;
+    return tkvi_state_of(&t->cfg.format, &p->geometry, p->rope, states, p->token_parts, f);
 }
 
 /* Connects the sides of a layout to the states of their families in a version of the layer's table. */
 static void tkvi_connect_states(const tkvi_tables *t, tkvi_layout *c, int layer, int version) {
     int i;
-    for (i = 0; i < 2 * t->cfg.model.n_kv_heads; i++) {
+    for (i = 0; i < 2 * c->n_kv_heads; i++) {
         tkvi_side *s = i % 2 ? &c->record[i / 2].v : &c->record[i / 2].k;
         const tkvi_family *f = s->format->family;
         tkvi_family_state state;
@@ -22170,7 +22631,7 @@ static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int la
     p->immobile = tkvi_why_immobile(rope);
     if (first < 0) return;
     if (first == layer) {
-        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->cfg.model.head_dim, h->any_fixed, *next);
+        tkvi_rope_make(&t->rope[t->n_ropes], rope, p->geometry.head_dim, h->any_fixed, *next);
         *next += tkvi_align_up(tkvi_rope_bytes(rope, h->any_fixed));
     }
     p->rope = first == layer ? &t->rope[t->n_ropes++] : t->plan[first].rope;
@@ -22180,9 +22641,13 @@ static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int la
 static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *mem) {
     tkvi_table_sizes s;
     tkvi_record *record;
+    tkvi_places end;
     int i, n, v, next = h->n_keys;
+    memset(&end, 0, sizeof end);
     (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
+    t->widest = h->widest;
+    t->end = h->end;
     t->n_keys = h->n_keys;
     t->n_layouts = h->n_layouts;
     t->n_classes = h->n_classes;
@@ -22206,17 +22671,21 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->has_fixed_slots = h->any_fixed;
     t->rope = (tkvi_rope *)(void *)(mem += s.current);
     mem += s.rope - h->rope_bytes;
-    for (i = 0; i < h->n_keys; i++)
-        t->layout[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
-    for (i = 0; i < h->n_keys; i++) tkvi_init_layout(&t->layout[i], h, i);
+    for (i = 0; i < h->n_keys; i++) {
+        tkvi_init_layout(&t->layout[i], h, i);
+        t->layout[i].record = record;
+        record += h->key[i].n_kv_heads;
+    }
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *tier_specs = tkvi_tier_specs_of(t, i);
         (void)tkvi_plan_of(h, i, p, tier_specs); /* h has all keys, so none is added */
+        p->at = end;
+        tkvi_skip_layer(&end, &h->cfg, p);
         tkvi_place_rope(t, h, i, &mem);
         if (p->stored_layer != i) continue;
-        tkvi_own_layouts(tier_specs, h->n_levels, &next);
+        (void)tkvi_own_layouts(tier_specs, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
             for (v = 0; v < TKVI_VERSIONS && tier_specs[n / TKV_TIER_COUNT].needs_table[n % TKV_TIER_COUNT];
                  v++)
@@ -22224,8 +22693,15 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
                                  tier_specs[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
-    for (i = 0; i < h->n_keys; i++)
-        tkvi_share_layout(t, &t->layout[i], NULL, NULL); /* the others wait for a table */
+    for (i = 0; i < h->n_keys; i++) { /* the others wait for a table */
+        tkvi_geometry g;
+        memset(&g, 0, sizeof g);
+        g.n_kv_heads = h->key[i].n_kv_heads;
+        g.head_dim = h->key[i].head_dim;
+        g.v_head_dim = h->key[i].v_head_dim;
+        tkvi_set_pads(&g);
+        tkvi_share_layout(t, &t->layout[i], &g, NULL, NULL);
+    }
     t->cfg.layers = NULL;
     t->cfg.budget.ladder = NULL;
     t->cfg.model.rope.frequencies = NULL;
@@ -22988,7 +23464,9 @@ typedef struct tkvi_meter {
 
 /* >>counts and sizes */
 static int tkvi_meter_heads(const tkvi_derived_config *h) {
-    return TKVI_HAS_METER ? tkvi_min(h->cfg.meter.heads, h->n_stored * h->cfg.model.n_kv_heads) : 0;
+    return TKVI_HAS_METER ? (int)(h->n_stored_heads < (size_t)h->cfg.meter.heads ? h->n_stored_heads
+                                                                                 : (size_t)h->cfg.meter.heads)
+                          : 0;
 }
 
 static int tkvi_meter_slots(const tkvi_derived_config *h) {
@@ -23009,23 +23487,33 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
  * one query. The period keeps all comparisons at or below 4 / 800 = 0.5 % of attention. One task runs a comparison:
  * with 16 threads its share of the time is up to 16 times that, hence the long period. */
 static int tkvi_meter_every(const tkvi_derived_config *h) {
-    int64_t units = (int64_t)h->n_stored * h->cfg.model.n_kv_heads;
+    int64_t units = (int64_t)h->n_stored_heads;
     int every = 32;
     if (h->cfg.meter.every) return h->cfg.meter.every;
     while ((int64_t)every * units < 800 * (int64_t)tkvi_meter_heads(h)) every *= 2;
     return every;
 }
 
+/* Number `which` of the layers with blocks of their own. */
+static int tkvi_stored_layer_at(const tkvi_tables *t, int which) {
+    int layer = 0;
+    while (t->plan[layer].stored_layer != layer || which-- > 0) layer++;
+    return layer;
+}
+
 /* Spreads the probes evenly over the layers with blocks of their own, and over KV heads and positions. Few probes
  * get the middles of equal ranges of layers. */
 static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) {
-    int i, layer;
+    int i, next = 0; /* next / n_stored: the head, next % n_stored: the layer */
     for (i = 0; i < m->n; i++) {
-        int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
-        for (layer = 0; t->plan[layer].stored_layer != layer || which-- > 0;) layer++;
+        const int is_few = m->n < n_stored;
+        int layer = tkvi_stored_layer_at(t, is_few ? (2 * i + 1) * n_stored / (2 * m->n) : next % n_stored);
+        while (!is_few && t->plan[layer].geometry.n_kv_heads <= next / n_stored)
+            layer = tkvi_stored_layer_at(t, ++next % n_stored);
         m->head_probe[i].layer = layer;
-        m->head_probe[i].head = (at + i / n_stored) % t->cfg.model.n_kv_heads;
+        m->head_probe[i].head = (next % n_stored + next / n_stored) % t->plan[layer].geometry.n_kv_heads;
         m->head_probe[i].phase = (int)((int64_t)i * m->every / m->n);
+        next++;
     }
 }
 
@@ -23764,11 +24252,13 @@ typedef struct tkvi_seq {
 
 /* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
  * Other callers run whole work tiles, with the same bits. */
-#define TKVI_MAX_TILE_SPLITS 16                                      /* most splits of a work tile */
-#define TKVI_MIN_SPLIT_BLOCKS 8                                      /* fewest blocks of a split */
-#define TKVI_FEW_WORK_TILES 32                                       /* with more work tiles, no splits */
-#define TKVI_MAX_SPLITS 128                                          /* most splits of a call */
-#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* partial results of one split */
+#define TKVI_MAX_TILE_SPLITS 16 /* most splits of a work tile */
+#define TKVI_MIN_SPLIT_BLOCKS 8 /* fewest blocks of a split */
+#define TKVI_FEW_WORK_TILES 32  /* with more work tiles, no splits */
+#define TKVI_MAX_SPLITS 128     /* most splits of a call */
+/* Floats of partial results of one split. */
+#define TKVI_SUMS_FLOATS(v_pad) (2 * tkvi_min(TKVI_ROWS * (v_pad), TKVI_ROW_CHANNELS) + 3 * TKVI_ROWS + 16)
+#define TKVI_MAX_SUMS_FLOATS (2 * TKVI_ROW_CHANNELS + 3 * TKVI_ROWS + 16)
 
 /* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, a better one from TKVI_SECOND_TABLE_TOKENS
  * (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
@@ -23786,7 +24276,7 @@ typedef struct tkvi_query_stats {
 
 /* Work space. Sized at creation; the choice space grows with the longest list. */
 typedef struct tkvi_work_space {
-    float *recode;        /* [64][head_dim], [64][v_head_dim] decoded values */
+    float *recode;        /* [64][head_dim], then [64][v_head_dim] decoded values, of the widest layers */
     float *split_sums;    /* partial results of parallel attention, or NULL */
     int split_sums_taken; /* 1: a call uses split_sums */
     float *solve;         /* [packed] for families that learn from queries */
@@ -23795,8 +24285,8 @@ typedef struct tkvi_work_space {
 } tkvi_work_space;
 
 /* The number of tokens over which the heads of a layer's table are learned. */
-static int tkvi_learn_steps(const tkv_config *cfg, const tkvi_plan *p) {
-    return p->allocates ? tkvi_min(cfg->model.n_kv_heads, TKVI_LEARN_STEPS) : 1;
+static int tkvi_learn_steps(const tkvi_plan *p) {
+    return p->allocates ? tkvi_min(p->geometry.n_kv_heads, TKVI_LEARN_STEPS) : 1;
 }
 
 /* The next table of a layer, while its heads are learned one by one. */
@@ -23804,7 +24294,7 @@ typedef struct tkvi_next_table {
     int version, n_heads; /* n_heads: those that the version has */
 } tkvi_next_table;
 
-/* Statistics of attention. Arrays are NULL where no format needs them. packed = head_dim (head_dim + 1) / 2. */
+/* Statistics of attention. Arrays are NULL where no format needs them. See tkvi_places. */
 typedef struct tkvi_stats {
     int lock; /* of all statistics and of attention scores */
     /* learn/statistics.h */
@@ -23814,8 +24304,8 @@ typedef struct tkvi_stats {
     int64_t *far_attention;      /* [n_layers][n_kv_heads] sums of p^2 over far keys */
     /* learn/query_stats.h */
     tkvi_query_stats *queries; /* [n_layers] */
-    int64_t *q_products;       /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint8_t *query_states;     /* of the families that learn from them (tkvi_state_of) */
+    int64_t *q_products;       /* [n_layers][n_kv_heads][tkvi_n_products] sums of q q^T */
+    uint8_t *query_states;     /* of the families that learn from them, at tkvi_places.query_states */
 } tkvi_stats;
 
 /* State of the budget (reclaim/budget.h). */
@@ -23879,29 +24369,31 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
     return kv->list + (size_t)seq * (size_t)kv->tables.cfg.model.n_layers + (size_t)layer;
 }
 
+static const tkvi_geometry *tkvi_geometry_of(const tkv_cache *kv, int layer) {
+    return &kv->tables.plan[layer].geometry;
+}
+
 static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    return kv->stats.q_sq_sum +
-           ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (size_t)cfg->model.head_dim;
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return kv->stats.q_sq_sum + p->at.channels + (size_t)head * (size_t)p->geometry.head_dim;
 }
 
 static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
-    return kv->stats.far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
+    return kv->stats.far_attention + kv->tables.plan[layer].at.heads + (size_t)head;
 }
 
 static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t dim = (size_t)cfg->model.head_dim;
-    return kv->stats.q_products +
-           ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return kv->stats.q_products + p->at.products + (size_t)head * tkvi_n_products(p->geometry.head_dim);
 }
 
-/* The state of a head in a family that learns from queries. NULL where no tier has one of its formats. */
+/* The state of a head in a family that learns from queries. NULL where no tier of the layer has its formats. */
 static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int layer, int head) {
-    const tkvi_tables *t = &kv->tables;
+    const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_family_state state;
-    if (!TKVI_HAS_QUERY_LEARNERS || !(t->query_parts & f->part)) return NULL;
-    state = tkvi_state_of(&t->cfg, NULL, kv->stats.query_states, t->query_parts, f, layer);
+    if (!TKVI_HAS_QUERY_LEARNERS || !(p->query_parts & f->part)) return NULL;
+    state = tkvi_state_of(&kv->tables.cfg.format, &p->geometry, NULL,
+                          kv->stats.query_states + p->at.query_states, p->query_parts, f);
     return tkvi_head_state(&state, f, head);
 }
 
@@ -24203,39 +24695,36 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
 }
 
 /* >>memory of statistics: allocated while some layer collects them */
-static size_t tkvi_q_sq_sum_bytes(const tkv_config *cfg) {
-    return tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads *
-                         (size_t)cfg->model.head_dim * sizeof(int64_t));
+static size_t tkvi_q_sq_sum_bytes(const tkvi_places *end) {
+    return tkvi_align_up(end->channels * sizeof(int64_t));
 }
 
-static size_t tkvi_stats_bytes(const tkv_config *cfg) {
-    return tkvi_q_sq_sum_bytes(cfg) +
-           tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads * sizeof(int64_t));
+static size_t tkvi_stats_bytes(const tkvi_places *end) {
+    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(end->heads * sizeof(int64_t));
 }
 
 /* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
  * Returns 0 without memory. */
 static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
-    size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
+    size_t bytes = tkvi_stats_bytes(&kv->tables.end);
     if (!kv->tables.any_shared || kv->stats.q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
     kv->stats.q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->stats.q_sq_sum) return 0;
     memset(kv->stats.q_sq_sum, 0, bytes);
-    kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.end) / sizeof(int64_t);
     return 1;
 }
 
 static void tkvi_free_stats(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
+    tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.end));
     kv->stats.q_sq_sum = kv->stats.far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
 static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
     size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
-    int k_pad = tkvi_round_up(derived->cfg.model.head_dim, 16),
-        v_pad = tkvi_round_up(derived->cfg.model.v_head_dim, 16);
+    const int k_pad = derived->widest.k_pad, v_pad = derived->widest.v_pad;
     memset(s, 0, sizeof *s);
     s->cache = tkvi_align_up(sizeof(tkv_cache));
     s->tables = tkvi_align_up(tkvi_tables_bytes(derived));
@@ -24257,13 +24746,11 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
         s->tokens_seen =
             tkvi_align_up((size_t)derived->cfg.model.n_layers * (sizeof(int) + sizeof(tkvi_next_table)));
     if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
-        size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
-        n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
         s->query_stats = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(tkvi_query_stats));
-        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->q_products)) return 0;
+        if (!tkvi_mul(derived->end.products, sizeof(int64_t), &s->q_products)) return 0;
         s->q_products = tkvi_align_up(s->q_products);
-        s->query_states = tkvi_states_bytes(&derived->cfg, derived->query_parts);
-        s->solve = tkvi_align_up(packed * sizeof(float));
+        s->query_states = derived->end.query_states;
+        s->solve = tkvi_align_up(tkvi_n_products(derived->widest.head_dim) * sizeof(float));
     }
     if (!tkvi_meter_sizes(derived, &s->meter, &s->meter_copies)) return 0;
     s->total = s->cache + s->tokens_seen + s->query_stats + s->meter + s->solve;
@@ -24288,7 +24775,7 @@ static size_t tkvi_scratch_bytes(const tkvi_sizes *s) { return s->solve + s->rec
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
     const size_t pages = (size_t)derived->recode_pages + 2;
     size_t n = 0, total = s->total;
-    if (derived->any_shared && !tkvi_add(total, tkvi_stats_bytes(&derived->cfg), &total)) return (size_t)-1;
+    if (derived->any_shared && !tkvi_add(total, tkvi_stats_bytes(&derived->end), &total)) return (size_t)-1;
     if (!tkvi_add(total, tkvi_version_bytes(derived), &total)) return (size_t)-1;
     if (!tkvi_mul(pages, derived->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(total, n, &total))
         return (size_t)-1;
@@ -24400,7 +24887,7 @@ static int tkvi_allocate_version(tkv_cache *kv, int version) {
 
 /* Bytes held by table versions and statistics. */
 static size_t tkvi_learning_bytes(const tkv_cache *kv) {
-    size_t n = kv->stats.q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
+    size_t n = kv->stats.q_sq_sum ? tkvi_stats_bytes(&kv->tables.end) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
     return n;
@@ -24621,7 +25108,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
         !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), without_pages,
                   &without_pages) ||
-        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
     sizes->pages = (int64_t)(budget / derived->page_bytes);
     if (sizes->pages > 0x3fffffff) sizes->pages = 0x3fffffff;
@@ -24735,7 +25222,7 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), sizes->bytes,
                   &sizes->bytes) ||
-        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
                   sizes->bytes, &sizes->bytes))
@@ -24795,11 +25282,14 @@ static tkv_status tkvi_refuse_in_place(const tkv_config *cfg, size_t bytes, size
 
 /* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
 static size_t tkvi_offload_bytes(const tkvi_derived_config *derived) {
-    size_t bytes = 0;
+    size_t most = 0;
     int i;
-    for (i = 0; i < derived->n_keys; i++)
-        if (derived->bytes[i].total > bytes) bytes = derived->bytes[i].total;
-    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)derived->cfg.model.n_kv_heads;
+    for (i = 0; i < derived->n_keys; i++) {
+        const size_t bytes =
+            derived->bytes[i].total + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)derived->key[i].n_kv_heads;
+        if (bytes > most) most = bytes;
+    }
+    return most;
 }
 
 TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload) {
@@ -24886,7 +25376,7 @@ typedef struct tkvi_sums {
     float *m, *l;         /* [TKVI_ROWS] largest score; sum of p */
     float *far_attention; /* [TKVI_ROWS] sum of p^2 over far keys, for rows of consumers that want it */
     float *any;           /* [2] not 0: that half of o is in use; else its contents are undefined */
-    float *o;             /* [2][TKVI_ROWS][v_pad] sum of p v: of plain formats, of rotated formats */
+    float *o; /* [2][tkvi_rows_of(v_pad)][v_pad] sum of p v: of plain formats, of rotated formats */
 } tkvi_sums;
 
 /* What decides which keys the queries of a call see. */
@@ -25884,8 +26374,8 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
 static void tkvi_walk(const void *tokens, tkv_side side, int head, tkvi_token_visit visit, void *ctx) {
     const tkvi_tokens_of *from = (const tkvi_tokens_of *)tokens;
     const tkv_samples *s = from->samples;
-    const tkv_config *cfg = &from->kv->tables.cfg;
-    size_t dim = (size_t)(side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim);
+    const tkvi_geometry *g = tkvi_geometry_of(from->kv, from->layer);
+    size_t dim = (size_t)(side == TKV_K ? g->head_dim : g->v_head_dim);
     tkvi_token_walk w;
     float y[TKV_MAX_HEAD_DIM];
     int t;
@@ -25895,7 +26385,7 @@ static void tkvi_walk(const void *tokens, tkv_side side, int head, tkvi_token_vi
     w.ctx = ctx;
     if (!s) (void)tkvi_visit_newest_blocks(from->kv, from->layer, head, tkvi_walk_block, &w);
     for (t = 0; s && t < s->n; t++) {
-        size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
+        size_t at = ((size_t)t * (size_t)g->n_kv_heads + (size_t)head) * dim;
         const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
         int64_t position = (int64_t)s->start + (s->length ? t % s->length : t);
         tkvi_take_token(side == TKV_K ? from->rope : NULL, (side == TKV_K ? s->k : s->v) + at, (int)dim,
@@ -25966,6 +26456,7 @@ typedef struct tkvi_channel_sums {
 
 typedef struct tkvi_gather {
     tkv_cache *kv;
+    const tkvi_geometry *geometry;
     tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM]; /* smallest and largest key element of a channel */
     float v_most, v_sum; /* of |v|^2: the largest of a token; the sum over the tokens */
@@ -25976,10 +26467,9 @@ typedef struct tkvi_gather {
 /* Decodes the keys of a head in a block into rows of `stride` floats, a multiple of 16. */
 static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const uint8_t *bytes, int n,
                                int *stride) {
-    const int dk = g->kv->tables.cfg.model.head_dim;
     float *k = g->kv->work.recode;
-    *stride = tkvi_round_up(dk, 16);
-    if (dk < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
+    *stride = g->geometry->k_pad;
+    if (g->geometry->head_dim < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
     tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
     return k;
 }
@@ -26012,7 +26502,7 @@ static float tkvi_sum_of_squares(const float *x, int n) {
 /* First pass: tokens, low, high, v_most and v_sum. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
-    const int dv = g->kv->tables.cfg.model.v_head_dim;
+    const int dv = g->geometry->v_head_dim;
     int t, c, stride;
     float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
@@ -26076,62 +26566,65 @@ static float tkvi_gather_range(const tkvi_gather *g, int dim) {
 /* >>tables */
 /* Fills in one head of a version. Heads are not comparable until tkvi_learn_heads has set their reach. */
 static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    int pad = tkvi_round_up(cfg->model.head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
+    const tkvi_geometry *geometry = tkvi_geometry_of(kv, layer);
+    const int dim = geometry->head_dim, pad = geometry->k_pad;
+    int c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
     const tkvi_version *to = &kv->tables.version[version];
-    size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    tkvi_head *h = &to->head[at];
-    uint8_t *importance = to->importance + at * (size_t)pad, *order = to->channel + at * (size_t)pad;
-    float *mean = to->mean + at * (size_t)pad;
+    const size_t at = kv->tables.plan[layer].at.pads + (size_t)head * (size_t)pad;
+    tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
+    uint8_t *importance = to->importance + at,
+            *order = to->channel + kv->tables.plan[layer].at.orders + (size_t)head * tkvi_order_bytes(pad);
+    float *mean = to->mean + at;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
     float k_most = 0.0f, least, range; /* k_most: largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
+    g.geometry = geometry;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_size, &g);
-    for (c = 0; c < cfg->model.head_dim; c++) {
+    for (c = 0; c < dim; c++) {
         const float largest = -g.low[c] > g.high[c] ? -g.low[c] : g.high[c];
         k_most = largest > k_most ? largest : k_most;
     }
     g.down = (k_most > 0.0f ? (int)(tkvi_bits(k_most) >> 23) - 127 : 0) - 20;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
-    for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
-    for (c = 0; c < cfg->model.head_dim; c++) {
+    for (c = 0; c < dim; c++) any |= asked[c];
+    for (c = 0; c < dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
-    for (c = 0; c < cfg->model.head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
+    for (c = 0; c < dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
         rank[c] = most + (rank[c] - most) * (int)g.tokens / TKVI_LEARN_FEW;
     for (p = 0; p < pad; p++) { /* falling order, the lower index of equals first; then padding */
         int best = -1;
-        for (c = 0; c < cfg->model.head_dim && p < cfg->model.head_dim; c++)
+        for (c = 0; c < dim && p < dim; c++)
             if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
         if (best < 0) best = p;
-        order[p] = (uint8_t)best;
-        importance[p] = p < cfg->model.head_dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
+        tkvi_set_order(order, pad, p, best);
+        importance[p] = p < dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
         mean[p] = 0.0f;
-        if (p < cfg->model.head_dim && g.tokens) {
+        if (p < dim && g.tokens) {
             float m = (float)((double)g.channel[best].sum / (double)g.tokens) * tkvi_power_of_two(g.down);
             mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
         }
-        if (p < cfg->model.head_dim) rank[best] = -2000000;
+        if (p < dim) rank[best] = -2000000;
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
     /* Later keys can differ more than a few tokens do, or a run of almost equal ones. The window of scales has 16
      * octaves, so unused ones cost little. */
     least = g.tokens < TKVI_LEARN_FEW ? k_most : k_most / 16.0f;
-    range = tkvi_gather_range(&g, cfg->model.head_dim);
+    range = tkvi_gather_range(&g, dim);
     range = range > least ? range : least;
     h->k_top = tkvi_log_top(2.0f * range);
-    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
+    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)geometry->v_head_dim));
 }
 
 /* Makes the reach of a layer's heads relative to the largest. */
 static void tkvi_compare_heads(tkv_cache *kv, int layer, int version) {
     tkvi_head *heads = tkvi_heads_of(&kv->tables, layer, version);
-    int head, n = kv->tables.cfg.model.n_kv_heads, high = -(1 << 20);
+    int head, n = tkvi_geometry_of(kv, layer)->n_kv_heads, high = -(1 << 20);
     for (head = 0; head < n; head++) high = tkvi_max(high, heads[head].reach);
     /* No head attended to far tokens: equal shares. A head that did not, while others did, gets the minimum, -6
      * octaves. Differences are halved, because 512 tokens are too few to trust them in full (bench/LOG.md). */
@@ -26172,7 +26665,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         tkvi_layout *c = &kv->tables.layout[r->layout[tier] + version];
         if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
         done = r->layout[tier];
-        tkvi_share_layout(&kv->tables, c, heads, kv->tables.plan[layer].rope);
+        tkvi_share_layout(&kv->tables, c, &p->geometry, heads, p->rope);
         tkvi_connect_states(&kv->tables, c, layer, version);
     }
     kv->tables.current_version[layer] = (int8_t)version;
@@ -26181,14 +26674,15 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
 /* Stops collecting for the layer; again 1: restarts it from zero. When the last layer stops, the memory of the
  * statistics is freed, except in place. */
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
-    size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    size_t n = (size_t)g->n_kv_heads;
     int any = kv->pool.keep_all, i;
     kv->stats.tokens_seen[layer] = again ? 0 : -1;
     kv->stats.next_table[layer].n_heads = 0;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->stats.tokens_seen[i] >= 0;
     if (!any) tkvi_free_stats(kv);
     if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
-    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
+    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)g->head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
@@ -26214,12 +26708,12 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
 #define TKVI_ANY_TOKENS 0
 static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
     const int is_first = kv->tables.current_version[layer] < 0, is_now = n == TKVI_ANY_TOKENS && is_first;
-    const int n_heads = kv->tables.cfg.model.n_kv_heads;
+    const int n_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
     const int64_t seen = kv->stats.tokens_seen ? kv->stats.tokens_seen[layer] : -1,
                   after = is_first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS,
                   turn = after + (kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
                                                               : tkvi_table_delay(&kv->tables.plan[layer])),
-                  steps = tkvi_learn_steps(&kv->tables.cfg, &kv->tables.plan[layer]);
+                  steps = tkvi_learn_steps(&kv->tables.plan[layer]);
     if (seen < 0 || is_now) return is_now && seen >= 0 ? n_heads : 0;
     if (seen >= after && seen + tkvi_max(n, 1) > turn) return n_heads;
     return seen + steps <= turn ? 0 : (int)(n_heads * (seen + steps - turn) / steps);
@@ -26231,7 +26725,7 @@ static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
  * would not restore the table. */
 static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     const int8_t had = kv->tables.current_version[layer];
-    const int n_due = tkvi_n_heads_due(kv, layer, n), n_heads = kv->tables.cfg.model.n_kv_heads;
+    const int n_due = tkvi_n_heads_due(kv, layer, n), n_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
     tkvi_next_table *next;
     int version;
     if (n_due == 0) return 1;
@@ -26298,7 +26792,7 @@ static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tie
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats.lock. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_q_products_of(kv, layer, head);
-    int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
+    int x[TKV_MAX_HEAD_DIM], dim = tkvi_geometry_of(kv, layer)->head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
@@ -26307,6 +26801,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     const int parts = kv->tables.plan[layer].query_parts;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     const tkvi_family *f = NULL;
     int head;
@@ -26314,8 +26809,8 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
         query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
         return;
     while ((f = tkvi_next_family(parts, f)) != NULL)
-        for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-            f->learn_queries(&kv->tables.cfg, tkvi_q_products_of(kv, layer, head), kv->work.solve,
+        for (head = 0; head < g->n_kv_heads; head++)
+            f->learn_queries(&kv->tables.cfg.format, g, tkvi_q_products_of(kv, layer, head), kv->work.solve,
                              tkvi_query_state_of(kv, f, layer, head));
     query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
     if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
@@ -26333,10 +26828,11 @@ static void tkvi_count_seen_tokens(tkv_cache *kv, int layer, int n) {
 
 /* Starts collecting again from zero. The old states stay in use until new ones are learned. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
-    size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     if (!TKVI_HAS_QUERY_LEARNERS || !kv->stats.queries) return;
     kv->stats.queries[layer].tokens = kv->stats.queries[layer].used = 0;
-    memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+    memset(tkvi_q_products_of(kv, layer, 0), 0,
+           (size_t)g->n_kv_heads * tkvi_n_products(g->head_dim) * sizeof(int64_t));
 }
 
 #endif /* TKVI_LEARN_QUERY_STATS_H */
@@ -26374,7 +26870,7 @@ static unsigned tkvi_stats_sample(const tkvi_tile_view *v) { return tkvi_rows_ev
 /* Adds the sampled rows to the layer's statistics. Integer sums do not depend on the order of threads. */
 static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     tkv_cache *kv = v->kv;
-    int dim = kv->tables.cfg.model.head_dim, r, c;
+    int dim = tkvi_geometry_of(kv, v->stored)->head_dim, r, c;
     int64_t *asked = tkvi_q_sq_sum_of(kv, v->stored, v->head),
             *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
     const float *l = v->sums->l;
@@ -26436,10 +26932,13 @@ static const tkvi_consumer tkvi_query_stats_consumer = {TKVI_OBSERVES_QUERIES,
  * holds the statistics of the model, not the bits that follow from them. So a calibration made with one plan serves
  * any other plan.
  *
- *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
+ *   "TKVC" | version | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
+ *   version 2, in layers of different shapes, or of more than 256 channels: the last three are 0, and
+ *   layer:  u32 n_kv_heads | u32 head_dim | u32 v_head_dim
+ *   each version:
  *   layer:  u32 parts: 1 for A and R formats, then bits of families (tkvi_family.part); the parts follow in this order
  *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
- *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
+ *              channel at each position [head_dim]: u8, or u16 with more than 256 | u8 its importance | fp16 its mean
  *           others: drawn where the family is
  *   u64 FNV-1a of all bytes before
  */
@@ -26449,7 +26948,40 @@ static const tkvi_consumer tkvi_query_stats_consumer = {TKVI_OBSERVES_QUERIES,
 
 #define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */
 
-static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->model.head_dim; }
+/* Bytes of the index of a channel. */
+static size_t tkvi_index_bytes(const tkvi_geometry *g) { return g->head_dim > 256 ? 2 : 1; }
+
+static size_t tkvi_head_bytes(const tkvi_geometry *g) {
+    return 6u + (tkvi_index_bytes(g) + 3u) * (size_t)g->head_dim;
+}
+
+static int tkvi_is_same_geometry(const tkvi_geometry *a, const tkvi_geometry *b) {
+    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+}
+
+/* The version of the file that a cache writes. */
+static int tkvi_calibration_version(const tkv_cache *kv) {
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (tkvi_geometry_of(kv, layer)->head_dim > 256 ||
+            !tkvi_is_same_geometry(tkvi_geometry_of(kv, layer), tkvi_geometry_of(kv, 0)))
+            return 2;
+    return 1;
+}
+
+/* Bytes before the parts of a layer. */
+static size_t tkvi_layer_head_bytes(int version) { return version == 2 ? 16 : 4; }
+
+static void tkvi_store_geometry(uint8_t *at, const tkvi_geometry *g) {
+    tkvi_store32(at, g ? (uint32_t)g->n_kv_heads : 0);
+    tkvi_store32(at + 4, g ? (uint32_t)g->head_dim : 0);
+    tkvi_store32(at + 8, g ? (uint32_t)g->v_head_dim : 0);
+}
+
+static int tkvi_has_geometry(const uint8_t *at, const tkvi_geometry *g) {
+    return tkvi_load32(at) == (uint32_t)g->n_kv_heads && tkvi_load32(at + 4) == (uint32_t)g->head_dim &&
+           tkvi_load32(at + 8) == (uint32_t)g->v_head_dim;
+}
 
 static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
 
@@ -26487,10 +27019,10 @@ static int tkvi_known_parts(void) {
     return parts;
 }
 
-static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
-    size_t bytes = parts & 1 ? (size_t)cfg->model.n_kv_heads * tkvi_head_bytes(cfg) : 0;
+static size_t tkvi_parts_bytes(const tkvi_geometry *g, int parts) {
+    size_t bytes = parts & 1 ? (size_t)g->n_kv_heads * tkvi_head_bytes(g) : 0;
     const tkvi_family *f = NULL;
-    while ((f = tkvi_next_family(parts, f)) != NULL) bytes += f->saved_bytes(cfg);
+    while ((f = tkvi_next_family(parts, f)) != NULL) bytes += f->saved_bytes(g);
     return bytes;
 }
 
@@ -26500,44 +27032,50 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
     uint8_t *at = (uint8_t *)buf;
     uint64_t sum;
     size_t need;
-    int layer, head, i;
+    int layer, head, i, written_as;
     if (!kv || (!buf && !needed)) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->model.n_layers + 8u;
+    written_as = tkvi_calibration_version(kv);
+    need = TKVI_CALIBRATION_HEAD + tkvi_layer_head_bytes(written_as) * (size_t)cfg->model.n_layers + 8u;
     for (layer = 0; layer < cfg->model.n_layers; layer++)
-        if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
+        if (tkvi_has_table(kv, layer))
+            need += tkvi_parts_bytes(tkvi_geometry_of(kv, layer), tkvi_table_parts(kv, layer));
     if (needed) *needed = need;
     if (!buf) return TKV_OK;
     if (size < need) return TKV_ERR_CAPACITY;
     memcpy(at, "TKVC", 4);
-    tkvi_store32(at + 4, 1);
+    tkvi_store32(at + 4, (uint32_t)written_as);
     tkvi_store32(at + 8, (uint32_t)cfg->model.n_layers);
-    tkvi_store32(at + 12, (uint32_t)cfg->model.n_kv_heads);
-    tkvi_store32(at + 16, (uint32_t)cfg->model.head_dim);
-    tkvi_store32(at + 20, (uint32_t)cfg->model.v_head_dim);
+    tkvi_store_geometry(at + 12, written_as == 1 ? tkvi_geometry_of(kv, 0) : NULL);
     at += TKVI_CALIBRATION_HEAD;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
         int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
         const int version = kv->tables.current_version[layer];
+        const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
         const tkvi_family *f = NULL;
-        tkvi_store32(at, (uint32_t)has);
-        at += 4;
-        for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
+        if (written_as == 2) tkvi_store_geometry(at, g);
+        at += tkvi_layer_head_bytes(written_as);
+        tkvi_store32(at - 4, (uint32_t)has);
+        for (head = 0; (has & 1) && head < g->n_kv_heads; head++) {
             const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
             tkvi_store16(at, (uint16_t)h->reach);
             tkvi_store16(at + 2, (uint16_t)h->k_weight);
             at[4] = (uint8_t)h->k_top;
             at[5] = (uint8_t)h->v_top;
             at += 6;
-            memcpy(at, h->order, (size_t)cfg->model.head_dim);
-            memcpy(at + cfg->model.head_dim, h->importance, (size_t)cfg->model.head_dim);
-            at += 2 * cfg->model.head_dim;
-            for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+            for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
+                const int channel = tkvi_order_at(h->order, g->k_pad, i);
+                at[0] = (uint8_t)(channel & 255);
+                if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
+            }
+            memcpy(at, h->importance, (size_t)g->head_dim);
+            at += g->head_dim;
+            for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
         while ((f = tkvi_next_family(has, f)) != NULL) {
             const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
             f->save(&from, at);
-            at += f->saved_bytes(cfg);
+            at += f->saved_bytes(g);
         }
     }
     sum = tkvi_fnv1a((const uint8_t *)buf, need - 8u);
@@ -26549,11 +27087,16 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
 /* >>loading */
 static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
 
+/* The channel at a position, in saved bytes. */
+static int tkvi_saved_channel(const tkvi_geometry *g, const uint8_t *order, int i) {
+    return g->head_dim > 256 ? tkvi_load16(order + 2 * i) : order[i];
+}
+
 /* Returns whether one head's bytes are valid: a permutation of the channels, importance positive and not rising,
  * numbers in range. */
-static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
-    const uint8_t *order = at + 6, *importance = order + cfg->model.head_dim,
-                  *mean = importance + cfg->model.head_dim;
+static int tkvi_head_valid(const tkvi_geometry *g, const uint8_t *at) {
+    const uint8_t *order = at + 6, *importance = order + tkvi_index_bytes(g) * (size_t)g->head_dim,
+                  *mean = importance + g->head_dim;
     uint8_t seen[TKV_MAX_HEAD_DIM];
     int i, k_top = tkvi_signed_byte(at[4]), v_top = tkvi_signed_byte(at[5]);
     memset(seen, 0, sizeof seen);
@@ -26563,8 +27106,9 @@ static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
         int weight = tkvi_signed16(tkvi_load16(at + 2 * i));
         if (weight < 4 * TKVI_LOG8_NONE || weight > -4 * TKVI_LOG8_NONE) return 0;
     }
-    for (i = 0; i < cfg->model.head_dim; i++) {
-        if (order[i] >= cfg->model.head_dim || seen[order[i]]++) return 0;
+    for (i = 0; i < g->head_dim; i++) {
+        const int channel = tkvi_saved_channel(g, order, i);
+        if (channel >= g->head_dim || seen[channel]++) return 0;
         if (importance[i] == 0 || (i && importance[i] > importance[i - 1])) return 0;
         if ((tkvi_load16(mean + 2 * i) & 0x7c00u) == 0x7c00u) return 0;
     }
@@ -26573,42 +27117,45 @@ static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
 
 /* Returns NULL if the bytes are a valid calibration for this cache, else the reason. */
 static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
+    static const char *const other_model =
+        "the calibration is of another model: layers, KV heads or head_dim differ";
     const tkv_config *cfg = &kv->tables.cfg;
     const uint8_t *at, *end;
     uint64_t sum;
-    int layer, head;
+    int layer, head, version;
     if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
         return "these bytes are not a calibration";
-    if (tkvi_load32(src + 4) != 1) return "the calibration is of another version";
+    if (tkvi_load32(src + 4) != 1 && tkvi_load32(src + 4) != 2)
+        return "the calibration is of another version";
+    version = (int)tkvi_load32(src + 4);
     at = src + TKVI_CALIBRATION_HEAD;
     end = src + size - 8;
     sum = tkvi_load32(end) | (uint64_t)tkvi_load32(end + 4) << 32;
     if (tkvi_fnv1a(src, size - 8) != sum) return "the calibration was damaged: its checksum is wrong";
-    if (tkvi_load32(src + 8) != (uint32_t)cfg->model.n_layers ||
-        tkvi_load32(src + 12) != (uint32_t)cfg->model.n_kv_heads ||
-        tkvi_load32(src + 16) != (uint32_t)cfg->model.head_dim ||
-        tkvi_load32(src + 20) != (uint32_t)cfg->model.v_head_dim)
-        return "the calibration is of another model: layers, KV heads or head_dim differ";
+    if (tkvi_load32(src + 8) != (uint32_t)cfg->model.n_layers) return other_model;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
+        const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
         const tkvi_family *f = NULL;
         int has;
-        if (end - at < 4) return "the calibration ends too early";
+        if ((size_t)(end - at) < tkvi_layer_head_bytes(version)) return "the calibration ends too early";
+        if (!tkvi_has_geometry(version == 2 ? at : src + 12, g)) return other_model;
+        at += tkvi_layer_head_bytes(version) - 4u;
         if (tkvi_load32(at) & ~(uint32_t)tkvi_known_parts())
             return "the calibration has a layer that this cache does not have";
         has = (int)tkvi_load32(at);
         at += 4;
-        for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
-            if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration has invalid values";
-            at += tkvi_head_bytes(cfg);
+        for (head = 0; (has & 1) && head < g->n_kv_heads; head++) {
+            if ((size_t)(end - at) < tkvi_head_bytes(g)) return "the calibration ends too early";
+            if (!tkvi_head_valid(g, at)) return "a head of the calibration has invalid values";
+            at += tkvi_head_bytes(g);
         }
         while ((f = tkvi_next_family(has, f)) != NULL) {
             const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, -1);
             const char *fault = NULL;
-            if ((size_t)(end - at) < f->saved_bytes(cfg)) return "the calibration ends too early";
+            if ((size_t)(end - at) < f->saved_bytes(g)) return "the calibration ends too early";
             if (f->find_fault) fault = f->find_fault(&to, at, tkvi_table_parts(kv, layer) & f->part);
             if (fault) return fault;
-            at += f->saved_bytes(cfg);
+            at += f->saved_bytes(g);
         }
     }
     return at == end ? NULL : "the calibration is longer than it should be";
@@ -26616,21 +27163,24 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
 
 /* Copies one valid head into a version; positions from head_dim to the padding become unused. */
 static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const uint8_t *order = at + 6, *importance = order + tkvi_index_bytes(g) * (size_t)g->head_dim,
+                  *mean = importance + g->head_dim;
     const tkvi_version *to = &kv->tables.version[version];
-    size_t n = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    tkvi_head *h = &to->head[n];
-    size_t i, dim = (size_t)cfg->model.head_dim;
+    const size_t n = kv->tables.plan[layer].at.pads + (size_t)head * (size_t)g->k_pad;
+    uint8_t *to_order =
+        to->channel + kv->tables.plan[layer].at.orders + (size_t)head * tkvi_order_bytes(g->k_pad);
+    tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
+    int i;
     h->reach = tkvi_signed16(tkvi_load16(at));
     h->k_weight = tkvi_signed16(tkvi_load16(at + 2));
     h->k_top = tkvi_signed_byte(at[4]);
     h->v_top = tkvi_signed_byte(at[5]);
-    at += 6;
-    for (i = 0; i < pad; i++) {
-        to->channel[n * pad + i] = i < dim ? at[i] : (uint8_t)i;
-        to->importance[n * pad + i] = i < dim ? at[dim + i] : (uint8_t)0;
-        to->mean[n * pad + i] = i < dim ? tkvi_f16_to_f32(tkvi_load16(at + 2 * dim + 2 * i)) : 0.0f;
+    for (i = 0; i < g->k_pad; i++) {
+        const int used = i < g->head_dim;
+        tkvi_set_order(to_order, g->k_pad, i, used ? tkvi_saved_channel(g, order, i) : i);
+        to->importance[n + (size_t)i] = used ? importance[i] : (uint8_t)0;
+        to->mean[n + (size_t)i] = used ? tkvi_f16_to_f32(tkvi_load16(mean + 2 * i)) : 0.0f;
     }
 }
 
@@ -26667,19 +27217,20 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
     for (pass = 0; pass < 2; pass++) { /* pass 0 allocates, so that a failure changes no table */
         at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-            int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
+            const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+            int has, need = tkvi_table_parts(kv, layer), use;
             const tkvi_family *f = NULL;
+            at += tkvi_layer_head_bytes((int)tkvi_load32((const uint8_t *)src + 4));
+            has = (int)tkvi_load32(at - 4);
             use = need && (has & need) == need; /* all parts that the layer needs, or none */
-            at += 4;
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
-            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.model.n_kv_heads; head++)
-                tkvi_head_load(kv, layer, version, head,
-                               at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
+            for (head = 0; pass && use && (need & 1) && head < g->n_kv_heads; head++)
+                tkvi_head_load(kv, layer, version, head, at + (size_t)head * tkvi_head_bytes(g));
             while (pass && use && (f = tkvi_next_family(need, f)) != NULL) {
                 const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
-                f->load(&to, at + tkvi_parts_bytes(&kv->tables.cfg, has & (f->part - 1)));
+                f->load(&to, at + tkvi_parts_bytes(g, has & (f->part - 1)));
             }
-            at += tkvi_parts_bytes(&kv->tables.cfg, has);
+            at += tkvi_parts_bytes(g, has);
             if (!pass || !use) continue;
             tkvi_table_use(kv, layer, version);
             tkvi_learned(kv, layer, 0);
@@ -26698,6 +27249,7 @@ static int tkvi_samples_finite(const float *x, size_t n, int positive) {
 
 TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     const tkv_config *cfg;
+    const tkvi_geometry *g;
     tkv_status st;
     size_t rows;
     int version;
@@ -26716,11 +27268,12 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
         return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
     st = tkvi_between_steps(kv);
     if (st) return st;
-    rows = (size_t)s->n * (size_t)cfg->model.n_kv_heads;
-    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->model.head_dim, 0) ||
-        !tkvi_samples_finite(s->v, rows * (size_t)cfg->model.v_head_dim, 0) ||
-        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->model.head_dim, 1) ||
-        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->model.v_head_dim, 1))
+    g = tkvi_geometry_of(kv, s->layer);
+    rows = (size_t)s->n * (size_t)g->n_kv_heads;
+    if (!tkvi_samples_finite(s->k, rows * (size_t)g->head_dim, 0) ||
+        !tkvi_samples_finite(s->v, rows * (size_t)g->v_head_dim, 0) ||
+        !tkvi_samples_finite(s->k_weight, rows * (size_t)g->head_dim, 1) ||
+        !tkvi_samples_finite(s->v_weight, rows * (size_t)g->v_head_dim, 1))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN, an infinity or a negative weight is in the samples",
                          0, NULL);
     st = tkvi_version_for(kv, s->layer, &version);
@@ -26922,7 +27475,7 @@ static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
     unsigned rows = 0;
     int r;
     if (!m->mode->fresh)
-        return tkvi_rows_every(v, (int64_t)v->layer * v->kv->tables.cfg.model.n_kv_heads + v->head, m->every);
+        return tkvi_rows_every(v, (int64_t)v->kv->tables.plan[v->layer].at.heads + v->head, m->every);
     for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->index[r] >= v->list->len - m->newest) << r;
     return rows;
 }
@@ -26976,6 +27529,7 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
                             int last) {
     TKVI_ALIGNED float p[TKVI_BLOCK], added[TKVI_BLOCK], more[TKVI_BLOCK];
     const tkvi_token_scores *m = &v->kv->token_scores;
+    const tkvi_geometry *g = tkvi_geometry_of(v->kv, v->layer);
     const uint64_t gone = v->kv->pool.entry[v->ids[i]].evicted_mask;
     int r, t, end;
     memset(added, 0, sizeof added);
@@ -26989,7 +27543,8 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
     }
     for (t = 0; t < TKVI_BLOCK && gone; t++)
         if (gone >> t & 1) added[t] = 0.0f;
-    tkvi_token_score_add(v->kv, v->ids[i], v->list->len, added, m->one);
+    tkvi_token_score_add(v->kv, v->ids[i], v->list->len, added,
+                         tkvi_token_score_one(m, g->n_heads / g->n_kv_heads));
 }
 
 /* Sampled rows that follow one another are added up before their sum is rounded to integers. */
@@ -27095,7 +27650,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
     const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int head, part;
-    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
+    for (head = 0; head < layout->n_kv_heads; head++)
         for (part = 0; part < tkvi_n_pieces(&layout->record[head]); part++) {
             const tkvi_piece piece = tkvi_describe_piece(kv, id, what, b->layout, mark, head, part);
             memcpy(buffer, tkvi_block_bytes(&kv->pool, b) + piece.from, piece.bytes);
@@ -27197,7 +27752,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const uint32_t *ids = tkvi_ids(kv, buffer->seq, buffer->layer);
     const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.entry[id].start));
     const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
-    float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
+    float row[2][TKVI_ROWS_AT_ONCE * TKVI_OFFLOAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
     for (first = kv->pool.entry[id].first_slot; first < n; first += TKVI_ROWS_AT_ONCE) {
         const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
@@ -27207,7 +27762,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
             return 0;
         for (s = 0; s < 2; s++) {
             const tkvi_side *side = s ? &record->v : &record->k;
-            const int dim = s ? cfg->model.v_head_dim : cfg->model.head_dim;
+            const int dim = side->dim;
             uint8_t *dst = buffer->bytes + (s && !part ? record->v_at : 0);
             if (!wanted[s]) continue;
             for (c = 0; cfg->host.nonfinite == TKV_NONFINITE_SATURATE && c < count * dim; c++)
@@ -27541,7 +28096,6 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
 /* Makes the token in slot t of block i an anchor: copies it to `slot` of the sinks' block. Block i must still be
  * exact. Its slot t is marked as anchored, and attention does not read it. */
 static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
-    const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *to = tkvi_block_of(kv, ids[0]), *from = tkvi_block_of(kv, ids[i]);
     const tkvi_layout *a = &kv->tables.layout[to->layout], *b = &kv->tables.layout[from->layout];
@@ -27549,7 +28103,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
     float row[TKV_MAX_HEAD_DIM];
     int h;
-    for (h = 0; h < cfg->model.n_kv_heads; h++) {
+    for (h = 0; h < a->n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
         tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
         r->k.format->side[r->k.which].put(&r->k, help, row, slot, dst + r->at);
@@ -27690,25 +28244,25 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
  * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
                                int n, uint8_t *dst) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    const float *k = kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const float *k = kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
     tkvi_side to_k = r->k;
     const tkvi_family *family = r->k.format->family;
     if (family->learn_queries) to_k.head_state = tkvi_query_state_of(kv, family, layer, head);
     to_k.start = start;
-    tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
-    tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
+    tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)g->head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)g->v_head_dim, n, dst + r->v_at);
 }
 
 /* Recodes all heads of a block from the bytes src to the bytes dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
-    const tkv_config *cfg = &r->kv->tables.cfg;
+    const tkvi_geometry *g = tkvi_geometry_of(r->kv, r->layer);
     const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
-    float *k = r->kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
-    size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
+    float *k = r->kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
+    size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
     int head, n_tokens;
-    for (head = 0; head < cfg->model.n_kv_heads; head++) {
+    for (head = 0; head < g->n_kv_heads; head++) {
         const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
         n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
         (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask, v, dv);
@@ -28074,18 +28628,18 @@ static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint3
 static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_moved) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     const tkvi_simd_ops *simd_ops = kv->kernels->simd_ops;
     const tkvi_block *a = tkvi_block_of(kv, ids[i]), *b = tkvi_block_of(kv, ids[i + 1]);
     tkvi_entry *to = &kv->pool.entry[ids[i]], *from = &kv->pool.entry[ids[i + 1]];
     const uint64_t used_a = tkvi_used_mask(kv, list, ids, i), used_b = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t moved_mask = tkvi_first_bits(used_b, n_moved);
-    const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
-    float *k = kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    const size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
+    float *k = kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
     uint8_t *bytes_a = tkvi_block_bytes(&kv->pool, a);
     const uint8_t *bytes_b = tkvi_block_bytes(&kv->pool, b);
     int head;
-    for (head = 0; head < cfg->model.n_kv_heads; head++) {
+    for (head = 0; head < g->n_kv_heads; head++) {
         const tkvi_record *record_a = &kv->tables.layout[a->layout].record[head];
         const tkvi_record *record_b = &kv->tables.layout[b->layout].record[head];
         int n = tkvi_decode_tokens(&record_a->k, simd_ops, bytes_a + record_a->at, used_a, k, dk);
@@ -28175,7 +28729,7 @@ static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
  * read, its keys count as zeros. */
 static void tkvi_decode_keys(const tkv_cache *kv, int seq, int layer, uint32_t id, int head, uint64_t mask,
                              float *out) {
-    const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
+    const size_t dim = (size_t)tkvi_geometry_of(kv, layer)->head_dim;
     const tkvi_record *r = &kv->tables.layout[tkvi_block_of(kv, id)->layout].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer buffer;
@@ -28188,7 +28742,8 @@ static void tkvi_decode_keys(const tkv_cache *kv, int seq, int layer, uint32_t i
 /* Norms of the keys of the slots in `mask` of a block. Each is the mean over the KV heads. */
 static void tkvi_compute_key_norms(const tkv_cache *kv, int seq, int layer, uint32_t id, uint64_t mask,
                                    float *out) {
-    const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const int heads = g->n_kv_heads, dim = g->head_dim;
     int head, t, n = tkvi_n_bits(mask);
     memset(out, 0, (size_t)n * sizeof *out);
     for (head = 0; head < heads; head++) {
@@ -28201,7 +28756,8 @@ static void tkvi_compute_key_norms(const tkv_cache *kv, int seq, int layer, uint
 static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float *out, int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const int heads = g->n_kv_heads, dim = g->head_dim;
     int head, i, t, pass, count, first;
     memset(out, 0, (size_t)n * sizeof *out);
     for (head = 0; head < heads; head++) {
@@ -29727,7 +30283,7 @@ typedef struct tkvi_plain_rows {
     const uint8_t *order; /* NULL: of the model */
     uint8_t pair[TKV_MAX_HEAD_DIM];
     /* plain, then partner: [rows + 1][k_pad] each, as tkvi_turned_rows. With prefill kernels: [channel][lanes] */
-    float rows[2 * (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    float rows[2 * TKVI_ROW_FLOATS];
     int hint; /* place in the cache's table of rotations */
 } tkvi_plain_rows;
 
@@ -29814,6 +30370,7 @@ static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before,
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
+    const tkvi_geometry *g;
     int i, longest = 0, n_queries = 0;
     int64_t rows = 0;
     if (!kv || !p) return TKV_ERR_ARG;
@@ -29829,8 +30386,9 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored_layer < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
-    c->heads_per_kv = cfg->model.n_heads / cfg->model.n_kv_heads;
-    c->tile = c->view_rows = TKVI_ROWS;
+    g = &c->plan->geometry;
+    c->heads_per_kv = g->n_heads / g->n_kv_heads;
+    c->tile = c->view_rows = tkvi_rows_of(tkvi_max(g->k_pad, g->v_pad));
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -29848,7 +30406,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
             return TKV_ERR_NO_SOURCE;
-        rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
+        rows += (int64_t)c->rows[i].n * g->n_heads;
         if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
         n_queries += c->rows[i].n;
         longest = tkvi_max(longest, len);
@@ -29858,14 +30416,13 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
     if (p->mask_bits && p->n_mask_bits > cfg->limits.max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
-    for (i = 0; p->alibi_slopes && i < cfg->model.n_heads; i++)
+    for (i = 0; p->alibi_slopes && i < g->n_heads; i++)
         if (!tkvi_is_finite(p->alibi_slopes[i])) return TKV_ERR_ARG;
-    c->scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
-    c->q_head = p->q_head_stride ? p->q_head_stride : cfg->model.head_dim;
-    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->model.n_heads * cfg->model.head_dim;
-    c->out_head = p->out_head_stride ? p->out_head_stride : cfg->model.v_head_dim;
-    c->out_row =
-        p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->model.n_heads * cfg->model.v_head_dim;
+    c->scale = p->scale != 0.0f ? p->scale : g->scale;
+    c->q_head = p->q_head_stride ? p->q_head_stride : g->head_dim;
+    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)g->n_heads * g->head_dim;
+    c->out_head = p->out_head_stride ? p->out_head_stride : g->v_head_dim;
+    c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)g->n_heads * g->v_head_dim;
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
     c->bits_stride =
         p->mask_bits_stride ? p->mask_bits_stride : p->n_mask_bits / 64 + (p->n_mask_bits % 64 > 0);
@@ -29882,8 +30439,8 @@ static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consum
         const int wants = consumer[i] ? consumer[i]->wants(c->kv, c->p, c->plan->stored_layer) : 0;
         if (wants) c->observing[consumer[i]->observes] |= 1u << i;
         if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
-        if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
-            c->view_rows = TKVI_ROWS - TKVI_ROWS % c->heads_per_kv;
+        if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < c->view_rows)
+            c->view_rows -= c->view_rows % c->heads_per_kv;
     }
     c->tile = c->view_rows;
 }
@@ -30011,7 +30568,6 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
 
 static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item, int seq_row, int head,
                                 int tile) {
-    const tkv_config *cfg = &c->kv->tables.cfg;
     const int seq = c->rows[item].seq;
     u->call = c;
     u->list = tkvi_list_of(c->kv, seq, c->plan->stored_layer);
@@ -30022,8 +30578,8 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->head = head;
     u->first = tile * c->tile;
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
-    u->k_pad = tkvi_round_up(cfg->model.head_dim, 16);
-    u->v_pad = tkvi_round_up(cfg->model.v_head_dim, 16);
+    u->k_pad = c->plan->geometry.k_pad;
+    u->v_pad = c->plan->geometry.v_pad;
     u->chunk =
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
@@ -30044,24 +30600,27 @@ typedef struct tkvi_reference {
 
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
-    float q[TKVI_ROWS *
-            TKV_MAX_HEAD_DIM]; /* turned back by `turned`, as blocks that moved by so much see them */
+    float q
+        [TKVI_ROW_CHANNELS]; /* [rows][k_pad] turned back by `turned`, as blocks that moved by so much see them */
     float ref[TKV_MAX_HEAD_DIM];
     int turned;
     tkvi_reference reference;
     float origin[TKVI_ROWS];
-    const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
-    int sorted_turned;    /* as `turned`, of `sorted` */
-    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
+    const uint8_t *order;          /* order of channels in `sorted`; NULL: `sorted` is not filled in */
+    int sorted_turned;             /* as `turned`, of `sorted` */
+    float sorted[TKVI_ROW_FLOATS]; /* [rows + 1][k_pad] queries, then the reference key */
 } tkvi_queries;
 
 /* Halves of o that the cache's formats need: 1, or 2 with a rotated format. */
 static int tkvi_spaces(const tkvi_work_tile *u) { return 1 + u->call->kv->tables.any_rotated; }
 
+/* Floats of a half of o. */
+static int tkvi_space_floats(int v_pad) { return tkvi_rows_of(v_pad) * v_pad; }
+
 static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     tkvi_sums s;
     s.o = memory;
-    s.m = memory + 2 * TKVI_ROWS * v_pad;
+    s.m = memory + 2 * tkvi_space_floats(v_pad);
     s.l = s.m + TKVI_ROWS;
     s.far_attention = s.l + TKVI_ROWS;
     s.any = s.far_attention + TKVI_ROWS;
@@ -30145,7 +30704,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
-    for (c = 0; c < u->call->kv->tables.cfg.model.head_dim; c++) {
+    for (c = 0; c < u->call->plan->geometry.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
         float middle = x < lo ? lo : x > hi ? hi : x;
         lo = x < lo ? x : lo;
@@ -30162,7 +30721,7 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
     q->order = order;
     for (r = 0; r <= u->rows; r++) {
         const float *from = r < u->rows ? q->q + r * u->k_pad : q->ref;
-        for (i = 0; i < u->k_pad; i++) q->sorted[r * u->k_pad + i] = from[order[i]];
+        for (i = 0; i < u->k_pad; i++) q->sorted[r * u->k_pad + i] = from[tkvi_order_at(order, u->k_pad, i)];
     }
 }
 
@@ -30185,7 +30744,7 @@ static tkvi_angles tkvi_turn_back(const tkvi_work_tile *u, int turned, int *hint
 /* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back, or NULL for 0. */
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
                                 const tkvi_angles *turn, float *ref) {
-    memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
+    memcpy(ref, turned == from->turned ? from->newest : from->moved, (size_t)u->k_pad * sizeof *ref);
     if (TKVI_HAS_MOVES && turn && turned != from->turned)
         tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
 }
@@ -30197,7 +30756,7 @@ static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 static void tkvi_copy_query(const tkvi_work_tile *u, int r, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-    const int dim = c->kv->tables.cfg.model.head_dim;
+    const int dim = c->plan->geometry.head_dim;
     int i;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
@@ -30236,15 +30795,15 @@ static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const 
     const tkvi_rope *rope = u->call->plan->rope;
     tkvi_plain_rows *p = u->call->plain;
     float row[TKV_MAX_HEAD_DIM], sign[TKV_MAX_HEAD_DIM];
-    uint8_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
+    int16_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
     int i, r, pair;
     for (i = 0; i < u->k_pad; i++) {
-        channel[i] = order ? order[i] : (uint8_t)i;
-        partner[i] = (uint8_t)tkvi_partner_of(rope, channel[i], &pair, &sign[i]);
+        channel[i] = (int16_t)(order ? tkvi_order_at(order, u->k_pad, i) : i);
+        partner[i] = (int16_t)tkvi_partner_of(rope, channel[i], &pair, &sign[i]);
         p->pair[i] = (uint8_t)pair;
     }
     for (r = 0; r <= u->rows; r++) {
-        float *plain = p->rows + r * u->k_pad, *other = plain + (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM;
+        float *plain = p->rows + r * u->k_pad, *other = plain + TKVI_ROW_FLOATS;
         if (r == u->rows) memcpy(row, q->reference.moved, (size_t)u->k_pad * sizeof *row);
         else if (tkvi_is_finite(q->origin[r])) tkvi_copy_query(u, r, row);
         else memset(row, 0, sizeof row);
@@ -30275,7 +30834,7 @@ static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_querie
         q->turned = turned;
     }
     t.plain = p->rows;
-    t.partner = p->rows + (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM;
+    t.partner = p->rows + TKVI_ROW_FLOATS;
     t.pair = p->pair;
     t.n_rows = u->rows;
     t.n = u->k_pad;
@@ -30296,7 +30855,8 @@ static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_querie
     }
     t.last = ref;
     u->call->kv->kernels->simd_ops->turn_rows(&t);
-    for (i = 0; i < u->k_pad && turned == from->turned; i++) ref[i] = from->newest[order ? order[i] : i];
+    for (i = 0; i < u->k_pad && turned == from->turned; i++)
+        ref[i] = from->newest[order ? tkvi_order_at(order, u->k_pad, i) : i];
 }
 
 /* Makes q->sorted, or without an order q->q, what a block that moved by `turned` sees. */
@@ -30481,7 +31041,7 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const flo
 static void tkvi_begin_space(const tkvi_work_tile *u, const tkvi_sums *sums, int space) {
     if (sums->any[space] > 0.0f) return;
     sums->any[space] = 1.0f;
-    memset(sums->o + space * TKVI_ROWS * u->v_pad, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
+    memset(sums->o + space * tkvi_space_floats(u->v_pad), 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
 }
 
 /* Attention of all rows over the blocks of split `chunk`, into `sums`. With chunk = n_chunks the sums are empty. */
@@ -30489,7 +31049,8 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
                                             const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
-    int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
+    int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk),
+                     stride = tkvi_space_floats(u->v_pad);
     tkvi_block_view b;
     b.block = -1;
     sums->any[0] = sums->any[1] = 0.0f;
@@ -30546,8 +31107,8 @@ static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, 
     to->far_attention[r] =
         first ? from->far_attention[r] : to->far_attention[r] * a * a + from->far_attention[r] * b * b;
     for (space = 0; space < 2; space++) {
-        float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
-        const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
+        float *o = to->o + space * tkvi_space_floats(u->v_pad) + r * u->v_pad;
+        const float *o2 = from->o + space * tkvi_space_floats(u->v_pad) + r * u->v_pad;
         if (!(from->any[space] > 0.0f)) {
             if (to->any[space] > 0.0f && a < 1.0f) kernels->scale_add(o, a, NULL, 0.0f, u->v_pad);
         } else if (first) {
@@ -30583,7 +31144,7 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
-    int dim = c->kv->tables.cfg.model.v_head_dim, r, i, k;
+    int dim = c->plan->geometry.v_head_dim, r, i, k;
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
@@ -30591,7 +31152,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         float weight = 1.0f, *row = o + r * u->v_pad;
         ptrdiff_t at = query * c->out_row + head * c->out_head;
         if (rotated && !empty) {
-            float *turned = o + (TKVI_ROWS + r) * u->v_pad;
+            float *turned = o + tkvi_space_floats(u->v_pad) + r * u->v_pad;
             c->kv->kernels->rotate_back(turned, dim);
             c->kv->kernels->scale_add(row, 1.0f, turned, 1.0f, u->v_pad);
         }
@@ -30618,7 +31179,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         else
             for (i = 0; i < dim; i++) tkvi_store_element(c->p->out, c->p->out_type, at + i, row[i]);
         if (c->p->lse)
-            c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.model.n_heads + head] =
+            c->p->lse[(ptrdiff_t)query * c->plan->geometry.n_heads + head] =
                 l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
     }
 }
@@ -30643,7 +31204,7 @@ typedef struct tkvi_observers {
 
 /* Memory on the stack with two uses, one after the other: sums of a split, then the states of consumers. */
 typedef union tkvi_work_memory {
-    TKVI_ALIGNED float sums[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED float sums[TKVI_MAX_SUMS_FLOATS];
     unsigned char states[TKVI_CONSUMER_BYTES];
     double aligns; /* the least alignment, also where TKVI_ALIGNED is empty */
 } tkvi_work_memory;
@@ -30788,13 +31349,13 @@ typedef struct tkvi_work {
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
     int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.model.n_kv_heads;
+    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->plan->geometry.n_kv_heads;
     return n;
 }
 
 /* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
-    int i, row = 0, heads = c->kv->tables.cfg.model.n_kv_heads;
+    int i, row = 0, heads = c->plan->geometry.n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
@@ -30843,7 +31404,7 @@ static void tkvi_merge_splits(const tkvi_work *w, int index, const tkvi_work_til
 /* Task: a whole work tile, or, after tkvi_run_split, the merge of its splits. */
 static void tkvi_run_work_tile(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
-    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED float all[TKVI_MAX_SUMS_FLOATS];
     tkvi_work_memory here;
     TKVI_ALIGNED tkvi_queries q;
     tkvi_sums sums, part;
@@ -30916,7 +31477,7 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
 static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
                                           int lanes, float *q, float *origin) {
-    TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float rows[16 * TKVI_PREFILL_DIM];
     int first, r;
     for (first = 0; first < lanes; first += 16) {
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
@@ -30930,7 +31491,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_an
  * finite. */
 static TKVI_NOINLINE void tkvi_set_plain_lanes(const tkvi_work_tile *u, int n_lanes, const float *origin,
                                                float *lanes) {
-    TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float rows[16 * TKVI_PREFILL_DIM];
     int first, r;
     for (first = 0; first < n_lanes; first += 16) {
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
@@ -31079,7 +31640,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
                     tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o);
         }
-        if (rotated) many->rotate_back(sums->o, kv->tables.cfg.model.v_head_dim, lanes);
+        if (rotated) many->rotate_back(sums->o, u->call->plan->geometry.v_head_dim, lanes);
     }
 }
 
@@ -31137,7 +31698,7 @@ static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u, float 
  * kernels/scalar.h, which score the blocks. A consumer that needs sums of the same kernels gets them here. */
 static TKVI_NOINLINE void tkvi_prefill_observe(const tkvi_work *w, const tkvi_work_tile *u,
                                                const float *lse) {
-    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED float all[TKVI_MAX_SUMS_FLOATS];
     tkvi_work_memory here;
     TKVI_ALIGNED tkvi_queries q;
     const tkvi_sums sums = tkvi_sums_in(all, u->v_pad), part = tkvi_sums_in(here.sums, u->v_pad);
@@ -31173,6 +31734,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
     if (c->observing[TKVI_OBSERVES_CALL]) return NULL;
+    if (tkvi_max(c->plan->geometry.k_pad, c->plan->geometry.v_pad) > TKVI_PREFILL_DIM) return NULL;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
@@ -31303,7 +31865,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     } else if (few || !(c.many = tkvi_prefill_for(&c))) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
-        c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.model.head_dim, kv->tables.cfg.model.v_head_dim));
+        c.tile = tkvi_prefill_lanes(tkvi_max(c.plan->geometry.head_dim, c.plan->geometry.v_head_dim));
         c.tile -= c.tile % c.view_rows;
         tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
     }
@@ -31359,8 +31921,8 @@ typedef struct tkvi_comparing {
     unsigned rows; /* sampled rows that see a key */
     int from;      /* place in the list of copies (tkvi_head_probe_copy) */
     tkvi_comparison row[TKVI_ROWS];
-    float cached[TKVI_ROWS * TKV_MAX_HEAD_DIM]; /* tkvi_output_row of the first pass */
-    float o[2 * TKVI_ROWS * TKV_MAX_HEAD_DIM];  /* as tkvi_sums.o, with the copies */
+    float cached[TKVI_ROW_CHANNELS]; /* [row][v_pad] tkvi_output_row of the first pass */
+    float o[2 * TKVI_ROW_CHANNELS];  /* as tkvi_sums.o, with the copies */
 } tkvi_comparing;
 
 static int tkvi_comparison_wants(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
@@ -31399,10 +31961,10 @@ static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe
 
 /* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
 static void tkvi_output_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
-    int dim = u->call->kv->tables.cfg.model.v_head_dim, i;
-    memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
+    int dim = u->call->plan->geometry.v_head_dim, i;
+    memset(row, 0, (size_t)u->v_pad * sizeof *row);
     if (rotated) {
-        memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
+        memcpy(row, o + tkvi_space_floats(u->v_pad) + r * u->v_pad, (size_t)u->v_pad * sizeof *row);
         tkvi_rotate_back(row, dim);
     }
     for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
@@ -31428,10 +31990,10 @@ static TKVI_NOINLINE unsigned tkvi_comparison_begin(const tkvi_tile_view *v, uns
     for (r = 0; r < v->rows; r++) {
         if (!c->row[r].kept) continue;
         compared |= 1u << r;
-        tkvi_output_row(v->tile, r, s->o, s->any[1] > 0.0f, c->cached + r * TKV_MAX_HEAD_DIM);
+        tkvi_output_row(v->tile, r, s->o, s->any[1] > 0.0f, c->cached + r * v->tile->v_pad);
     }
     if (compared)
-        memset(c->o, 0, (size_t)(tkvi_spaces(v->tile) * TKVI_ROWS * v->tile->v_pad) * sizeof(float));
+        memset(c->o, 0, (size_t)(tkvi_spaces(v->tile) * tkvi_space_floats(v->tile->v_pad)) * sizeof(float));
     return compared;
 }
 
@@ -31448,7 +32010,8 @@ static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparing *c
     if (most > row->m) {
         float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
         for (space = 0; space < tkvi_spaces(u); space++)
-            kernels->scale_add(c->o + (space * TKVI_ROWS + r) * u->v_pad, shrink, NULL, 0.0f, u->v_pad);
+            kernels->scale_add(c->o + space * tkvi_space_floats(u->v_pad) + r * u->v_pad, shrink, NULL, 0.0f,
+                               u->v_pad);
         row->l *= (double)shrink;
         row->shift *= (double)shrink;
         row->m = most;
@@ -31491,10 +32054,10 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
                                        cached + r * TKVI_BLOCK, p + r * TKVI_BLOCK);
     bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
     if (any && bytes)
-        kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
-                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
-                                              c->o + ((rec->v.format->rotated ? TKVI_ROWS : 0) + first) *
-                                                         u->v_pad);
+        kv->kernels->v[rec->v.format->stored](
+            &rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
+            tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
+            c->o + (rec->v.format->rotated ? tkvi_space_floats(u->v_pad) : 0) + first * u->v_pad);
 }
 
 /* Adds row r to error_sums: agreement of the top key, KL(exact || cached), |out - exact|^2 / |exact|^2. */
@@ -31502,7 +32065,7 @@ static void tkvi_comparison_sum(const tkvi_tile_view *v, int r, const tkvi_compa
                                 tkvi_error_sums *error_sums) {
     const tkv_attend_params *p = v->params;
     const tkvi_comparison *row = &c->row[r];
-    const float *y = c->cached + r * TKV_MAX_HEAD_DIM;
+    const float *y = c->cached + r * v->tile->v_pad;
     float x[TKV_MAX_HEAD_DIM];
     double lse = (double)row->m + log(row->l), cached = (double)row->first_m + log((double)row->first_l);
     double a, b, d = 0.0, size = 0.0;
@@ -31516,7 +32079,7 @@ static void tkvi_comparison_sum(const tkvi_tile_view *v, int r, const tkvi_compa
     a = exp((double)row->m - lse);
     b = exp((double)row->first_m - cached);
     tkvi_output_row(v->tile, r, c->o, tkvi_spaces(v->tile) > 1, x);
-    for (i = 0; i < v->kv->tables.cfg.model.v_head_dim; i++) {
+    for (i = 0; i < v->tile->call->plan->geometry.v_head_dim; i++) {
         double e = (double)x[i] * a - (double)y[i] * b;
         d += e * e;
         size += (double)x[i] * a * ((double)x[i] * a);
@@ -31580,7 +32143,7 @@ static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int
     tkvi_slot_indices(u, i, at);
     for (r = 0; r < v->rows; r++) {
         int row = u->seq_row + tkvi_query_of(u, r);
-        float lse = p->lse[(ptrdiff_t)row * v->kv->tables.cfg.model.n_heads + tkvi_head_of(u, r)];
+        float lse = p->lse[(ptrdiff_t)row * u->call->plan->geometry.n_heads + tkvi_head_of(u, r)];
         const float *s = scores + r * TKVI_BLOCK;
         if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
         if (p->softcap <= 0.0f) lse -= v->origin[r];
@@ -31630,7 +32193,7 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
         if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
     }
     *seen = 1;
-    for (i = 0; i < c->kv->tables.cfg.model.head_dim; i++)
+    for (i = 0; i < c->plan->geometry.head_dim; i++)
         s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
@@ -31640,18 +32203,21 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
 
 static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
     int i, finite = 1;
-    for (i = 0; i < c->kv->tables.cfg.model.head_dim; i++)
+    for (i = 0; i < c->plan->geometry.head_dim; i++)
         finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
     return finite;
 }
 
+/* Tokens of a block that are decoded at a time. */
+static int tkvi_ref_tokens(int dim) { return dim > 256 ? 16 : TKVI_BLOCK; }
+
 /* Attention of one query head of one row. */
 static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
-    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_geometry *g = &c->plan->geometry;
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
-    float x[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* keys of a block, then its values */
+    float x[TKVI_BLOCK * 256]; /* keys or values of a block, or of 16 tokens */
     double s, top = 0.0, sum = 0.0, w[TKVI_BLOCK], out[TKV_MAX_HEAD_DIM];
     int sees[TKVI_BLOCK];
     tkvi_fetch_buffer room[2];
@@ -31681,16 +32247,17 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
             if (!finite) continue;
-            tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
-            for (t = 0; TKVI_HAS_MOVES && t < n && kv->pool.entry[ids[i]].turned; t++)
-                tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0,
-                                 x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {
+                const int at_once = tkvi_ref_tokens(g->head_dim), from = t % at_once;
+                float *key = x + from * g->head_dim;
                 int seen = 0;
                 sees[t] = 0;
+                if (!from) tkvi_decode_side(&rec->k, k, t, tkvi_min(at_once, n - t), x, (size_t)g->head_dim);
                 if (!(there >> t & 1) || !finite) continue;
+                if (TKVI_HAS_MOVES && kv->pool.entry[ids[i]].turned)
+                    tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0, key);
                 j = tkvi_slot_index(kv, ids[i], t);
-                s = tkvi_ref_logit(c, item, row, query, head, x + t * cfg->model.head_dim, i, j, &seen);
+                s = tkvi_ref_logit(c, item, row, query, head, key, i, j, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
                     finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */
@@ -31703,21 +32270,22 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 if (pass == 2) c->p->scores[item * c->score_stride + j] += (float)(w[t] / sum);
             }
             if (pass != 1) continue;
-            tkvi_decode_side(&rec->v, v, 0, n, x, (size_t)cfg->model.v_head_dim);
             for (t = 0; t < n; t++) {
+                const int at_once = tkvi_ref_tokens(g->v_head_dim), from = t % at_once;
                 int ch;
+                if (!from)
+                    tkvi_decode_side(&rec->v, v, t, tkvi_min(at_once, n - t), x, (size_t)g->v_head_dim);
                 if (!sees[t]) continue;
                 sum += w[t];
-                for (ch = 0; ch < cfg->model.v_head_dim; ch++)
-                    out[ch] += w[t] * (double)x[t * cfg->model.v_head_dim + ch];
+                for (ch = 0; ch < g->v_head_dim; ch++) out[ch] += w[t] * (double)x[from * g->v_head_dim + ch];
             }
         }
         if (pass == 1 && !c->p->scores) break;
     }
-    for (i = 0; i < cfg->model.v_head_dim; i++)
+    for (i = 0; i < g->v_head_dim; i++)
         tkvi_store_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
     if (c->p->lse)
-        c->p->lse[(ptrdiff_t)row * cfg->model.n_heads + head] =
+        c->p->lse[(ptrdiff_t)row * g->n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
     return TKV_OK;
 }
@@ -31732,7 +32300,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
             memset(p->scores + item * c.score_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++)
-            for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)
+            for (head = 0; head < c.plan->geometry.n_heads && !st; head++)
                 st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
         n_before += c.rows[item].n;
     }
@@ -32254,10 +32822,10 @@ static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_sour
             kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].scores[slot] =
                 tkvi_keeps_norms(kv)
-                    ? tkvi_bits(tkvi_mean_key_norm(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
+                    ? tkvi_bits(tkvi_mean_key_norm(k, first + t, layout->n_kv_heads, saturate))
                     : 0;
         }
-        for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
+        for (h = 0; h < layout->n_kv_heads; h++) {
             const tkvi_record *r = &layout->record[h];
             tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, slot, saturate, bytes + r->at);
             tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, slot, saturate,
@@ -32455,19 +33023,20 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
 }
 
 /* Describes K or V of an append. Strides of 0: dense rows. */
-static tkvi_source tkvi_describe_source(const tkv_cache *kv, const void *data, tkv_type type, int dim,
-                                        ptrdiff_t token_stride, ptrdiff_t head_stride) {
+static tkvi_source tkvi_describe_source(const tkvi_geometry *g, tkv_side side, const void *data,
+                                        tkv_type type, ptrdiff_t token_stride, ptrdiff_t head_stride) {
     tkvi_source s;
     s.data = data;
     s.type = type;
-    s.dim = dim;
-    s.head_stride = head_stride ? head_stride : dim;
-    s.token_stride = token_stride ? token_stride : (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * dim;
+    s.dim = side == TKV_K ? g->head_dim : g->v_head_dim;
+    s.head_stride = head_stride ? head_stride : s.dim;
+    s.token_stride = token_stride ? token_stride : (ptrdiff_t)g->n_kv_heads * s.dim;
     return s;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
+    const tkvi_geometry *g;
     tkvi_request request = tkvi_no_request();
     tkv_rows single_row;
     tkvi_source k, v;
@@ -32494,11 +33063,12 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
-    k = tkvi_describe_source(kv, p->k, p->k_type, cfg->model.head_dim, p->k_token_stride, p->k_head_stride);
-    v = tkvi_describe_source(kv, p->v, p->v_type, cfg->model.v_head_dim, p->v_token_stride, p->v_head_stride);
+    g = tkvi_geometry_of(kv, p->layer);
+    k = tkvi_describe_source(g, TKV_K, p->k, p->k_type, p->k_token_stride, p->k_head_stride);
+    v = tkvi_describe_source(g, TKV_V, p->v, p->v_type, p->v_token_stride, p->v_head_stride);
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_are_rows_finite(p, &request, &k, cfg->model.n_kv_heads) ||
-         !tkvi_are_rows_finite(p, &request, &v, cfg->model.n_kv_heads)))
+        (!tkvi_are_rows_finite(p, &request, &k, g->n_kv_heads) ||
+         !tkvi_are_rows_finite(p, &request, &v, g->n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->call.append_layer = p->layer;
@@ -32708,7 +33278,6 @@ static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
 
 /* Overwrites slots of an exact block, unless another list holds it (cfg.host.wipe_freed). */
 static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t slots) {
-    static const float zeros[TKV_MAX_HEAD_DIM] = {0};
     const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int t, h;
@@ -32716,11 +33285,11 @@ static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t s
         !tkvi_is_exact(layout->record[0].k.format) || !tkvi_is_exact(layout->record[0].v.format))
         return;
     for (t = 0; t < layout->tokens; t++)
-        for (h = 0; h < kv->tables.cfg.model.n_kv_heads && slots >> t & 1; h++) {
+        for (h = 0; h < layout->n_kv_heads && slots >> t & 1; h++) {
             const tkvi_record *r = &layout->record[h];
             uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
-            r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, zeros, t, bytes);
-            r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, zeros, t, bytes + r->v_at);
+            r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
+            r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
         }
 }
 
@@ -32898,6 +33467,7 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
+    const tkvi_geometry *g;
     const tkvi_simd_ops *simd_ops;
     const tkvi_list *list;
     const uint32_t *ids;
@@ -32907,6 +33477,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     simd_ops = kv->kernels->simd_ops;
+    g = tkvi_geometry_of(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     tkvi_empty_buffer(&buffer, seq, layer);
@@ -32918,7 +33489,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
-        const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
+        const size_t row = (size_t)(from - start) * (size_t)g->n_kv_heads;
         const tkvi_layout *layout;
         int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
@@ -32927,10 +33498,9 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
-        for (h = 0; h < cfg->model.n_kv_heads; h++) {
+        for (h = 0; h < g->n_kv_heads; h++) {
             const tkvi_record *r = &layout->record[h];
-            size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
-                   heads = (size_t)cfg->model.n_kv_heads;
+            size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim, heads = (size_t)g->n_kv_heads;
             const uint8_t *bytes;
             tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, &buffer, &bytes) : TKV_OK;
             if (k && !st)
@@ -34276,7 +34846,7 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
     const tkvi_simd_ops *ops = kv->kernels->simd_ops;
     float row[TKV_MAX_HEAD_DIM];
     int h;
-    for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
+    for (h = 0; h < kv->tables.layout[a->layout].n_kv_heads; h++) {
         const tkvi_record *r = &kv->tables.layout[a->layout].record[h],
                           *s = &kv->tables.layout[b->layout].record[h];
         const uint8_t *src = tkvi_block_bytes(&kv->pool, a) + r->at;
@@ -34543,7 +35113,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     int i;
     tkvi_empty_buffer(&room, TKV_NO_SEQ, TKV_ALL_LAYERS); /* stored blocks need neither */
     memset(to, 0, c->bytes.total);
-    for (i = 0; i < 2 * kv->tables.cfg.model.n_kv_heads; i++) {
+    for (i = 0; i < 2 * c->n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
         const uint8_t *bytes;
         const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
@@ -34848,7 +35418,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, hot->bytes.total);
     for (t = 0; t < n; t++)
-        for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
+        for (h = 0; h < hot->n_kv_heads; h++) {
             const tkvi_record *record = &hot->record[h];
             /* Slots that the entry does not have repeat its first row, which fits the scales of the block. */
             const int row = tkvi_slot_index(kv, id, tkvi_max(t, kv->pool.entry[id].first_slot)) - start;
@@ -34921,6 +35491,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
+    const tkvi_geometry *g;
     tkvi_request request = tkvi_no_request();
     int i, first = -1, last = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
@@ -34945,11 +35516,12 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         last = i + 1;
     }
     if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
-    from_k = tkvi_describe_source(kv, k, TKV_TYPE_F32, kv->tables.cfg.model.head_dim, 0, 0);
-    from_v = tkvi_describe_source(kv, v, TKV_TYPE_F32, kv->tables.cfg.model.v_head_dim, 0, 0);
+    g = tkvi_geometry_of(kv, layer);
+    from_k = tkvi_describe_source(g, TKV_K, k, TKV_TYPE_F32, 0, 0);
+    from_v = tkvi_describe_source(g, TKV_V, v, TKV_TYPE_F32, 0, 0);
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_is_source_finite(&from_k, 0, n, kv->tables.cfg.model.n_kv_heads) ||
-         !tkvi_is_source_finite(&from_v, 0, n, kv->tables.cfg.model.n_kv_heads)))
+        (!tkvi_is_source_finite(&from_k, 0, n, g->n_kv_heads) ||
+         !tkvi_is_source_finite(&from_v, 0, n, g->n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->call.clock;
@@ -35421,28 +35993,30 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 }
 
 /* >>bytes */
-/* Adds bytes and tokens of a block. bytes: what the formats use, the rest is padding; NULL: they are counted. */
-static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
-                           int is_offloaded) {
+/* Bytes of K and V of a token in FP16, in a layer. */
+static size_t tkvi_fp16_bytes(int n_kv_heads, int head_dim, int v_head_dim) {
+    return (size_t)n_kv_heads * (size_t)(head_dim + v_head_dim) * 2u;
+}
+
+/* Adds bytes and tokens of a block. g: of its layer. bytes: what the formats use, the rest is padding; NULL: they are
+ * counted. */
+static void tkvi_add_block(tkv_memory_info *m, const tkvi_geometry *g, tkv_tier tier, const tkvi_bytes *bytes,
+                           size_t tokens, int is_offloaded) {
     tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
+    m->fp16_bytes += tokens * tkvi_fp16_bytes(g->n_kv_heads, g->head_dim, g->v_head_dim);
     if (is_offloaded) m->offloaded.tokens += tokens;
     if (!bytes) return;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
 
-/* Computes slack, the page bytes that no block uses, and from the tokens fp16_bytes, ratio and ratio_f32. */
-static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_bytes) {
+/* Computes slack, the page bytes that no block uses, and the ratios. */
+static void tkvi_sum_up(tkv_memory_info *m, size_t page_bytes) {
     int tier;
-    size_t used = 0, tokens = 0;
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        used += m->tier[tier].codes + m->tier[tier].metadata;
-        tokens += m->tier[tier].tokens;
-    }
+    size_t used = 0;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) used += m->tier[tier].codes + m->tier[tier].metadata;
     m->slack += page_bytes - used;
-    m->fp16_bytes =
-        tokens * (size_t)cfg->model.n_kv_heads * (size_t)(cfg->model.head_dim + cfg->model.v_head_dim) * 2u;
     m->ratio = m->total ? (double)m->fp16_bytes / (double)m->total : 0.0;
     m->ratio_f32 = 2.0 * m->ratio;
 }
@@ -35480,7 +36054,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
         if (!tkvi_is_discarded(b) && (!once || run.counts_once))
-            tkvi_add_block(out, (tkv_tier)b->tier,
+            tkvi_add_block(out, tkvi_geometry_of(kv, layer), (tkv_tier)b->tier,
                            i == run.first ? &kv->tables.layout[b->layout].bytes : NULL,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
@@ -35503,7 +36077,7 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     if (kv->states.region) out->slack = kv->states.region_bytes - kv->states.held_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
                  out->scratch - out->exact_copies - out->states - out->slack;
-    tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
+    tkvi_sum_up(out, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
     return TKV_OK;
 }
 
@@ -35537,7 +36111,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
             bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
-    tkvi_sum_up(out, &kv->tables.cfg, bytes);
+    tkvi_sum_up(out, bytes);
 }
 
 /* Counts the tokens and blocks of a layer that has a cache of its own, or reads that of another layer. */
@@ -35566,10 +36140,15 @@ static tkv_format_pair tkvi_pair_now(const tkv_cache *kv, int layer, int tier) {
 }
 
 TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out) {
+    const int asked = layer;
     int tier;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (!out || layer < 0) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
+    out->n_heads = tkvi_geometry_of(kv, asked)->n_heads;
+    out->n_kv_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
+    out->head_dim = tkvi_geometry_of(kv, layer)->head_dim;
+    out->v_head_dim = tkvi_geometry_of(kv, layer)->v_head_dim;
     out->length = tkvi_list_of(kv, seq, layer)->len;
     tkvi_count_layer(kv, seq, layer, out);
     tkvi_layer_memory(kv, seq, layer, &out->memory);
@@ -35658,6 +36237,8 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
 
 static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, int key, tkv_tier tier,
                             int64_t blocks, int64_t tokens, int64_t *live) {
+    const tkvi_layout_key *k = &h->key[key];
+    m->fp16_bytes += (size_t)tokens * tkvi_fp16_bytes(k->n_kv_heads, k->head_dim, k->v_head_dim);
     m->tier[tier].tokens += (size_t)tokens;
     m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
     m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
@@ -35733,7 +36314,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
             if (table_at && n_seqs == 1)
                 recoded = 2 * (int64_t)tkvi_max(0, n_tokens - table_at); /* tkvi_most_to_age */
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
-            first_delay = tkvi_min(first_delay, delay + 1 - tkvi_learn_steps(&h->cfg, &p));
+            first_delay = tkvi_min(first_delay, delay + 1 - tkvi_learn_steps(&p));
             last_delay = tkvi_max(last_delay, delay);
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, recoded, &outside, live);
@@ -35755,7 +36336,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
-        m.tables += tkvi_stats_bytes(&h->cfg);
+        m.tables += tkvi_stats_bytes(&h->end);
     if (learned > TKVI_FIRST_TABLE_TOKENS + first_delay || h->cfg.budget.bytes)
         m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS + first_delay) m.tables += tkvi_version_bytes(h);
@@ -35770,7 +36351,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
         m.peak += tkvi_cap_before(all) * tkvi_block_entry_bytes(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
                   tkvi_cap_before(most + 1) * (list + tkvi_choice_entry_bytes(&h->cfg));
-    tkvi_sum_up(&m, &h->cfg, page_bytes);
+    tkvi_sum_up(&m, page_bytes);
     *out = m;
     return TKV_OK;
 }
@@ -36448,7 +37029,7 @@ typedef struct tkvi_fields { /* rows of one struct */
 } tkvi_fields;
 
 #define TKVI_MAX_FIELDS 10
-#define TKVI_SEEN_BYTES 8192 /* a bit per field: 15 fields of 4,096 layers, and 4,096 others */
+#define TKVI_SEEN_BYTES 12288 /* a bit per field: 23 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
     const tkvi_fields *fields;
@@ -36467,8 +37048,8 @@ typedef struct tkvi_parser {
     const char *taken_from; /* the last list of frequencies */
     int taken_line;         /* its line */
     int n_kept;             /* numbers in front of these lists that the config still uses */
-    uint8_t
-        pairs[TKVI_MAX_LAYERS]; /* layers[i].rope.dim / 2 less the numbers of its frequencies, modulo 256 */
+    uint16_t
+        pairs[TKVI_MAX_LAYERS]; /* layers[i].rope.dim / 2 less the numbers of its frequencies, modulo 65536 */
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
 } tkvi_parser;
@@ -36921,6 +37502,10 @@ static const tkvi_row tkvi_rope_rows[] = {
 };
 
 static const tkvi_row tkvi_layer_rows[] = {
+    TKVI_ROW(tkv_layer_config, n_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, n_kv_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, v_head_dim, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, no_cache, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_layer_config, share_kv, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_off),
@@ -37292,8 +37877,8 @@ static void tkvi_note_rope(tkvi_parser *r, int group, int layer, const tkvi_row 
     }
     if (group != TKVI_OF_LAYERS) return;
     if (row->offset == offsetof(tkv_layer_config, rope.dim) && tkvi_read_int(r, row, r->value, &dim))
-        r->pairs[layer] = (uint8_t)(r->pairs[layer] + (dim > 0 && dim <= TKV_MAX_HEAD_DIM ? dim / 2 : 0));
-    r->pairs[layer] = (uint8_t)(r->pairs[layer] - n);
+        r->pairs[layer] = (uint16_t)(r->pairs[layer] + (dim > 0 && dim <= TKV_MAX_HEAD_DIM ? dim / 2 : 0));
+    r->pairs[layer] = (uint16_t)(r->pairs[layer] - n);
 }
 
 /* Reads all values of one pass into their fields. The check pass does not write to lists or frequencies, whose

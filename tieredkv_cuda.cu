@@ -826,10 +826,10 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_transcoder<Dim> *d) {
     }
     most = tkvcu_max_lanes<LINE>(most);
     most = most < 1e30f ? most : 1e30f;
-    by = tkvi_r_by(most);
+    by = tkvi_r_by(most, Dim);
     TKVCU_UNROLL
     for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
-        u[i] = tkvi_r_integer(y[i], by);
+        u[i] = tkvi_r_integer(y[i], by, Dim);
         squares += u[i] * u[i];
     }
     squares = tkvcu_sum_lanes<LINE>(squares);
@@ -853,7 +853,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_transcoder<Dim> *d) {
     sum = tkvcu_sum_lanes<LINE>(sum);
     __syncwarp();
     if (part == 0) {
-        const float scale = tkvi_r_scale(most, squares, sum);
+        const float scale = tkvi_r_scale(most, squares, sum, Dim);
         d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_finish(s, t, TKVI_BLOCK, d->code, scale), s->top);
     }
 }
@@ -4156,6 +4156,19 @@ static const char *tkvcu_check_formats(const tkv_config *cfg, tkv_format_pair pa
                : NULL;
 }
 
+/* 1 if a layer has heads or channels that differ from the model's. */
+static int tkvcu_has_mixed_layers(const tkv_config *cfg) {
+    const tkvi_geometry model = tkvi_model_geometry(&cfg->model);
+    int i;
+    for (i = 0; cfg->layers && i < cfg->model.n_layers; i++) {
+        const tkvi_geometry g = tkvi_layer_geometry(cfg, i);
+        if (g.n_heads != model.n_heads || g.n_kv_heads != model.n_kv_heads || g.head_dim != model.head_dim ||
+            g.v_head_dim != model.v_head_dim)
+            return 1;
+    }
+    return 0;
+}
+
 static const char *tkvcu_check_config(const tkv_config *cfg) {
     const struct {
         int wrong;
@@ -4165,6 +4178,7 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
         {cfg->model.v_head_dim && cfg->model.v_head_dim != cfg->model.head_dim,
          "v_head_dim must be head_dim"},
         {cfg->model.n_kv_heads > 1024, "n_kv_heads must be at most 1024"},
+        {tkvcu_has_mixed_layers(cfg), "all layers must have the heads and channels of the model"},
         {cfg->limits.max_seqs > 65535, "max_seqs must be at most 65535"},
         {cfg->model.n_heads >
              TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),
@@ -4578,8 +4592,11 @@ static const tkvcu_view *tkvcu_find_view(const tkvcu *cu, int layer) {
 /* >>comparison of configs */
 static const char *tkvcu_find_difference(const tkvi_tables *a, const tkvi_tables *b, int layer) {
     const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
+    const tkvi_geometry *g = &p->geometry, *h = &q->geometry;
     int r;
-    if (p->stored_layer != q->stored_layer) return "cfg.layers";
+    if (p->stored_layer != q->stored_layer || g->n_heads != h->n_heads || g->n_kv_heads != h->n_kv_heads ||
+        g->head_dim != h->head_dim || g->v_head_dim != h->v_head_dim)
+        return "cfg.layers";
     if (p->stored_layer != layer) return NULL;
     if (p->sink != q->sink || p->now.hot != q->now.hot || p->now.warm != q->now.warm)
         return "the tiers' lengths";
@@ -5065,7 +5082,7 @@ tkv_status tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, in
     c.n_queries = n_queries;
     c.window = p->window == TKV_OFF ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
     c.window = tkvi_min(c.window, cu->max_tokens + TKVCU_MAX_QUERIES);
-    c.scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
+    c.scale = p->scale != 0.0f ? p->scale : cu->host->tables.plan[layer].geometry.scale;
     c.softcap = p->softcap;
     return tkvcu_check_cuda(cu, n_queries > TKVCU_DECODE_QUERIES
                                     ? tkvcu_launch_prefill(cu->prefill, &cu->attend_plan, v, &c, cfg, stream)

@@ -40,7 +40,7 @@ extern "C" {
 
 /* >>constants */
 #define TKV_BLOCK_TOKENS 64 /* tokens in a block: the cache encodes and demotes them together */
-#define TKV_MAX_HEAD_DIM 256
+#define TKV_MAX_HEAD_DIM 576
 #define TKV_MAX_METER_HEADS 64 /* largest value of cfg.meter.heads */
 /* Sentinels. Each has its own name and value. */
 #define TKV_OFF (-1)        /* as a length or a level: this part is off */
@@ -203,7 +203,9 @@ typedef enum tkv_rope_kind {
  * position 0. YaRN, Llama 3 and p-RoPE: give the frequencies that they compute. If the model rotates differently,
  * decoded keys stay correct, but compression loses more, and moved keys are wrong. */
 typedef struct tkv_rope {
-    int dim; /* rotated channels: even, at most head_dim; 0: not given; TKV_OFF: keys are not rotated (NoPE) */
+    /* rotated channels: even, at most head_dim, and at most 510, or 512 with head_dim 512; 0: not given; TKV_OFF: keys
+     * are not rotated (NoPE) */
+    int dim;
     int interleaved; /* 0: channels j and j + dim/2 are a pair (Hugging Face); 1: 2j and 2j + 1 (GGUF of Llama) */
     float base;      /* 2 to 1e9; 0: 10000 */
     float scale;     /* factor on positions, at most 4; 0: 1. Linear scaling by 4 is 0.25 */
@@ -214,7 +216,7 @@ typedef struct tkv_rope {
 /* Turns a head's vector by a number of positions, in place, as RoPE does. It is the arithmetic of tkv_seq_shift:
  * attention to tokens that all moved by d is, bit for bit, that with queries turned by -d.
  *   rope        as in tkv_config
- *   head_dim    channels of x, 1 to 256
+ *   head_dim    channels of x, 1 to 576
  *   positions   may be negative; -n undoes n within rounding
  *   x           [head_dim]
  * Errors, x unchanged:
@@ -224,6 +226,10 @@ typedef struct tkv_rope {
 TKV_API tkv_status tkv_rotate_rope(const tkv_rope *rope, int head_dim, int positions, float *x);
 
 typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache's value */
+    /* Heads and channels of this layer, where layers differ (Gemma 4: 8 KV heads of 256, and 1 of 512 in global
+     * layers). v_head_dim 0 is head_dim, if the layer sets that. A layer with share_kv may set n_heads alone. With
+     * model.scale 0, scores of a layer are scaled by 1/sqrt(its head_dim). */
+    int n_heads, n_kv_heads, head_dim, v_head_dim;
     tkv_format_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
     int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
@@ -381,7 +387,7 @@ typedef struct tkv_offload_config { /* set write and read, or neither */
 
 /* What recomputation costs, and what it may cost (tkv_init_remat, cfg.recompute). */
 typedef struct tkv_remat_config {
-    /* the model; required: n_layers 1 to 4096, head_dim 1 to 256, n_heads 1 to 65536, or TKV_OFF to count no
+    /* the model; required: n_layers 1 to 4096, head_dim 1 to 576, n_heads 1 to 65536, or TKV_OFF to count no
      * attention. In cfg.recompute, 0 takes them from cfg.model */
     int n_layers, n_heads, head_dim;
     double layer_params; /* weights of a layer that a token is multiplied with, 1 to 1e15; required */
@@ -422,8 +428,8 @@ typedef struct tkv_model_config { /* the model */
     int n_layers;                 /* required, 1 .. 4096 */
     int n_heads;                  /* query heads, 1 .. 65536; required, a multiple of n_kv_heads */
     int n_kv_heads;               /* heads of K and V; 0: n_heads (plain multi-head attention) */
-    int head_dim;   /* channels of K and q; required, 1 .. 256. The cache pads it to a multiple of 16 */
-    int v_head_dim; /* channels of V and out, 1 .. 256; 0: head_dim */
+    int head_dim;   /* channels of K and q; required, 1 .. 576. The cache pads it to a multiple of 16 */
+    int v_head_dim; /* channels of V and out, 1 .. 576; 0: head_dim */
     int window;     /* sliding window of all layers, in tokens; 0: none */
     float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
     tkv_rope
@@ -660,7 +666,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB, and 20 KiB more where tokens have moved). */
+ * with cfg.recompute 68 KiB, and 24 KiB more where tokens have moved). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (index) and head h results from these steps, in this order:
  *   s = scale * q.k
@@ -1104,6 +1110,7 @@ TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *
 
 /* One layer of one sequence. `length` is the sum of tokens, expired, evicted and discarded. */
 typedef struct tkv_layer_info {
+    int n_heads, n_kv_heads, head_dim, v_head_dim;
     int length;                             /* in tokens */
     int tokens[TKV_TIER_COUNT];             /* tokens per tier; sinks count as HOT */
     int blocks[TKV_TIER_COUNT];             /* blocks per tier */
@@ -1750,7 +1757,7 @@ TKV_API tkv_status tkv_parse_thresholds(tkv_thresholds *t, const char *src, size
 typedef struct tkv_codec { /* fill with zeros first */
     tkv_format format;
     tkv_side side;
-    int head_dim; /* 1 to 256 */
+    int head_dim; /* 1 to 576; SQUAT formats: to 256 */
     tkv_format_options options;
     tkv_rope rope; /* as in tkv_config; tkv_encode_block and tkv_decode_block also read its frequencies */
     int position;  /* position of the first token, for rope; tkv_decode_block reads it from the bytes */
@@ -1837,7 +1844,7 @@ typedef struct tkv_config_arrays {
  * Errors, cfg and room unchanged:
  *   TKV_ERR_CONFIG   an unknown key, a bad value, a key twice, or room is too small
  *   TKV_ERR_ARG      a pointer is missing
- * Cost: O(size), three times; 14 KB of stack. */
+ * Cost: O(size), three times; 22 KB of stack. */
 TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *room, const char *text,
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,

@@ -48,7 +48,8 @@
  *
  *   These things are not possible today:
  *     - A sequence cannot be saved or loaded.
- *     - A head has at most 256 channels. The cache stores them padded to a multiple of 16.
+ *     - A head has at most 576 channels. The cache stores them padded to a multiple of 16. Heads of more than 256
+ *       channels have no SQUAT formats, no blocks outside RAM in 16 bits, and no kernels for chunks of prompts.
  *
  *
  * 2. COMPILE IT ONCE
@@ -342,7 +343,7 @@
  *     limits       sequences, tokens per sequence, tokens per append
  *     tiers        lengths and formats of sinks, tail, warm tier and archive; anchors
  *     format       options of formats; each format ignores those of others
- *     layers       exceptions by layer: formats, lengths, window, RoPE, shared K and V
+ *     layers       exceptions by layer: heads, channels, formats, lengths, window, RoPE, shared K and V
  *     budget       bytes, ladder, pressure controller, discarding
  *     evict        the policy that removes tokens, and when
  *     importance   how tokens are rated
@@ -392,7 +393,9 @@
  *   grid fits all channels. Heads that attend far back get more of their layer's bytes.
  *
  *   Layers. cfg.layers points to n_layers settings, and 0 takes the cache's value. The array is read during creation
- *   and not kept.
+ *   and not kept. A layer can have heads and channels of its own (n_heads, n_kv_heads, head_dim, v_head_dim), as where
+ *   sliding and global layers alternate. K, V, queries and outputs of a call then have the shape of its layer, and
+ *   tkv_get_layer reports it.
  *
  *   Texts. A config can be a text: lines `key = value`, or one flat JSON object. A key is the path of a field, such
  *   as tiers.hot_tokens or layers[0-5].window. The values `off` and `unlimited` are the sentinels of lengths. An
@@ -405,7 +408,9 @@
  *                         "model.n_kv_heads = 8\n"
  *                         "model.head_dim = 128\n"
  *                         "tiers.archive = a25/r20     # keys / values\n"
- *                         "layers[0-1].warm = q8       # exceptions, by layer\n";
+ *                         "layers[0-1].warm = q8       # exceptions, by layer\n"
+ *                         "layers[31].n_kv_heads = 2   # one with fewer and wider heads\n"
+ *                         "layers[31].head_dim = 256\n";
  *     static tkv_layer_config layers[32];              // memory for the exceptions
  *     const tkv_config_arrays arrays = {layers, 32, NULL, 0, NULL, 0};
  *     char back[1000];
@@ -807,7 +812,7 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute. Where tokens have moved it uses 20 KiB more. Give worker threads that much.
+ *   cfg.recompute. Where tokens have moved it uses 24 KiB more. Give worker threads that much.
  *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };

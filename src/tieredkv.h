@@ -37,6 +37,7 @@ extern "C" {
 #include "core/checksum.h"
 #include "core/log_scale.h"
 #include "core/rotate.h"
+#include "core/geometry.h"
 #include "core/rope.h"
 #include "core/tile.h"
 #include "core/minifloat.h"

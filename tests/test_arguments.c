@@ -31,7 +31,8 @@ enum {
     CHUNK = 64,
     MAX_TOKENS = 1000, /* max_tokens */
     LEVELS = 3,
-    CAPACITY = 1024, /* tokens that every array of the test can hold */
+    CAPACITY = 1024,                /* tokens that every array of the test can hold */
+    VALUES = 64 * TKV_MAX_HEAD_DIM, /* more than those of CAPACITY tokens: a block of the widest head */
     BLOCKS = 64,
     PLAIN = 1, /* kinds of caches */
     OFFLOAD = 2,
@@ -43,7 +44,7 @@ enum {
 
 /* >>caches */
 typedef struct outputs { /* the output arguments of all functions */
-    float k[CAPACITY * DIM], v[CAPACITY * DIM], out[CAPACITY * HEADS * DIM], lse[CAPACITY * HEADS],
+    float k[VALUES], v[CAPACITY * DIM], out[CAPACITY * HEADS * DIM], lse[CAPACITY * HEADS],
         scores[2 * CAPACITY], x[CAPACITY];
     uint64_t mask[CAPACITY / 64];
     int list[CAPACITY], a, b;
@@ -76,7 +77,7 @@ typedef struct rig {
     uint64_t state_hash, output_hash; /* hashes from before the call */
 } rig;
 
-static float k_in[CAPACITY * DIM], v_in[CAPACITY * DIM], q_in[CAPACITY * HEADS * DIM], scores_in[CAPACITY];
+static float k_in[VALUES], v_in[CAPACITY * DIM], q_in[CAPACITY * HEADS * DIM], scores_in[CAPACITY];
 static uint64_t bits_in[CAPACITY];
 
 static void configure_cache(rig *r) {
@@ -1042,7 +1043,7 @@ static void try_eviction_rules(rig *r) {
          select_from_view(r, TKV_EVICT_H2O, OF(tkv_evict_view, n), x));
     SAFE("tkv_select_victims", "n_kv_heads", PLAIN, 1, "AAAO..",
          select_from_view(r, TKV_EVICT_KEYDIFF, OF(tkv_evict_view, n_kv_heads), x));
-    SAFE("tkv_select_victims", "head_dim", PLAIN, 256, "AAAOAA",
+    SAFE("tkv_select_victims", "head_dim", PLAIN, TKV_MAX_HEAD_DIM, "AAAOAA",
          select_from_view(r, TKV_EVICT_KEYDIFF, OF(tkv_evict_view, head_dim), x));
     SAFE("tkv_select_victims", "position", PLAIN, 3, "AAAOOO", select_with_position(r, x));
     SAFE("tkv_select_victims", "policy", PLAIN, TKV_EVICT_COUNT, "GGGGGG",
@@ -1222,7 +1223,7 @@ static void try_remat(rig *r) {
          init_remat(r, OF(tkv_remat_config, n_layers), x));
     SAFE("tkv_init_remat", "n_heads", PLAIN, 65536, "GGOOGG",
          init_remat(r, OF(tkv_remat_config, n_heads), x));
-    SAFE("tkv_init_remat", "head_dim", PLAIN, 256, "GGGOGG",
+    SAFE("tkv_init_remat", "head_dim", PLAIN, TKV_MAX_HEAD_DIM, "GGGOGG",
          init_remat(r, OF(tkv_remat_config, head_dim), x));
     SAFE("tkv_init_remat", "min_materialized", PLAIN, 1, "GGOOOO",
          init_remat(r, OF(tkv_remat_config, min_materialized), x));
@@ -1277,7 +1278,7 @@ static int call_codec(rig *r, int what, tkv_format format, size_t at, int x) {
 }
 
 static int rotate(size_t at, int x, int head_dim, int positions) {
-    float q[256] = {0};
+    float q[TKV_MAX_HEAD_DIM] = {0};
     tkv_rope rope;
     memset(&rope, 0, sizeof rope);
     rope.dim = DIM;
@@ -1301,7 +1302,7 @@ static void try_codec(rig *r) {
         SAFE(names[i], "format", PLAIN, TKV_FORMAT_COUNT, "AAAAAA",
              call_codec(r, i, TKV_KIVI4, OF(tkv_codec, format), x));
         SAFE(names[i], "side", PLAIN, 2, "AAAAAA", call_codec(r, i, TKV_KIVI4, OF(tkv_codec, side), x));
-        SAFE(names[i], "head_dim", PLAIN, 256, "AAAOAA",
+        SAFE(names[i], "head_dim", PLAIN, TKV_MAX_HEAD_DIM, "AAAOAA",
              call_codec(r, i, TKV_KIVI4, OF(tkv_codec, head_dim), x));
         SAFE(names[i], "group_size", PLAIN, 64, "AAAOAA",
              call_codec(r, i, TKV_KIVI4, OF(tkv_codec, options.group_size), x));
@@ -1326,7 +1327,8 @@ static void try_codec(rig *r) {
          rotate(OF(tkv_rope, interleaved), x, DIM, 1));
     EACH("tkv_rotate_rope", "rope.kind", PLAIN, TKV_ROPE_COUNT - 1, "AAAUAA",
          rotate(OF(tkv_rope, kind), x, DIM, 1));
-    EACH("tkv_rotate_rope", "head_dim", PLAIN, 256, "AAAOAA", rotate(OF(tkv_rope, dim), DIM, x, 1));
+    EACH("tkv_rotate_rope", "head_dim", PLAIN, TKV_MAX_HEAD_DIM, "AAAOAA",
+         rotate(OF(tkv_rope, dim), DIM, x, 1));
     EACH("tkv_rotate_rope", "positions", PLAIN, 9, "OOOOOO", rotate(OF(tkv_rope, dim), DIM, DIM, x));
     SAFE("tkv_encode_block", "n_tokens", PLAIN, 64, "AAAOAA", code_tokens(r, 0, x));
     SAFE("tkv_decode_block", "n_tokens", PLAIN, 64, "AAAOAA", code_tokens(r, 1, x));

@@ -288,8 +288,8 @@ TEST(errors_name_their_line) {
     check_bad_text(HEAD "budget.ladder[1].hot_tokens = 9\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
                    "line 3: budget.n_levels is 0");
     /* errors that only the validation of the complete config finds */
-    check_bad_text(HEAD "model.head_dim = 300\n", NULL, TKV_ERR_CONFIG,
-                   "line 3: model.head_dim is 300; it must be 1 to 256");
+    check_bad_text(HEAD "model.head_dim = 700\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: model.head_dim is 700; it must be 1 to 576");
     check_bad_text(HEAD "tiers.archive = r20/r20\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
                    "line 3: tiers.archive.k is");
     check_bad_text(HEAD "layers[0-2].no_cache = 2\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
@@ -300,8 +300,8 @@ TEST(errors_name_their_line) {
                    "line 3: layers[1].share_kv is 3");
     check_bad_text(HEAD "budget.bytes = 1K\nmodel.head_dim = 16\n", NULL, TKV_ERR_BUDGET,
                    "line 3: budget.bytes is 1024");
-    check_bad_text("{\n\"model.n_heads\": 4,\n\"model.head_dim\": 300, \"model.n_layers\": 1}", NULL,
-                   TKV_ERR_CONFIG, "line 3: model.head_dim is 300");
+    check_bad_text("{\n\"model.n_heads\": 4,\n\"model.head_dim\": 700, \"model.n_layers\": 1}", NULL,
+                   TKV_ERR_CONFIG, "line 3: model.head_dim is 700");
     check_bad_text("model.n_heads = 4\nmodel.head_dim = 16\nmodel.n_layers = 5000\nlayers[0].window = 9\n",
                    NULL, TKV_ERR_CONFIG, "line 3: model.n_layers is 5000; it must be 1 to 4096");
     check_bad_text("model.n_heads = 4\nmodel.head_dim = 16\nlayers[0].window = 9\n", NULL, TKV_ERR_CONFIG,

@@ -27,7 +27,8 @@ enum {
     BLOCK = TKV_BLOCK_TOKENS,
     SEQS = 3,
     LAYERS = 2,
-    HEADS = 4,
+    HEADS = 4, /* MAX_HEADS: in a layer with heads of its own */
+    MAX_HEADS = 8,
     MAX_ROW = 96,
     CHUNK = 120,
     LONGEST = 800,
@@ -66,7 +67,10 @@ static tkv_remat remat;
 static size_t max_budget, image_size;
 static uint8_t image[1 << 18]; /* written by tkv_save_calibration */
 static tkv_rng rng;
-static int in_place, k_row, v_row, remat_step, exact_only;
+static int in_place, remat_step, exact_only;
+static struct layer_shape { /* of each layer; rows: K or V of a token, all heads */
+    int heads, kv_heads, dim, v_dim, k_row, v_row;
+} shape[LAYERS];
 static int fail_at_row; /* n: the n-th call of compute_rows from now on fails; 0: none */
 static int format_row;  /* index of formats[] */
 /* Errors |error|^2 / |token|^2 of K or V: bounds of a token and of the mean, and the largest ones without and with a
@@ -150,7 +154,7 @@ static void run_backwards(void *user, int n_tasks, tkv_task task, void *ctx) {
 /* Values have seven bits and a sign, so every exact format stores them without loss. */
 static void fill_random_tokens(int n) {
     int i;
-    for (i = 0; i < n * max_of(k_row, v_row); i++) {
+    for (i = 0; i < n * MAX_ROW; i++) {
         const int a = (int)(tkv_rng_gauss(&rng) * 32.0), b = (int)(tkv_rng_gauss(&rng) * 32.0);
         k_in[i] = (float)(a > 127 ? 127 : a < -127 ? -127 : a) / 32.0f;
         v_in[i] = (float)(b > 127 ? 127 : b < -127 ? -127 : b) / 32.0f;
@@ -162,8 +166,10 @@ static void append_to_model(int seq, int layer, int first, int n, const int *pos
     model_sequence *s = &model[seq][layer];
     int i;
     if (!in_step[seq] && n) s->exact_from = s->len;
-    memcpy(s->k + s->len * k_row, k_in + first * k_row, (size_t)(n * k_row) * sizeof(float));
-    memcpy(s->v + s->len * v_row, v_in + first * v_row, (size_t)(n * v_row) * sizeof(float));
+    memcpy(s->k + s->len * shape[layer].k_row, k_in + first * shape[layer].k_row,
+           (size_t)(n * shape[layer].k_row) * sizeof(float));
+    memcpy(s->v + s->len * shape[layer].v_row, v_in + first * shape[layer].v_row,
+           (size_t)(n * shape[layer].v_row) * sizeof(float));
     CHECK_EQ(tkv_get_positions(kv, seq, layer, s->len, n, s->position + s->len), TKV_OK);
     if (n && s->len && !has_bit(s->evicted_mask, s->len - 1) && !positions)
         CHECK_EQ(s->position[s->len], s->position[s->len - 1] + 1);
@@ -179,11 +185,12 @@ static void append_to_model(int seq, int layer, int first, int n, const int *pos
 static const float *moved_key(const model_sequence *s, int token, float *out) {
     const tkv_rope *own = &cfg.layers[(s - &model[0][0]) % LAYERS].rope,
                    *rope = own->dim ? own : &cfg.model.rope;
-    const int dim = cfg.model.head_dim, pairs = rope->dim / 2; /* TKV_OFF / 2 is 0 */
+    const struct layer_shape *l = &shape[(s - &model[0][0]) % LAYERS];
+    const int dim = l->dim, pairs = rope->dim / 2; /* TKV_OFF / 2 is 0 */
     const int step = rope->interleaved ? 2 : 1, apart = rope->interleaved ? 1 : pairs;
     int h, j;
-    memcpy(out, s->k + token * k_row, (size_t)k_row * sizeof *out);
-    for (h = 0; h < k_row / dim && s->turned[token]; h++)
+    memcpy(out, s->k + token * l->k_row, (size_t)l->k_row * sizeof *out);
+    for (h = 0; h < l->kv_heads && s->turned[token]; h++)
         for (j = 0; j < pairs; j++) {
             const double base = rope->base > 0.0f ? (double)rope->base : 10000.0;
             const double angle = s->turned[token] * pow(base, -(double)j / pairs);
@@ -330,18 +337,21 @@ static void check_layer(int seq, int layer) {
         }
         CHECK_EQ(tkv_read(kv, seq, layer, i, n, k_out, v_out), TKV_OK);
         for (j = i; j < i + n; j++) {
-            const float *k = k_out + (j - i) * k_row, *v = v_out + (j - i) * v_row;
+            const float *k = k_out + (j - i) * shape[layer].k_row, *v = v_out + (j - i) * shape[layer].v_row;
             float want[MAX_ROW];
-            const int same = (s->turned[j] ? relative_error(k, moved_key(s, j, want), k_row) < 1e-9
-                                           : memcmp(k, s->k + j * k_row, (size_t)k_row * sizeof *k) == 0) &&
-                             memcmp(v, s->v + j * v_row, (size_t)v_row * sizeof *v) == 0;
-            now.values[seq][layer][j] = hash_values(hash_values(1, k, k_row), v, v_row);
+            const int same =
+                (s->turned[j] ? relative_error(k, moved_key(s, j, want), shape[layer].k_row) < 1e-9
+                              : memcmp(k, s->k + j * shape[layer].k_row,
+                                       (size_t)shape[layer].k_row * sizeof *k) == 0) &&
+                memcmp(v, s->v + j * shape[layer].v_row, (size_t)shape[layer].v_row * sizeof *v) == 0;
+            now.values[seq][layer][j] =
+                hash_values(hash_values(1, k, shape[layer].k_row), v, shape[layer].v_row);
             if (same) continue;
             CHECK_MSG(tier[j] != TKV_TIER_HOT && state[j] == LIVE && j < s->exact_from && !exact_only,
                       "sequence %d, layer %d: exact token %d changed", seq, layer, j);
             {
-                const double a = relative_error(k, moved_key(s, j, want), k_row),
-                             b = relative_error(v, s->v + j * v_row, v_row);
+                const double a = relative_error(k, moved_key(s, j, want), shape[layer].k_row),
+                             b = relative_error(v, s->v + j * shape[layer].v_row, shape[layer].v_row);
                 const double e = a > b ? a : b;
                 CHECK_MSG(e <= token_bound, "sequence %d, layer %d: token %d is off by %.3f and %.3f", seq,
                           layer, j, a, b);
@@ -365,7 +375,7 @@ static uint32_t hash_seen(int seq, int n) {
     uint32_t h = 5;
     int i;
     for (i = 0; i < n; i++)
-        if (!has_bit(s->removed_mask, i)) h = hash_values(h, s->k + i * k_row, 1);
+        if (!has_bit(s->removed_mask, i)) h = hash_values(h, s->k + i * shape[0].k_row, 1);
     return h;
 }
 
@@ -721,8 +731,10 @@ static tkv_status call_copy(int seq, int layer) {
         model_sequence *to = &model[seq][l];
         for (i = 0, j = to->len; i < from->len; i++) {
             if (!is_in_range(from->position[i], first, end)) continue;
-            memcpy(to->k + j * k_row, from->k + i * k_row, (size_t)k_row * sizeof *to->k);
-            memcpy(to->v + j * v_row, from->v + i * v_row, (size_t)v_row * sizeof *to->v);
+            memcpy(to->k + j * shape[l].k_row, from->k + i * shape[l].k_row,
+                   (size_t)shape[l].k_row * sizeof *to->k);
+            memcpy(to->v + j * shape[l].v_row, from->v + i * shape[l].v_row,
+                   (size_t)shape[l].v_row * sizeof *to->v);
             to->position[j] = from->position[i] + at - first;
             to->turned[j] = from->turned[i] + at - first;
             if (!is_readable(now.state[src][l][i])) set_bit(to->evicted_mask, j);
@@ -858,14 +870,14 @@ static int sees_key(const model_sequence *s, int layer, int first, int at, int i
 static void attend_in_double(int seq, int layer, int first, int n, const float *q, const float *k,
                              const float *v, double *out) {
     const model_sequence *s = &model[seq][layer];
-    const int kv_heads = cfg.model.n_kv_heads, dim = cfg.model.head_dim,
-              v_dim = cfg.model.v_head_dim ? cfg.model.v_head_dim : dim;
+    const int heads = shape[layer].heads, kv_heads = shape[layer].kv_heads, dim = shape[layer].dim,
+              v_dim = shape[layer].v_dim, k_row = shape[layer].k_row, v_row = shape[layer].v_row;
     int r, h, i, c;
     for (r = 0; r < n; r++)
-        for (h = 0; h < HEADS; h++) {
-            const float *qh = q + (r * HEADS + h) * dim;
-            double *o = out + (r * HEADS + h) * v_dim, top_logit = -1e300, sum = 0.0;
-            const int at = s->len - n + r, g = h / (HEADS / kv_heads);
+        for (h = 0; h < heads; h++) {
+            const float *qh = q + (r * heads + h) * dim;
+            double *o = out + (r * heads + h) * v_dim, top_logit = -1e300, sum = 0.0;
+            const int at = s->len - n + r, g = h / (heads / kv_heads);
             for (c = 0; c < v_dim; c++) o[c] = 0.0;
             for (i = 0; i <= at; i++) {
                 double x = 0.0;
@@ -885,14 +897,14 @@ static void attend_in_double(int seq, int layer, int first, int n, const float *
 }
 
 static tkv_status call_attend(int seq, int layer) {
-    static float q[QUERIES * HEADS * MAX_ROW], out[QUERIES * HEADS * MAX_ROW];
-    static double expected[CHECKED * HEADS * MAX_ROW], exact[CHECKED * HEADS * MAX_ROW];
+    static float q[QUERIES * MAX_HEADS * MAX_ROW], out[QUERIES * MAX_HEADS * MAX_ROW];
+    static double expected[CHECKED * MAX_HEADS * MAX_ROW], exact[CHECKED * MAX_HEADS * MAX_ROW];
     const model_sequence *s = &model[seq][layer];
-    const int v_dim = cfg.model.v_head_dim ? cfg.model.v_head_dim : cfg.model.head_dim,
+    const int heads = shape[layer].heads, dim = shape[layer].dim, v_dim = shape[layer].v_dim,
               n = min_of(s->len, 1 + rand_below(rand_below(2) ? QUERIES : CHECKED)),
-              n_checked = min_of(n, CHECKED), skip = (n - n_checked) * HEADS;
+              n_checked = min_of(n, CHECKED), skip = (n - n_checked) * heads;
     static float moved[LONGEST * MAX_ROW];
-    const int count = n_checked * HEADS * v_dim, fails = store.fail_read, lies = store.corrupt_read,
+    const int count = n_checked * heads * v_dim, fails = store.fail_read, lies = store.corrupt_read,
               failed = store.n_failed;
     double format_err_sq = 0.0, err_sq = 0.0, sum_sq = 0.0, bound;
     int i, at, is_seen, sees_discarded = 0, any_discarded = 0, sees_expired = 0, out_of_order = 0;
@@ -901,7 +913,7 @@ static tkv_status call_attend(int seq, int layer) {
     CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
     call.sets_error = 0;
     sprintf(call.text, "attend, %d queries of sequence %d, layer %d", n, seq, layer);
-    tkv_rng_fill(&rng, q, (size_t)(n * HEADS * cfg.model.head_dim), 1.5);
+    tkv_rng_fill(&rng, q, (size_t)(n * heads * dim), 1.5);
     st = tkv_attend(kv, seq, layer, q, n, out);
     for (i = 0; i < s->len && n; i++) {
         any_discarded |= has_bit(s->discarded_mask, i);
@@ -928,13 +940,14 @@ static tkv_status call_attend(int seq, int layer) {
     store.fail_read = store.corrupt_read = fail_at_row = 0;
     for (i = 0; i < s->len; i++)
         if (is_readable(now.state[seq][layer][i]))
-            CHECK_EQ(tkv_read(kv, seq, layer, i, 1, k_out + i * k_row, v_out + i * v_row), TKV_OK);
+            CHECK_EQ(tkv_read(kv, seq, layer, i, 1, k_out + i * shape[layer].k_row,
+                              v_out + i * shape[layer].v_row),
+                     TKV_OK);
     store.fail_read = fails;
     store.corrupt_read = lies;
-    for (i = 0; i < s->len; i++) (void)moved_key(s, i, moved + i * k_row);
-    attend_in_double(seq, layer, s->len - n, n_checked, q + skip * cfg.model.head_dim, k_out, v_out,
-                     expected);
-    attend_in_double(seq, layer, s->len - n, n_checked, q + skip * cfg.model.head_dim, moved, s->v, exact);
+    for (i = 0; i < s->len; i++) (void)moved_key(s, i, moved + i * shape[layer].k_row);
+    attend_in_double(seq, layer, s->len - n, n_checked, q + skip * dim, k_out, v_out, expected);
+    attend_in_double(seq, layer, s->len - n, n_checked, q + skip * dim, moved, s->v, exact);
     for (i = 0; i < count; i++) {
         format_err_sq += (expected[i] - exact[i]) * (expected[i] - exact[i]);
         err_sq +=
@@ -1119,7 +1132,8 @@ static tkv_status call_discard(int seq, int layer) {
 
 static tkv_status restore_tokens(int seq, int layer, int start, int n) {
     const model_sequence *s = &model[seq][layer];
-    return tkv_restore(kv, seq, layer, start, s->k + start * k_row, s->v + start * v_row, n);
+    return tkv_restore(kv, seq, layer, start, s->k + start * shape[layer].k_row,
+                       s->v + start * shape[layer].v_row, n);
 }
 
 static tkv_status call_restore(int seq, int layer) {
@@ -1133,12 +1147,14 @@ static tkv_status call_restore(int seq, int layer) {
     if (rand_below(2)) n = min_of(n, BLOCK * (1 + rand_below(3)));
     if (start + n > s->len) return TKV_OK;
     bad = n && rand_below(12) == 0;
-    if (bad) keep = s->v[start * v_row], s->v[start * v_row] = tkv_test_float(0x7f800000u);
+    if (bad)
+        keep = s->v[start * shape[layer].v_row],
+        s->v[start * shape[layer].v_row] = tkv_test_float(0x7f800000u);
     allow_reclaim(seq);
     call.may_restore[seq] = 1;
     sprintf(call.text, "restore %d from %d on in sequence %d, layer %d", n, start, seq, layer);
     st = restore_tokens(seq, layer, start, n);
-    if (bad) s->v[start * v_row] = keep;
+    if (bad) s->v[start * shape[layer].v_row] = keep;
     if (st == TKV_ERR_NONFINITE) CHECK(bad);
     return st;
 }
@@ -1330,7 +1346,7 @@ static void step(int number) {
 static int compute_rows(void *user, int seq, int layer, int head, const int *positions, int n, float *k,
                         float *v) {
     const model_sequence *s = &model[seq][layer];
-    const int dim = cfg.model.head_dim, v_dim = cfg.model.v_head_dim ? cfg.model.v_head_dim : dim;
+    const int dim = shape[layer].dim, v_dim = shape[layer].v_dim;
     int t;
     (void)user;
     if (fail_at_row && --fail_at_row == 0) {
@@ -1338,8 +1354,12 @@ static int compute_rows(void *user, int seq, int layer, int head, const int *pos
         return 1;
     }
     for (t = 0; t < n; t++) {
-        if (k) memcpy(k + t * dim, s->k + positions[t] * k_row + head * dim, (size_t)dim * sizeof *k);
-        if (v) memcpy(v + t * v_dim, s->v + positions[t] * v_row + head * v_dim, (size_t)v_dim * sizeof *v);
+        if (k)
+            memcpy(k + t * dim, s->k + positions[t] * shape[layer].k_row + head * dim,
+                   (size_t)dim * sizeof *k);
+        if (v)
+            memcpy(v + t * v_dim, s->v + positions[t] * shape[layer].v_row + head * v_dim,
+                   (size_t)v_dim * sizeof *v);
     }
     return 0;
 }
@@ -1359,20 +1379,46 @@ static const struct {
      {{TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 1.2, 0.4},
      {{TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}, 2.0, 0.7}}; /* the last row: for a budget's ladder */
 
+/* Heads and channels for one layer, which differ from the model's. No random number, so other seeds keep theirs. */
+static void choose_layer_shape(tkv_layer_config *c, uint64_t seed) {
+    static const int own[][4] = {{8, 1, 96, 0}, {6, 2, 0, 0}, {4, 4, 24, 0}, {8, 2, 48, 32}, {3, 1, 0, 80}};
+    const int *x = own[seed % 5];
+    c->n_heads = x[0];
+    c->n_kv_heads = x[1];
+    c->head_dim = c->rope.dim > x[2] || cfg.model.rope.dim > x[2] ? 0 : x[2];
+    c->v_head_dim = x[3];
+    if (c->n_kv_heads * (c->head_dim ? c->head_dim : cfg.model.head_dim) > MAX_ROW) c->n_kv_heads = 1;
+    mean_bound *= 1.5; /* a scale of SUBSPACE formats is for more channels */
+}
+
+/* Fills in shape[] by the rules of api.h. */
+static void set_shape(int layer, const tkv_layer_config *c) {
+    struct layer_shape *l = &shape[layer];
+    l->heads = c->n_heads ? c->n_heads : cfg.model.n_heads;
+    l->kv_heads = c->n_kv_heads ? c->n_kv_heads : cfg.model.n_kv_heads;
+    l->dim = c->head_dim ? c->head_dim : cfg.model.head_dim;
+    l->v_dim = c->v_head_dim          ? c->v_head_dim
+               : c->head_dim          ? c->head_dim
+               : cfg.model.v_head_dim ? cfg.model.v_head_dim
+                                      : cfg.model.head_dim;
+    l->k_row = l->kv_heads * l->dim;
+    l->v_row = l->kv_heads * l->v_dim;
+    if (l->k_row > MAX_ROW || l->v_row > MAX_ROW || l->heads > MAX_HEADS) exit(2);
+}
+
 static void choose_config(uint64_t seed) {
     static const int kv_heads[] = {2, 1, 4, 2}, dims[] = {32, 64, 16, 48}, v_dims[] = {0, 32, 0, 16};
     static tkv_layer_config layers[LAYERS];
-    const int shape = rand_below(4);
-    cfg = make_sized_config(LAYERS, HEADS, kv_heads[shape], dims[shape], SEQS, CHUNK);
-    cfg.model.v_head_dim = v_dims[shape];
-    k_row = kv_heads[shape] * dims[shape];
-    v_row = kv_heads[shape] * (v_dims[shape] ? v_dims[shape] : dims[shape]);
+    const int of_model = rand_below(4), dim = dims[of_model];
+    int i;
+    cfg = make_sized_config(LAYERS, HEADS, kv_heads[of_model], dim, SEQS, CHUNK);
+    cfg.model.v_head_dim = v_dims[of_model];
     format_row = (int)(seed % FORMAT_ROWS);
     token_bound = formats[format_row].token;
     mean_bound = formats[format_row].mean;
     cfg.tiers.warm = formats[format_row].warm;
     cfg.tiers.archive = formats[format_row].archive;
-    if (formats[format_row].warm.k == TKV_KVQUANT4 && rand_below(2)) cfg.model.rope.dim = dims[shape];
+    if (formats[format_row].warm.k == TKV_KVQUANT4 && rand_below(2)) cfg.model.rope.dim = dim;
     else cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
     cfg.tiers.hot_tokens = rand_below(3) ? 0 : 1 + rand_below(200);
     cfg.tiers.warm_tokens = 1 + rand_below(200);
@@ -1395,7 +1441,7 @@ static void choose_config(uint64_t seed) {
     if (rand_below(2)) cfg.importance.sample_every = 1 + rand_below(4);
     cfg.importance.strategy = (tkv_importance_strategy)rand_below(TKV_IMPORTANCE_COUNT);
     if (rand_below(4) == 0 && cfg.tiers.sink_tokens != TKV_OFF) cfg.tiers.n_anchors = 1 + rand_below(16);
-    if (seed % 2 && !cfg.tiers.n_anchors) cfg.model.rope.dim = dims[shape]; /* tokens can move */
+    if (seed % 2 && !cfg.tiers.n_anchors) cfg.model.rope.dim = dim; /* tokens can move */
     memset(layers, 0, sizeof layers);
     if (!cfg.tiers.n_anchors && rand_below(4) == 0) {
         if (rand_below(2)) cfg.model.window = WINDOW;
@@ -1409,10 +1455,12 @@ static void choose_config(uint64_t seed) {
     }
     if (cfg.model.rope.dim && seed % 3 == 1) { /* layers differ in RoPE; no random number, as below */
         layers[seed % LAYERS].rope.dim = TKV_OFF;
-        layers[(seed + 1) % LAYERS].rope.dim = dims[shape] / 2;
+        layers[(seed + 1) % LAYERS].rope.dim = dim / 2;
         layers[(seed + 1) % LAYERS].rope.base = 500.0f;
         layers[(seed + 1) % LAYERS].rope.interleaved = 1;
     }
+    if (seed % 4 == 2) choose_layer_shape(&layers[seed / 4 % LAYERS], seed / 4);
+    for (i = 0; i < LAYERS; i++) set_shape(i, &layers[i]);
     cfg.layers = layers;
     if (rand_below(4) == 0) cfg.host.parallel_for = run_backwards;
     cfg.budget.discard = rand_below(2);

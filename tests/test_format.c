@@ -600,7 +600,7 @@ TEST(bad_arguments_are_refused) {
     for (f = 1; f < TKV_FORMAT_COUNT; f++) {
         check_codec_refused((tkv_format)f, 0, 0, 64);
         check_codec_refused((tkv_format)f, 1, -16, 64);
-        check_codec_refused((tkv_format)f, 0, 257, 64);
+        check_codec_refused((tkv_format)f, 0, TKV_MAX_HEAD_DIM + 1, 64);
         check_codec_refused((tkv_format)f, 1, 0x7fffffff, 64);
     }
     check_codec_refused(TKV_FORMAT_DEFAULT, 0, 64, 64);
@@ -624,7 +624,7 @@ TEST(bad_arguments_are_refused) {
 
 /* >>rotated values and allocated keys */
 TEST(fewer_bits_more_error) {
-    static const int heads[] = {16, 48, 64, 80, 96, 112, 128, 192, 256};
+    static const int heads[] = {16, 48, 64, 80, 96, 112, 128, 192, 256, 512, 576};
     tkv_rng r = tkv_rng_seed(87);
     int i, f;
     for (i = 0; i < COUNT(heads); i++) {

@@ -90,9 +90,9 @@ TEST(config_each_field) {
     GOOD(model.n_heads, int, KV_HEADS, 65536);
     BAD(model.n_kv_heads, int, -1, 65537);
     GOOD(model.n_kv_heads, int, 0, 1, 4);
-    BAD(model.head_dim, int, 0, -1, 257);
+    BAD(model.head_dim, int, 0, -1, 577);
     GOOD(model.head_dim, int, 1, 256);
-    BAD(model.v_head_dim, int, -1, 257);
+    BAD(model.v_head_dim, int, -1, 577);
     GOOD(model.v_head_dim, int, 0, 1, 256);
     BAD(limits.max_seqs, int, -1, (1 << 20) + 1);
     GOOD(limits.max_seqs, int, 0, 1 << 20);

@@ -934,7 +934,7 @@ TEST(wrong_configs_and_arguments) {
     cfg.model.head_dim = 160;
     cfg.tiers.hot.k = TKV_F32;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-    CHECK_MSG(strstr(reason, "F16") != NULL, "%s", reason);
+    CHECK_MSG(strstr(reason, "16 bits") != NULL, "%s", reason);
     CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, &bytes), TKV_ERR_CONFIG);
     cfg.model.head_dim = 128;
     CHECK_EQ(tkv_get_required_bytes(&cfg, NULL, &bytes), TKV_OK);

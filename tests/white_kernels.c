@@ -109,19 +109,18 @@ static const int widths[7] = {8, 6, 5, 4, 3, 2, 1};
 
 typedef struct random_side {
     tkvi_side s;
-    uint8_t order[TKV_MAX_HEAD_DIM];
+    uint8_t order[2 * TKV_MAX_HEAD_DIM]; /* see tkvi_order_at */
     int8_t levels[16];
     float mean[TKV_MAX_HEAD_DIM];
 } random_side;
 
 static void make_order(tkv_rng *rng, uint8_t *order, int dim, int pad) { /* padding stays at the end */
     int i;
-    for (i = 0; i < pad; i++) order[i] = (uint8_t)i;
+    for (i = 0; i < pad; i++) tkvi_set_order(order, pad, i, i);
     for (i = dim - 1; i > 0; i--) {
-        int j = tkv_rng_below(rng, i + 1);
-        uint8_t t = order[i];
-        order[i] = order[j];
-        order[j] = t;
+        const int j = tkv_rng_below(rng, i + 1), t = tkvi_order_at(order, pad, i);
+        tkvi_set_order(order, pad, i, tkvi_order_at(order, pad, j));
+        tkvi_set_order(order, pad, j, t);
     }
 }
 
@@ -282,15 +281,15 @@ typedef struct tile_case {
 } tile_case;
 
 static tile_case random_case(tkv_rng *rng) {
-    static const int dims[9] = {16, 48, 64, 80, 96, 112, 128, 192, 256};
+    static const int dims[11] = {16, 48, 64, 80, 96, 112, 128, 192, 256, 512, 576};
     tile_case c;
     memset(&c, 0, sizeof c);
-    c.dim = tkv_rng_below(rng, 3) ? dims[tkv_rng_below(rng, 9)] : 1 + tkv_rng_below(rng, TKV_MAX_HEAD_DIM);
+    c.dim = tkv_rng_below(rng, 3) ? dims[tkv_rng_below(rng, 11)] : 1 + tkv_rng_below(rng, TKV_MAX_HEAD_DIM);
     c.group = tkv_rng_below(rng, 2) ? 64 : 32;
     c.width = tkv_rng_below(rng, 3) ? widths[tkv_rng_below(rng, 7)] : 0;
     c.order = tkv_rng_below(rng, 3) == 0;
     c.levels = (c.width == 0 || c.width <= 4) && tkv_rng_below(rng, 3) == 0;
-    c.rows = 1 + tkv_rng_below(rng, TKVI_ROWS);
+    c.rows = 1 + tkv_rng_below(rng, tkvi_rows_of((c.dim + 15) / 16 * 16));
     c.n = tkv_rng_below(rng, 2) ? TKVI_BLOCK : 1 + tkv_rng_below(rng, TKVI_BLOCK);
     c.n_limbs = 1 + tkv_rng_below(rng, 2);
     c.zero = tkv_rng_below(rng, 4) ? 3.0 : 600.0;
@@ -732,7 +731,8 @@ TEST(exact_formats) {
         const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
         tkv_rng rng = tkv_rng_seed(12);
         for (k = 0; k < n_rounds(300); k++) {
-            int dim = 1 + tkv_rng_below(&rng, TKV_MAX_HEAD_DIM), rows = 1 + tkv_rng_below(&rng, TKVI_ROWS);
+            int dim = 1 + tkv_rng_below(&rng, TKV_MAX_HEAD_DIM),
+                rows = 1 + tkv_rng_below(&rng, tkvi_rows_of((dim + 15) / 16 * 16));
             int n = k % 2 ? TKVI_BLOCK : 1 + tkv_rng_below(&rng, TKVI_BLOCK), r, t, c, side;
             tkv_format f = formats[k % 3];
             double bias = k % 4 == 0 ? 600.0 : 0.0;
@@ -889,10 +889,10 @@ TEST(decode_any_tokens) {
         const tkvi_kernels *kernels = tkvi_kernels_for(list[i]);
         tkv_rng rng = tkv_rng_seed(23);
         for (k = 0; k < n_rounds(4000); k++) {
-            static const int dims[8] = {64, 128, 80, 96, 112, 192, 256, 16};
+            static const int dims[10] = {64, 128, 80, 96, 112, 192, 256, 16, 512, 576};
             const tkv_side which = k % 2 ? TKV_V : TKV_K;
             decode_case c;
-            c.dim = k % 3 ? dims[tkv_rng_below(&rng, 8)] : 1 + tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
+            c.dim = k % 3 ? dims[tkv_rng_below(&rng, 10)] : 1 + tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
             c.kind = tkv_rng_below(&rng, 5);
             c.width = tkv_rng_below(&rng, 3) ? widths[tkv_rng_below(&rng, 7)] : 0;
             c.first = tkv_rng_below(&rng, 3) ? 0 : tkv_rng_below(&rng, TKVI_BLOCK);
@@ -919,7 +919,7 @@ TEST(tiles_every_width) {
                 c.levels = widths[w] <= 4 && k % 4 == 3;
                 c.n_limbs = 1 + k % 2;
                 c.group = k / 2 % 2 ? 32 : 64;
-                c.rows = 1 + k % TKVI_ROWS;
+                c.rows = 1 + k % tkvi_rows_of((c.dim + 15) / 16 * 16);
                 check_case(&c, (uint64_t)(1000 * w + k), list[i], &answers);
             }
     CHECK_LE(0.9 * answers.n_cases, answers.n_large);
@@ -1019,7 +1019,8 @@ TEST(packing) {
         const tkvi_simd_ops *ops = tkvi_kernels_for(list[i])->simd_ops;
         for (k = 0; k < n_rounds(200); k++) {
             static uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], want[8192];
-            uint8_t channel[4], tile[TKVI_TILE_CODES], interleaved[TKVI_TILE_CODES], *got;
+            uint8_t tile[TKVI_TILE_CODES], interleaved[TKVI_TILE_CODES], *got;
+            int16_t channel[4];
             tkv_rng rng = tkv_rng_seed((uint64_t)(19000 + k));
             tkvi_tile_counts runs;
             uint8_t *want_at, *got_at;
@@ -1037,7 +1038,7 @@ TEST(packing) {
             got_at = got;
             for (w = 0; w < 7; w++)
                 for (j = 0; j < 4 * runs.n[widths_down[w]]; j++) {
-                    channel[j % 4] = (uint8_t)tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
+                    channel[j % 4] = (int16_t)tkv_rng_below(&rng, TKV_MAX_HEAD_DIM);
                     if (j % 4 < 3) continue;
                     tkvi_interleave_scalar(column, channel, tile);
                     ops->interleave(column, channel, interleaved);

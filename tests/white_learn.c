@@ -422,7 +422,7 @@ TEST(statistics_end_with_the_second_table) {
         CHECK_EQ(kv->tables.current_version[0], i < FIRST_TABLE ? -1 : i >= SECOND_TABLE);
         CHECK_EQ(tkvi_learning_bytes(kv),
                  (size_t)((i >= FIRST_TABLE) + (i >= SECOND_TABLE)) * kv->tables.version_bytes +
-                     (i < SECOND_TABLE ? tkvi_stats_bytes(&kv->tables.cfg) : 0));
+                     (i < SECOND_TABLE ? tkvi_stats_bytes(&kv->tables.end) : 0));
     }
     check_cache_at(kv, "two tables");
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
@@ -726,7 +726,7 @@ TEST(tables_in_place) {
     mem = malloc(need);
     if (!mem) exit(2);
     REQUIRE(tkv_create_in_place(&cfg, mem, need, &kv, NULL, 0) == TKV_OK);
-    CHECK_EQ(tkvi_learning_bytes(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.cfg));
+    CHECK_EQ(tkvi_learning_bytes(kv), 2 * kv->tables.version_bytes + tkvi_stats_bytes(&kv->tables.end));
     append_layers(kv, 0, SECOND_TABLE + 690, 10);
     CHECK_EQ(kv->tables.current_version[0], 1);
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);

@@ -661,7 +661,7 @@ TEST(keydiff) {
     CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK); /* a key of zeros has similarity 0 */
     CHECK_NEAR(score[0], -(1 + (2 + sqrt(.5)) / sqrt(5 + 2 * sqrt(2.))) / 2, 1e-6);
     CHECK_NEAR(score[1], -(sqrt(.5) * (2 + 2 * sqrt(.5)) / sqrt(5 + 2 * sqrt(2.))) / 2, 1e-6);
-    v.head_dim = 257;
+    v.head_dim = TKV_MAX_HEAD_DIM + 1;
     CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_ARG);
     v.head_dim = 2;
     v.n_kv_heads = 0;
@@ -1519,7 +1519,7 @@ TEST(remat_configs) {
         bad = cfg;
         if (i == 0) bad.n_layers = 0;
         if (i == 1) bad.n_heads = -2;
-        if (i == 2) bad.head_dim = 257;
+        if (i == 2) bad.head_dim = TKV_MAX_HEAD_DIM + 1;
         if (i == 3) bad.layer_params = 0;
         if (i == 4) bad.layer_params = (double)NAN_;
         if (i == 5) bad.threshold = 1.5f;

@@ -41,7 +41,7 @@ typedef struct tkvi_plain_rows {
     const uint8_t *order; /* NULL: of the model */
     uint8_t pair[TKV_MAX_HEAD_DIM];
     /* plain, then partner: [rows + 1][k_pad] each, as tkvi_turned_rows. With prefill kernels: [channel][lanes] */
-    float rows[2 * (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM];
+    float rows[2 * TKVI_ROW_FLOATS];
     int hint; /* place in the cache's table of rotations */
 } tkvi_plain_rows;
 
@@ -128,6 +128,7 @@ static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before,
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
+    const tkvi_geometry *g;
     int i, longest = 0, n_queries = 0;
     int64_t rows = 0;
     if (!kv || !p) return TKV_ERR_ARG;
@@ -143,8 +144,9 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         return TKV_ERR_ARG;
     c->plan = &kv->tables.plan[p->layer];
     if (c->plan->stored_layer < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
-    c->heads_per_kv = cfg->model.n_heads / cfg->model.n_kv_heads;
-    c->tile = c->view_rows = TKVI_ROWS;
+    g = &c->plan->geometry;
+    c->heads_per_kv = g->n_heads / g->n_kv_heads;
+    c->tile = c->view_rows = tkvi_rows_of(tkvi_max(g->k_pad, g->v_pad));
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
@@ -162,7 +164,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
             return TKV_ERR_NO_SOURCE;
-        rows += (int64_t)c->rows[i].n * cfg->model.n_heads;
+        rows += (int64_t)c->rows[i].n * g->n_heads;
         if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
         n_queries += c->rows[i].n;
         longest = tkvi_max(longest, len);
@@ -172,14 +174,13 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
     if (p->mask_bits && p->n_mask_bits > cfg->limits.max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
-    for (i = 0; p->alibi_slopes && i < cfg->model.n_heads; i++)
+    for (i = 0; p->alibi_slopes && i < g->n_heads; i++)
         if (!tkvi_is_finite(p->alibi_slopes[i])) return TKV_ERR_ARG;
-    c->scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
-    c->q_head = p->q_head_stride ? p->q_head_stride : cfg->model.head_dim;
-    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)cfg->model.n_heads * cfg->model.head_dim;
-    c->out_head = p->out_head_stride ? p->out_head_stride : cfg->model.v_head_dim;
-    c->out_row =
-        p->out_row_stride ? p->out_row_stride : (ptrdiff_t)cfg->model.n_heads * cfg->model.v_head_dim;
+    c->scale = p->scale != 0.0f ? p->scale : g->scale;
+    c->q_head = p->q_head_stride ? p->q_head_stride : g->head_dim;
+    c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)g->n_heads * g->head_dim;
+    c->out_head = p->out_head_stride ? p->out_head_stride : g->v_head_dim;
+    c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)g->n_heads * g->v_head_dim;
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
     c->bits_stride =
         p->mask_bits_stride ? p->mask_bits_stride : p->n_mask_bits / 64 + (p->n_mask_bits % 64 > 0);
@@ -196,8 +197,8 @@ static void tkvi_call_consumers(tkvi_call *c, const tkvi_consumer *const *consum
         const int wants = consumer[i] ? consumer[i]->wants(c->kv, c->p, c->plan->stored_layer) : 0;
         if (wants) c->observing[consumer[i]->observes] |= 1u << i;
         if (wants & TKVI_WANTS_FAR_SUMS) c->want_far |= 1u << i;
-        if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < TKVI_ROWS)
-            c->view_rows = TKVI_ROWS - TKVI_ROWS % c->heads_per_kv;
+        if (wants & TKVI_WANTS_WHOLE_QUERIES && c->heads_per_kv < c->view_rows)
+            c->view_rows -= c->view_rows % c->heads_per_kv;
     }
     c->tile = c->view_rows;
 }
@@ -325,7 +326,6 @@ static int tkvi_tiles_of(const tkvi_call *c, int n_queries) {
 
 static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item, int seq_row, int head,
                                 int tile) {
-    const tkv_config *cfg = &c->kv->tables.cfg;
     const int seq = c->rows[item].seq;
     u->call = c;
     u->list = tkvi_list_of(c->kv, seq, c->plan->stored_layer);
@@ -336,8 +336,8 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->head = head;
     u->first = tile * c->tile;
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
-    u->k_pad = tkvi_round_up(cfg->model.head_dim, 16);
-    u->v_pad = tkvi_round_up(cfg->model.v_head_dim, 16);
+    u->k_pad = c->plan->geometry.k_pad;
+    u->v_pad = c->plan->geometry.v_pad;
     u->chunk =
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
@@ -358,24 +358,27 @@ typedef struct tkvi_reference {
 
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
-    float q[TKVI_ROWS *
-            TKV_MAX_HEAD_DIM]; /* turned back by `turned`, as blocks that moved by so much see them */
+    float q
+        [TKVI_ROW_CHANNELS]; /* [rows][k_pad] turned back by `turned`, as blocks that moved by so much see them */
     float ref[TKV_MAX_HEAD_DIM];
     int turned;
     tkvi_reference reference;
     float origin[TKVI_ROWS];
-    const uint8_t *order; /* order of channels in `sorted`; NULL: `sorted` is not filled in */
-    int sorted_turned;    /* as `turned`, of `sorted` */
-    float sorted[(TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM]; /* [rows + 1][k_pad] queries, then the reference key */
+    const uint8_t *order;          /* order of channels in `sorted`; NULL: `sorted` is not filled in */
+    int sorted_turned;             /* as `turned`, of `sorted` */
+    float sorted[TKVI_ROW_FLOATS]; /* [rows + 1][k_pad] queries, then the reference key */
 } tkvi_queries;
 
 /* Halves of o that the cache's formats need: 1, or 2 with a rotated format. */
 static int tkvi_spaces(const tkvi_work_tile *u) { return 1 + u->call->kv->tables.any_rotated; }
 
+/* Floats of a half of o. */
+static int tkvi_space_floats(int v_pad) { return tkvi_rows_of(v_pad) * v_pad; }
+
 static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     tkvi_sums s;
     s.o = memory;
-    s.m = memory + 2 * TKVI_ROWS * v_pad;
+    s.m = memory + 2 * tkvi_space_floats(v_pad);
     s.l = s.m + TKVI_ROWS;
     s.far_attention = s.l + TKVI_ROWS;
     s.any = s.far_attention + TKVI_ROWS;
@@ -459,7 +462,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
                     i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
     }
-    for (c = 0; c < u->call->kv->tables.cfg.model.head_dim; c++) {
+    for (c = 0; c < u->call->plan->geometry.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
         float middle = x < lo ? lo : x > hi ? hi : x;
         lo = x < lo ? x : lo;
@@ -476,7 +479,7 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
     q->order = order;
     for (r = 0; r <= u->rows; r++) {
         const float *from = r < u->rows ? q->q + r * u->k_pad : q->ref;
-        for (i = 0; i < u->k_pad; i++) q->sorted[r * u->k_pad + i] = from[order[i]];
+        for (i = 0; i < u->k_pad; i++) q->sorted[r * u->k_pad + i] = from[tkvi_order_at(order, u->k_pad, i)];
     }
 }
 
@@ -499,7 +502,7 @@ static tkvi_angles tkvi_turn_back(const tkvi_work_tile *u, int turned, int *hint
 /* The reference key as a block that moved by `turned` sees it. turn: of tkvi_turn_back, or NULL for 0. */
 static void tkvi_turn_reference(const tkvi_work_tile *u, const tkvi_reference *from, int turned,
                                 const tkvi_angles *turn, float *ref) {
-    memcpy(ref, turned == from->turned ? from->newest : from->moved, sizeof from->newest);
+    memcpy(ref, turned == from->turned ? from->newest : from->moved, (size_t)u->k_pad * sizeof *ref);
     if (TKVI_HAS_MOVES && turn && turned != from->turned)
         tkvi_turn_apply(u->call->plan->rope, turn->cosine, turn->sine, ref);
 }
@@ -511,7 +514,7 @@ static float tkvi_no_origin(void) { return tkvi_from_bits(0x7fc00000u); }
 static void tkvi_copy_query(const tkvi_work_tile *u, int r, float *row) {
     const tkvi_call *c = u->call;
     const ptrdiff_t at = (u->seq_row + tkvi_query_of(u, r)) * c->q_row + tkvi_head_of(u, r) * c->q_head;
-    const int dim = c->kv->tables.cfg.model.head_dim;
+    const int dim = c->plan->geometry.head_dim;
     int i;
     if (c->p->q_type == TKV_TYPE_F32) memcpy(row, (const char *)c->p->q + 4 * at, (size_t)dim * 4);
     else
@@ -550,15 +553,15 @@ static void tkvi_set_plain_rows(const tkvi_work_tile *u, tkvi_queries *q, const 
     const tkvi_rope *rope = u->call->plan->rope;
     tkvi_plain_rows *p = u->call->plain;
     float row[TKV_MAX_HEAD_DIM], sign[TKV_MAX_HEAD_DIM];
-    uint8_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
+    int16_t channel[TKV_MAX_HEAD_DIM], partner[TKV_MAX_HEAD_DIM];
     int i, r, pair;
     for (i = 0; i < u->k_pad; i++) {
-        channel[i] = order ? order[i] : (uint8_t)i;
-        partner[i] = (uint8_t)tkvi_partner_of(rope, channel[i], &pair, &sign[i]);
+        channel[i] = (int16_t)(order ? tkvi_order_at(order, u->k_pad, i) : i);
+        partner[i] = (int16_t)tkvi_partner_of(rope, channel[i], &pair, &sign[i]);
         p->pair[i] = (uint8_t)pair;
     }
     for (r = 0; r <= u->rows; r++) {
-        float *plain = p->rows + r * u->k_pad, *other = plain + (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM;
+        float *plain = p->rows + r * u->k_pad, *other = plain + TKVI_ROW_FLOATS;
         if (r == u->rows) memcpy(row, q->reference.moved, (size_t)u->k_pad * sizeof *row);
         else if (tkvi_is_finite(q->origin[r])) tkvi_copy_query(u, r, row);
         else memset(row, 0, sizeof row);
@@ -589,7 +592,7 @@ static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_querie
         q->turned = turned;
     }
     t.plain = p->rows;
-    t.partner = p->rows + (TKVI_ROWS + 1) * TKV_MAX_HEAD_DIM;
+    t.partner = p->rows + TKVI_ROW_FLOATS;
     t.pair = p->pair;
     t.n_rows = u->rows;
     t.n = u->k_pad;
@@ -610,7 +613,8 @@ static TKVI_NOINLINE void tkvi_turn_queries(const tkvi_work_tile *u, tkvi_querie
     }
     t.last = ref;
     u->call->kv->kernels->simd_ops->turn_rows(&t);
-    for (i = 0; i < u->k_pad && turned == from->turned; i++) ref[i] = from->newest[order ? order[i] : i];
+    for (i = 0; i < u->k_pad && turned == from->turned; i++)
+        ref[i] = from->newest[order ? tkvi_order_at(order, u->k_pad, i) : i];
 }
 
 /* Makes q->sorted, or without an order q->q, what a block that moved by `turned` sees. */
@@ -795,7 +799,7 @@ static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const flo
 static void tkvi_begin_space(const tkvi_work_tile *u, const tkvi_sums *sums, int space) {
     if (sums->any[space] > 0.0f) return;
     sums->any[space] = 1.0f;
-    memset(sums->o + space * TKVI_ROWS * u->v_pad, 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
+    memset(sums->o + space * tkvi_space_floats(u->v_pad), 0, (size_t)(u->rows * u->v_pad) * sizeof(float));
 }
 
 /* Attention of all rows over the blocks of split `chunk`, into `sums`. With chunk = n_chunks the sums are empty. */
@@ -803,7 +807,8 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
                                             const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
-    int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk), stride = TKVI_ROWS * u->v_pad;
+    int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk),
+                     stride = tkvi_space_floats(u->v_pad);
     tkvi_block_view b;
     b.block = -1;
     sums->any[0] = sums->any[1] = 0.0f;
@@ -860,8 +865,8 @@ static void tkvi_merge_row(const tkvi_work_tile *u, int r, const tkvi_sums *to, 
     to->far_attention[r] =
         first ? from->far_attention[r] : to->far_attention[r] * a * a + from->far_attention[r] * b * b;
     for (space = 0; space < 2; space++) {
-        float *o = to->o + (space * TKVI_ROWS + r) * u->v_pad;
-        const float *o2 = from->o + (space * TKVI_ROWS + r) * u->v_pad;
+        float *o = to->o + space * tkvi_space_floats(u->v_pad) + r * u->v_pad;
+        const float *o2 = from->o + space * tkvi_space_floats(u->v_pad) + r * u->v_pad;
         if (!(from->any[space] > 0.0f)) {
             if (to->any[space] > 0.0f && a < 1.0f) kernels->scale_add(o, a, NULL, 0.0f, u->v_pad);
         } else if (first) {
@@ -897,7 +902,7 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
-    int dim = c->kv->tables.cfg.model.v_head_dim, r, i, k;
+    int dim = c->plan->geometry.v_head_dim, r, i, k;
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
@@ -905,7 +910,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         float weight = 1.0f, *row = o + r * u->v_pad;
         ptrdiff_t at = query * c->out_row + head * c->out_head;
         if (rotated && !empty) {
-            float *turned = o + (TKVI_ROWS + r) * u->v_pad;
+            float *turned = o + tkvi_space_floats(u->v_pad) + r * u->v_pad;
             c->kv->kernels->rotate_back(turned, dim);
             c->kv->kernels->scale_add(row, 1.0f, turned, 1.0f, u->v_pad);
         }
@@ -932,7 +937,7 @@ static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *orig
         else
             for (i = 0; i < dim; i++) tkvi_store_element(c->p->out, c->p->out_type, at + i, row[i]);
         if (c->p->lse)
-            c->p->lse[(ptrdiff_t)query * c->kv->tables.cfg.model.n_heads + head] =
+            c->p->lse[(ptrdiff_t)query * c->plan->geometry.n_heads + head] =
                 l[r] > 0.0f ? m[r] + logf(l[r]) + origin : tkvi_from_bits(0xff800000u);
     }
 }
@@ -957,7 +962,7 @@ typedef struct tkvi_observers {
 
 /* Memory on the stack with two uses, one after the other: sums of a split, then the states of consumers. */
 typedef union tkvi_work_memory {
-    TKVI_ALIGNED float sums[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED float sums[TKVI_MAX_SUMS_FLOATS];
     unsigned char states[TKVI_CONSUMER_BYTES];
     double aligns; /* the least alignment, also where TKVI_ALIGNED is empty */
 } tkvi_work_memory;
@@ -1102,13 +1107,13 @@ typedef struct tkvi_work {
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
     int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->kv->tables.cfg.model.n_kv_heads;
+    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->plan->geometry.n_kv_heads;
     return n;
 }
 
 /* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
-    int i, row = 0, heads = c->kv->tables.cfg.model.n_kv_heads;
+    int i, row = 0, heads = c->plan->geometry.n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
@@ -1157,7 +1162,7 @@ static void tkvi_merge_splits(const tkvi_work *w, int index, const tkvi_work_til
 /* Task: a whole work tile, or, after tkvi_run_split, the merge of its splits. */
 static void tkvi_run_work_tile(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
-    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED float all[TKVI_MAX_SUMS_FLOATS];
     tkvi_work_memory here;
     TKVI_ALIGNED tkvi_queries q;
     tkvi_sums sums, part;
@@ -1230,7 +1235,7 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
 static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
                                           int lanes, float *q, float *origin) {
-    TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float rows[16 * TKVI_PREFILL_DIM];
     int first, r;
     for (first = 0; first < lanes; first += 16) {
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
@@ -1244,7 +1249,7 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_an
  * finite. */
 static TKVI_NOINLINE void tkvi_set_plain_lanes(const tkvi_work_tile *u, int n_lanes, const float *origin,
                                                float *lanes) {
-    TKVI_ALIGNED float rows[16 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float rows[16 * TKVI_PREFILL_DIM];
     int first, r;
     for (first = 0; first < n_lanes; first += 16) {
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
@@ -1393,7 +1398,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
                     tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o);
         }
-        if (rotated) many->rotate_back(sums->o, kv->tables.cfg.model.v_head_dim, lanes);
+        if (rotated) many->rotate_back(sums->o, u->call->plan->geometry.v_head_dim, lanes);
     }
 }
 
@@ -1451,7 +1456,7 @@ static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u, float 
  * kernels/scalar.h, which score the blocks. A consumer that needs sums of the same kernels gets them here. */
 static TKVI_NOINLINE void tkvi_prefill_observe(const tkvi_work *w, const tkvi_work_tile *u,
                                                const float *lse) {
-    TKVI_ALIGNED float all[TKVI_SUMS_FLOATS(TKV_MAX_HEAD_DIM)];
+    TKVI_ALIGNED float all[TKVI_MAX_SUMS_FLOATS];
     tkvi_work_memory here;
     TKVI_ALIGNED tkvi_queries q;
     const tkvi_sums sums = tkvi_sums_in(all, u->v_pad), part = tkvi_sums_in(here.sums, u->v_pad);
@@ -1487,6 +1492,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
     if (c->observing[TKVI_OBSERVES_CALL]) return NULL;
+    if (tkvi_max(c->plan->geometry.k_pad, c->plan->geometry.v_pad) > TKVI_PREFILL_DIM) return NULL;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
@@ -1617,7 +1623,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     } else if (few || !(c.many = tkvi_prefill_for(&c))) {
         tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
     } else {
-        c.tile = tkvi_prefill_lanes(tkvi_max(kv->tables.cfg.model.head_dim, kv->tables.cfg.model.v_head_dim));
+        c.tile = tkvi_prefill_lanes(tkvi_max(c.plan->geometry.head_dim, c.plan->geometry.v_head_dim));
         c.tile -= c.tile % c.view_rows;
         tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
     }

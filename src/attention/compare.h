@@ -19,8 +19,8 @@ typedef struct tkvi_comparing {
     unsigned rows; /* sampled rows that see a key */
     int from;      /* place in the list of copies (tkvi_head_probe_copy) */
     tkvi_comparison row[TKVI_ROWS];
-    float cached[TKVI_ROWS * TKV_MAX_HEAD_DIM]; /* tkvi_output_row of the first pass */
-    float o[2 * TKVI_ROWS * TKV_MAX_HEAD_DIM];  /* as tkvi_sums.o, with the copies */
+    float cached[TKVI_ROW_CHANNELS]; /* [row][v_pad] tkvi_output_row of the first pass */
+    float o[2 * TKVI_ROW_CHANNELS];  /* as tkvi_sums.o, with the copies */
 } tkvi_comparing;
 
 static int tkvi_comparison_wants(const tkv_cache *kv, const tkv_attend_params *p, int stored) {
@@ -59,10 +59,10 @@ static void tkvi_comparison_count(const tkvi_tile_view *v, const tkvi_head_probe
 
 /* row: [v_head_dim] sum of p v of row r, with rotated values rotated back. Without sink logit and division by l. */
 static void tkvi_output_row(const tkvi_work_tile *u, int r, const float *o, int rotated, float *row) {
-    int dim = u->call->kv->tables.cfg.model.v_head_dim, i;
-    memset(row, 0, TKV_MAX_HEAD_DIM * sizeof *row);
+    int dim = u->call->plan->geometry.v_head_dim, i;
+    memset(row, 0, (size_t)u->v_pad * sizeof *row);
     if (rotated) {
-        memcpy(row, o + (TKVI_ROWS + r) * u->v_pad, (size_t)u->v_pad * sizeof *row);
+        memcpy(row, o + tkvi_space_floats(u->v_pad) + r * u->v_pad, (size_t)u->v_pad * sizeof *row);
         tkvi_rotate_back(row, dim);
     }
     for (i = 0; i < dim; i++) row[i] += o[r * u->v_pad + i];
@@ -88,10 +88,10 @@ static TKVI_NOINLINE unsigned tkvi_comparison_begin(const tkvi_tile_view *v, uns
     for (r = 0; r < v->rows; r++) {
         if (!c->row[r].kept) continue;
         compared |= 1u << r;
-        tkvi_output_row(v->tile, r, s->o, s->any[1] > 0.0f, c->cached + r * TKV_MAX_HEAD_DIM);
+        tkvi_output_row(v->tile, r, s->o, s->any[1] > 0.0f, c->cached + r * v->tile->v_pad);
     }
     if (compared)
-        memset(c->o, 0, (size_t)(tkvi_spaces(v->tile) * TKVI_ROWS * v->tile->v_pad) * sizeof(float));
+        memset(c->o, 0, (size_t)(tkvi_spaces(v->tile) * tkvi_space_floats(v->tile->v_pad)) * sizeof(float));
     return compared;
 }
 
@@ -108,7 +108,8 @@ static int tkvi_comparison_add(const tkvi_work_tile *u, int r, tkvi_comparing *c
     if (most > row->m) {
         float shrink = TKVI_IS_HIDDEN(row->m) ? 0.0f : expf(row->m - most);
         for (space = 0; space < tkvi_spaces(u); space++)
-            kernels->scale_add(c->o + (space * TKVI_ROWS + r) * u->v_pad, shrink, NULL, 0.0f, u->v_pad);
+            kernels->scale_add(c->o + space * tkvi_space_floats(u->v_pad) + r * u->v_pad, shrink, NULL, 0.0f,
+                               u->v_pad);
         row->l *= (double)shrink;
         row->shift *= (double)shrink;
         row->m = most;
@@ -151,10 +152,10 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
                                        cached + r * TKVI_BLOCK, p + r * TKVI_BLOCK);
     bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
     if (any && bytes)
-        kv->kernels->v[rec->v.format->stored](&rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
-                                              tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
-                                              c->o + ((rec->v.format->rotated ? TKVI_ROWS : 0) + first) *
-                                                         u->v_pad);
+        kv->kernels->v[rec->v.format->stored](
+            &rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
+            tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
+            c->o + (rec->v.format->rotated ? tkvi_space_floats(u->v_pad) : 0) + first * u->v_pad);
 }
 
 /* Adds row r to error_sums: agreement of the top key, KL(exact || cached), |out - exact|^2 / |exact|^2. */
@@ -162,7 +163,7 @@ static void tkvi_comparison_sum(const tkvi_tile_view *v, int r, const tkvi_compa
                                 tkvi_error_sums *error_sums) {
     const tkv_attend_params *p = v->params;
     const tkvi_comparison *row = &c->row[r];
-    const float *y = c->cached + r * TKV_MAX_HEAD_DIM;
+    const float *y = c->cached + r * v->tile->v_pad;
     float x[TKV_MAX_HEAD_DIM];
     double lse = (double)row->m + log(row->l), cached = (double)row->first_m + log((double)row->first_l);
     double a, b, d = 0.0, size = 0.0;
@@ -176,7 +177,7 @@ static void tkvi_comparison_sum(const tkvi_tile_view *v, int r, const tkvi_compa
     a = exp((double)row->m - lse);
     b = exp((double)row->first_m - cached);
     tkvi_output_row(v->tile, r, c->o, tkvi_spaces(v->tile) > 1, x);
-    for (i = 0; i < v->kv->tables.cfg.model.v_head_dim; i++) {
+    for (i = 0; i < v->tile->call->plan->geometry.v_head_dim; i++) {
         double e = (double)x[i] * a - (double)y[i] * b;
         d += e * e;
         size += (double)x[i] * a * ((double)x[i] * a);

@@ -35,7 +35,7 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
         if (!(p->mask_bits[row * c->bits_stride + bit / 64] >> bit % 64 & 1)) return 0.0;
     }
     *seen = 1;
-    for (i = 0; i < c->kv->tables.cfg.model.head_dim; i++)
+    for (i = 0; i < c->plan->geometry.head_dim; i++)
         s += (double)tkvi_element(p->q, p->q_type, row * c->q_row + head * c->q_head + i) * (double)key[i];
     s *= (double)c->scale;
     if (p->softcap > 0.0f) s = (double)p->softcap * tanh(s / (double)p->softcap);
@@ -45,18 +45,21 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
 
 static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
     int i, finite = 1;
-    for (i = 0; i < c->kv->tables.cfg.model.head_dim; i++)
+    for (i = 0; i < c->plan->geometry.head_dim; i++)
         finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
     return finite;
 }
 
+/* Tokens of a block that are decoded at a time. */
+static int tkvi_ref_tokens(int dim) { return dim > 256 ? 16 : TKVI_BLOCK; }
+
 /* Attention of one query head of one row. */
 static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
     const tkv_cache *kv = c->kv;
-    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_geometry *g = &c->plan->geometry;
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
-    float x[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* keys of a block, then its values */
+    float x[TKVI_BLOCK * 256]; /* keys or values of a block, or of 16 tokens */
     double s, top = 0.0, sum = 0.0, w[TKVI_BLOCK], out[TKV_MAX_HEAD_DIM];
     int sees[TKVI_BLOCK];
     tkvi_fetch_buffer room[2];
@@ -86,16 +89,17 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
             if (st) return st;
             if (!finite) continue;
-            tkvi_decode_side(&rec->k, k, 0, n, x, (size_t)cfg->model.head_dim);
-            for (t = 0; TKVI_HAS_MOVES && t < n && kv->pool.entry[ids[i]].turned; t++)
-                tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0,
-                                 x + t * cfg->model.head_dim);
             for (t = 0; t < n; t++) {
+                const int at_once = tkvi_ref_tokens(g->head_dim), from = t % at_once;
+                float *key = x + from * g->head_dim;
                 int seen = 0;
                 sees[t] = 0;
+                if (!from) tkvi_decode_side(&rec->k, k, t, tkvi_min(at_once, n - t), x, (size_t)g->head_dim);
                 if (!(there >> t & 1) || !finite) continue;
+                if (TKVI_HAS_MOVES && kv->pool.entry[ids[i]].turned)
+                    tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0, key);
                 j = tkvi_slot_index(kv, ids[i], t);
-                s = tkvi_ref_logit(c, item, row, query, head, x + t * cfg->model.head_dim, i, j, &seen);
+                s = tkvi_ref_logit(c, item, row, query, head, key, i, j, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
                     finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */
@@ -108,21 +112,22 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 if (pass == 2) c->p->scores[item * c->score_stride + j] += (float)(w[t] / sum);
             }
             if (pass != 1) continue;
-            tkvi_decode_side(&rec->v, v, 0, n, x, (size_t)cfg->model.v_head_dim);
             for (t = 0; t < n; t++) {
+                const int at_once = tkvi_ref_tokens(g->v_head_dim), from = t % at_once;
                 int ch;
+                if (!from)
+                    tkvi_decode_side(&rec->v, v, t, tkvi_min(at_once, n - t), x, (size_t)g->v_head_dim);
                 if (!sees[t]) continue;
                 sum += w[t];
-                for (ch = 0; ch < cfg->model.v_head_dim; ch++)
-                    out[ch] += w[t] * (double)x[t * cfg->model.v_head_dim + ch];
+                for (ch = 0; ch < g->v_head_dim; ch++) out[ch] += w[t] * (double)x[from * g->v_head_dim + ch];
             }
         }
         if (pass == 1 && !c->p->scores) break;
     }
-    for (i = 0; i < cfg->model.v_head_dim; i++)
+    for (i = 0; i < g->v_head_dim; i++)
         tkvi_store_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
     if (c->p->lse)
-        c->p->lse[(ptrdiff_t)row * cfg->model.n_heads + head] =
+        c->p->lse[(ptrdiff_t)row * g->n_heads + head] =
             sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
     return TKV_OK;
 }
@@ -137,7 +142,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
             memset(p->scores + item * c.score_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++)
-            for (head = 0; head < kv->tables.cfg.model.n_heads && !st; head++)
+            for (head = 0; head < c.plan->geometry.n_heads && !st; head++)
                 st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
         n_before += c.rows[item].n;
     }

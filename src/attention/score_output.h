@@ -24,7 +24,7 @@ static TKVI_NOINLINE void tkvi_score_output_observe(const tkvi_tile_view *v, int
     tkvi_slot_indices(u, i, at);
     for (r = 0; r < v->rows; r++) {
         int row = u->seq_row + tkvi_query_of(u, r);
-        float lse = p->lse[(ptrdiff_t)row * v->kv->tables.cfg.model.n_heads + tkvi_head_of(u, r)];
+        float lse = p->lse[(ptrdiff_t)row * u->call->plan->geometry.n_heads + tkvi_head_of(u, r)];
         const float *s = scores + r * TKVI_BLOCK;
         if (!tkvi_is_finite(lse)) continue; /* the row sees no key */
         if (p->softcap <= 0.0f) lse -= v->origin[r];

@@ -99,11 +99,13 @@ typedef struct tkvi_seq {
 
 /* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
  * Other callers run whole work tiles, with the same bits. */
-#define TKVI_MAX_TILE_SPLITS 16                                      /* most splits of a work tile */
-#define TKVI_MIN_SPLIT_BLOCKS 8                                      /* fewest blocks of a split */
-#define TKVI_FEW_WORK_TILES 32                                       /* with more work tiles, no splits */
-#define TKVI_MAX_SPLITS 128                                          /* most splits of a call */
-#define TKVI_SUMS_FLOATS(v_pad) (TKVI_ROWS * (2 * (v_pad) + 3) + 16) /* partial results of one split */
+#define TKVI_MAX_TILE_SPLITS 16 /* most splits of a work tile */
+#define TKVI_MIN_SPLIT_BLOCKS 8 /* fewest blocks of a split */
+#define TKVI_FEW_WORK_TILES 32  /* with more work tiles, no splits */
+#define TKVI_MAX_SPLITS 128     /* most splits of a call */
+/* Floats of partial results of one split. */
+#define TKVI_SUMS_FLOATS(v_pad) (2 * tkvi_min(TKVI_ROWS * (v_pad), TKVI_ROW_CHANNELS) + 3 * TKVI_ROWS + 16)
+#define TKVI_MAX_SUMS_FLOATS (2 * TKVI_ROW_CHANNELS + 3 * TKVI_ROWS + 16)
 
 /* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, a better one from TKVI_SECOND_TABLE_TOKENS
  * (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
@@ -121,7 +123,7 @@ typedef struct tkvi_query_stats {
 
 /* Work space. Sized at creation; the choice space grows with the longest list. */
 typedef struct tkvi_work_space {
-    float *recode;        /* [64][head_dim], [64][v_head_dim] decoded values */
+    float *recode;        /* [64][head_dim], then [64][v_head_dim] decoded values, of the widest layers */
     float *split_sums;    /* partial results of parallel attention, or NULL */
     int split_sums_taken; /* 1: a call uses split_sums */
     float *solve;         /* [packed] for families that learn from queries */
@@ -130,8 +132,8 @@ typedef struct tkvi_work_space {
 } tkvi_work_space;
 
 /* The number of tokens over which the heads of a layer's table are learned. */
-static int tkvi_learn_steps(const tkv_config *cfg, const tkvi_plan *p) {
-    return p->allocates ? tkvi_min(cfg->model.n_kv_heads, TKVI_LEARN_STEPS) : 1;
+static int tkvi_learn_steps(const tkvi_plan *p) {
+    return p->allocates ? tkvi_min(p->geometry.n_kv_heads, TKVI_LEARN_STEPS) : 1;
 }
 
 /* The next table of a layer, while its heads are learned one by one. */
@@ -139,7 +141,7 @@ typedef struct tkvi_next_table {
     int version, n_heads; /* n_heads: those that the version has */
 } tkvi_next_table;
 
-/* Statistics of attention. Arrays are NULL where no format needs them. packed = head_dim (head_dim + 1) / 2. */
+/* Statistics of attention. Arrays are NULL where no format needs them. See tkvi_places. */
 typedef struct tkvi_stats {
     int lock; /* of all statistics and of attention scores */
     /* learn/statistics.h */
@@ -149,8 +151,8 @@ typedef struct tkvi_stats {
     int64_t *far_attention;      /* [n_layers][n_kv_heads] sums of p^2 over far keys */
     /* learn/query_stats.h */
     tkvi_query_stats *queries; /* [n_layers] */
-    int64_t *q_products;       /* [n_layers][n_kv_heads][packed] sums of q q^T */
-    uint8_t *query_states;     /* of the families that learn from them (tkvi_state_of) */
+    int64_t *q_products;       /* [n_layers][n_kv_heads][tkvi_n_products] sums of q q^T */
+    uint8_t *query_states;     /* of the families that learn from them, at tkvi_places.query_states */
 } tkvi_stats;
 
 /* State of the budget (reclaim/budget.h). */
@@ -214,29 +216,31 @@ static tkvi_list *tkvi_list_of(const tkv_cache *kv, int seq, int layer) {
     return kv->list + (size_t)seq * (size_t)kv->tables.cfg.model.n_layers + (size_t)layer;
 }
 
+static const tkvi_geometry *tkvi_geometry_of(const tkv_cache *kv, int layer) {
+    return &kv->tables.plan[layer].geometry;
+}
+
 static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    return kv->stats.q_sq_sum +
-           ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (size_t)cfg->model.head_dim;
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return kv->stats.q_sq_sum + p->at.channels + (size_t)head * (size_t)p->geometry.head_dim;
 }
 
 static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
-    return kv->stats.far_attention + (size_t)layer * (size_t)kv->tables.cfg.model.n_kv_heads + (size_t)head;
+    return kv->stats.far_attention + kv->tables.plan[layer].at.heads + (size_t)head;
 }
 
 static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t dim = (size_t)cfg->model.head_dim;
-    return kv->stats.q_products +
-           ((size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head) * (dim * (dim + 1) / 2);
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return kv->stats.q_products + p->at.products + (size_t)head * tkvi_n_products(p->geometry.head_dim);
 }
 
-/* The state of a head in a family that learns from queries. NULL where no tier has one of its formats. */
+/* The state of a head in a family that learns from queries. NULL where no tier of the layer has its formats. */
 static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int layer, int head) {
-    const tkvi_tables *t = &kv->tables;
+    const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_family_state state;
-    if (!TKVI_HAS_QUERY_LEARNERS || !(t->query_parts & f->part)) return NULL;
-    state = tkvi_state_of(&t->cfg, NULL, kv->stats.query_states, t->query_parts, f, layer);
+    if (!TKVI_HAS_QUERY_LEARNERS || !(p->query_parts & f->part)) return NULL;
+    state = tkvi_state_of(&kv->tables.cfg.format, &p->geometry, NULL,
+                          kv->stats.query_states + p->at.query_states, p->query_parts, f);
     return tkvi_head_state(&state, f, head);
 }
 
@@ -538,39 +542,36 @@ static void tkvi_emit_offloaded(tkv_cache *kv, int seq, int layer, int i) {
 }
 
 /* >>memory of statistics: allocated while some layer collects them */
-static size_t tkvi_q_sq_sum_bytes(const tkv_config *cfg) {
-    return tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads *
-                         (size_t)cfg->model.head_dim * sizeof(int64_t));
+static size_t tkvi_q_sq_sum_bytes(const tkvi_places *end) {
+    return tkvi_align_up(end->channels * sizeof(int64_t));
 }
 
-static size_t tkvi_stats_bytes(const tkv_config *cfg) {
-    return tkvi_q_sq_sum_bytes(cfg) +
-           tkvi_align_up((size_t)cfg->model.n_layers * (size_t)cfg->model.n_kv_heads * sizeof(int64_t));
+static size_t tkvi_stats_bytes(const tkvi_places *end) {
+    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(end->heads * sizeof(int64_t));
 }
 
 /* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
  * Returns 0 without memory. */
 static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
-    size_t bytes = tkvi_stats_bytes(&kv->tables.cfg);
+    size_t bytes = tkvi_stats_bytes(&kv->tables.end);
     if (!kv->tables.any_shared || kv->stats.q_sq_sum) return 1;
     if (heap->limit) tkvi_trim_to(&kv->pool, 0);
     kv->stats.q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->stats.q_sq_sum) return 0;
     memset(kv->stats.q_sq_sum, 0, bytes);
-    kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.cfg) / sizeof(int64_t);
+    kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.end) / sizeof(int64_t);
     return 1;
 }
 
 static void tkvi_free_stats(tkv_cache *kv) {
-    tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.cfg));
+    tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.end));
     kv->stats.q_sq_sum = kv->stats.far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
 static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
     size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
-    int k_pad = tkvi_round_up(derived->cfg.model.head_dim, 16),
-        v_pad = tkvi_round_up(derived->cfg.model.v_head_dim, 16);
+    const int k_pad = derived->widest.k_pad, v_pad = derived->widest.v_pad;
     memset(s, 0, sizeof *s);
     s->cache = tkvi_align_up(sizeof(tkv_cache));
     s->tables = tkvi_align_up(tkvi_tables_bytes(derived));
@@ -592,13 +593,11 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
         s->tokens_seen =
             tkvi_align_up((size_t)derived->cfg.model.n_layers * (sizeof(int) + sizeof(tkvi_next_table)));
     if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
-        size_t dim = (size_t)derived->cfg.model.head_dim, packed = dim * (dim + 1) / 2;
-        n = (size_t)derived->cfg.model.n_layers * (size_t)derived->cfg.model.n_kv_heads;
         s->query_stats = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(tkvi_query_stats));
-        if (!tkvi_mul(n, packed * sizeof(int64_t), &s->q_products)) return 0;
+        if (!tkvi_mul(derived->end.products, sizeof(int64_t), &s->q_products)) return 0;
         s->q_products = tkvi_align_up(s->q_products);
-        s->query_states = tkvi_states_bytes(&derived->cfg, derived->query_parts);
-        s->solve = tkvi_align_up(packed * sizeof(float));
+        s->query_states = derived->end.query_states;
+        s->solve = tkvi_align_up(tkvi_n_products(derived->widest.head_dim) * sizeof(float));
     }
     if (!tkvi_meter_sizes(derived, &s->meter, &s->meter_copies)) return 0;
     s->total = s->cache + s->tokens_seen + s->query_stats + s->meter + s->solve;
@@ -623,7 +622,7 @@ static size_t tkvi_scratch_bytes(const tkvi_sizes *s) { return s->solve + s->rec
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
     const size_t pages = (size_t)derived->recode_pages + 2;
     size_t n = 0, total = s->total;
-    if (derived->any_shared && !tkvi_add(total, tkvi_stats_bytes(&derived->cfg), &total)) return (size_t)-1;
+    if (derived->any_shared && !tkvi_add(total, tkvi_stats_bytes(&derived->end), &total)) return (size_t)-1;
     if (!tkvi_add(total, tkvi_version_bytes(derived), &total)) return (size_t)-1;
     if (!tkvi_mul(pages, derived->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(total, n, &total))
         return (size_t)-1;
@@ -735,7 +734,7 @@ static int tkvi_allocate_version(tkv_cache *kv, int version) {
 
 /* Bytes held by table versions and statistics. */
 static size_t tkvi_learning_bytes(const tkv_cache *kv) {
-    size_t n = kv->stats.q_sq_sum ? tkvi_stats_bytes(&kv->tables.cfg) : 0;
+    size_t n = kv->stats.q_sq_sum ? tkvi_stats_bytes(&kv->tables.end) : 0;
     int v;
     for (v = 0; v < TKVI_VERSIONS; v++) n += kv->tables.version[v].bytes ? kv->tables.version_bytes : 0;
     return n;
@@ -956,7 +955,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
         !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), without_pages,
                   &without_pages) ||
-        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, without_pages, &without_pages))
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0, without_pages, &without_pages))
         return TKV_ERR_CONFIG;
     sizes->pages = (int64_t)(budget / derived->page_bytes);
     if (sizes->pages > 0x3fffffff) sizes->pages = 0x3fffffff;
@@ -1070,7 +1069,7 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
         !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), sizes->bytes,
                   &sizes->bytes) ||
-        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->cfg) : 0, sizes->bytes, &sizes->bytes) ||
+        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0, sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
         !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
                   sizes->bytes, &sizes->bytes))
@@ -1130,11 +1129,14 @@ static tkv_status tkvi_refuse_in_place(const tkv_config *cfg, size_t bytes, size
 
 /* The most bytes that the cache stores under one key of cfg.offload: a block, and two checksums per KV head. */
 static size_t tkvi_offload_bytes(const tkvi_derived_config *derived) {
-    size_t bytes = 0;
+    size_t most = 0;
     int i;
-    for (i = 0; i < derived->n_keys; i++)
-        if (derived->bytes[i].total > bytes) bytes = derived->bytes[i].total;
-    return bytes + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)derived->cfg.model.n_kv_heads;
+    for (i = 0; i < derived->n_keys; i++) {
+        const size_t bytes =
+            derived->bytes[i].total + 2u * TKVI_OFFLOAD_CHECKSUM * (size_t)derived->key[i].n_kv_heads;
+        if (bytes > most) most = bytes;
+    }
+    return most;
 }
 
 TKV_API tkv_status tkv_get_required_bytes(const tkv_config *cfg, size_t *in_place, size_t *offload) {

@@ -45,7 +45,9 @@ typedef struct tkvi_meter {
 
 /* >>counts and sizes */
 static int tkvi_meter_heads(const tkvi_derived_config *h) {
-    return TKVI_HAS_METER ? tkvi_min(h->cfg.meter.heads, h->n_stored * h->cfg.model.n_kv_heads) : 0;
+    return TKVI_HAS_METER ? (int)(h->n_stored_heads < (size_t)h->cfg.meter.heads ? h->n_stored_heads
+                                                                                 : (size_t)h->cfg.meter.heads)
+                          : 0;
 }
 
 static int tkvi_meter_slots(const tkvi_derived_config *h) {
@@ -66,23 +68,33 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
  * one query. The period keeps all comparisons at or below 4 / 800 = 0.5 % of attention. One task runs a comparison:
  * with 16 threads its share of the time is up to 16 times that, hence the long period. */
 static int tkvi_meter_every(const tkvi_derived_config *h) {
-    int64_t units = (int64_t)h->n_stored * h->cfg.model.n_kv_heads;
+    int64_t units = (int64_t)h->n_stored_heads;
     int every = 32;
     if (h->cfg.meter.every) return h->cfg.meter.every;
     while ((int64_t)every * units < 800 * (int64_t)tkvi_meter_heads(h)) every *= 2;
     return every;
 }
 
+/* Number `which` of the layers with blocks of their own. */
+static int tkvi_stored_layer_at(const tkvi_tables *t, int which) {
+    int layer = 0;
+    while (t->plan[layer].stored_layer != layer || which-- > 0) layer++;
+    return layer;
+}
+
 /* Spreads the probes evenly over the layers with blocks of their own, and over KV heads and positions. Few probes
  * get the middles of equal ranges of layers. */
 static void tkvi_meter_place(tkvi_meter *m, const tkvi_tables *t, int n_stored) {
-    int i, layer;
+    int i, next = 0; /* next / n_stored: the head, next % n_stored: the layer */
     for (i = 0; i < m->n; i++) {
-        int at = i % n_stored, which = m->n < n_stored ? (2 * i + 1) * n_stored / (2 * m->n) : at;
-        for (layer = 0; t->plan[layer].stored_layer != layer || which-- > 0;) layer++;
+        const int is_few = m->n < n_stored;
+        int layer = tkvi_stored_layer_at(t, is_few ? (2 * i + 1) * n_stored / (2 * m->n) : next % n_stored);
+        while (!is_few && t->plan[layer].geometry.n_kv_heads <= next / n_stored)
+            layer = tkvi_stored_layer_at(t, ++next % n_stored);
         m->head_probe[i].layer = layer;
-        m->head_probe[i].head = (at + i / n_stored) % t->cfg.model.n_kv_heads;
+        m->head_probe[i].head = (next % n_stored + next / n_stored) % t->plan[layer].geometry.n_kv_heads;
         m->head_probe[i].phase = (int)((int64_t)i * m->every / m->n);
+        next++;
     }
 }
 

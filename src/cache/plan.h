@@ -18,8 +18,9 @@
 #include "rules/remat.h"
 
 /* An offloaded piece (reclaim/offload.h): a record, or one side of it, and a checksum. The largest piece is F16 of
- * 256 channels. */
-#define TKVI_OFFLOAD_SIDE (2u * TKVI_BLOCK * TKV_MAX_HEAD_DIM)
+ * 256 channels, since attention has a piece on its stack. */
+#define TKVI_OFFLOAD_DIM 256
+#define TKVI_OFFLOAD_SIDE (2u * TKVI_BLOCK * TKVI_OFFLOAD_DIM)
 #define TKVI_OFFLOAD_CHECKSUM 8u
 #define TKVI_OFFLOAD_ROOM (TKVI_OFFLOAD_SIDE + 64u)
 
@@ -39,8 +40,9 @@ typedef struct tkvi_bytes { /* bytes of a block, all heads */
  * table, it has layouts of its own, one for each version of the table. All versions have the same size. */
 typedef struct tkvi_layout {
     tkv_format_pair pair;
-    int key;             /* index into tkvi_derived_config.key */
-    int tokens;          /* capacity: 64, or that of the sink block */
+    int key;    /* index into tkvi_derived_config.key */
+    int tokens; /* capacity: 64, or that of the sink block */
+    int n_kv_heads;
     int size_class;      /* index into size_class */
     tkvi_bytes bytes;    /* all heads */
     tkvi_record *record; /* [n_kv_heads]; heads may differ */
@@ -61,6 +63,8 @@ typedef struct tkvi_tier_spec {
 } tkvi_tier_spec;
 
 typedef struct tkvi_plan {
+    tkvi_geometry geometry;
+    tkvi_places at;
     int stored_layer; /* layer whose K and V this layer reads: itself or an earlier one; -1: no cache */
     int sink, window; /* tokens; window 0: none */
     /* Tokens added to the given lengths, so that layers demote at different tokens (tkvi_delay_layer). */
@@ -89,12 +93,18 @@ static int tkvi_plan_learns(const tkvi_plan *p) {
 typedef struct tkvi_layout_key {
     tkv_format_pair pair;
     int tokens;
+    int n_kv_heads, head_dim, v_head_dim;
 } tkvi_layout_key;
 
 typedef struct tkvi_derived_config {
     tkv_config cfg; /* with defaults filled in */
     int n_keys, n_classes;
     int n_layouts;                          /* one for each key, then those of single layers */
+    size_t key_heads;                       /* KV heads of all keys */
+    size_t own_heads;                       /* KV heads of the layouts of single layers, in one version */
+    tkvi_geometry widest;                   /* the most of each number; n_heads of all layers */
+    tkvi_places end;                        /* of all layers */
+    size_t n_stored_heads;                  /* KV heads of the layers with blocks of their own */
     int any_shared, any_rotated, any_fixed; /* 1: heads share bytes; rotated V; a family can undo RoPE */
     int token_parts, query_parts;           /* of all layers, as in tkvi_plan */
     const char *needs_rope; /* not NULL: a format undoes RoPE, and that of a layer is not known; the error */
@@ -117,12 +127,12 @@ typedef struct tkvi_derived_config {
 /* One version of the tables of all layers: one piece of memory, allocated when the first layer needs it. */
 typedef struct tkvi_version {
     uint8_t *bytes;      /* NULL: not allocated */
-    tkvi_record *record; /* [layouts of this version][n_kv_heads] */
+    tkvi_record *record; /* [layouts of this version][n_kv_heads of each] */
     /* Formats whose heads share bytes: */
-    tkvi_head *head;               /* [n_layers][n_kv_heads]; their arrays are the next three */
-    uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad] */
-    float *mean;                   /* [n_layers][n_kv_heads][k_pad] */
-    uint8_t *states;               /* of the families of token_parts, one after another (tkvi_state_of) */
+    tkvi_head *head;               /* [n_layers][n_kv_heads], at tkvi_places.heads */
+    uint8_t *importance, *channel; /* [n_layers][n_kv_heads][k_pad], at tkvi_places.pads and .orders */
+    float *mean;                   /* [n_layers][n_kv_heads][k_pad], at tkvi_places.pads */
+    uint8_t *states;               /* of the families of token_parts, at tkvi_places.token_states */
 } tkvi_version;
 
 /* Everything derived from a config, in the cache's fixed piece. */
@@ -139,8 +149,10 @@ typedef struct tkvi_tables {
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
-    int *split;              /* [n_kv_heads] work space; NULL: no heads share bytes */
+    int *split;              /* [n_kv_heads of the widest layer] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
+    tkvi_geometry widest;    /* as in tkvi_derived_config */
+    tkvi_places end;         /* of all layers */
     tkvi_rope *rope;         /* [n_ropes] distinct ropes of the layers (tkvi_plan.rope) */
     int n_ropes;
     int has_fixed_slots; /* 1: tokens cannot move to other slots, because a format undoes RoPE */
@@ -312,6 +324,39 @@ static tkv_status tkvi_validate_rope(const tkv_rope *rope, int head_dim, const c
 /* 1 if a layer has a RoPE of its own. */
 static int tkvi_has_own_rope(const tkv_layer_config *c) { return c->rope.dim != 0 || c->rope.kind != 0; }
 
+static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
+    return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
+}
+
+/* The RoPE of a layer with K and V of its own. */
+static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
+    return cfg->layers && tkvi_has_own_rope(&cfg->layers[layer]) ? &cfg->layers[layer].rope
+                                                                 : &cfg->model.rope;
+}
+
+/* Checks heads and channels of a layer. `owner` as in tkvi_bad_in. */
+static tkv_status tkvi_validate_geometry(const tkv_config *cfg, int layer, const char *owner, char *reason,
+                                         size_t size) {
+    const tkv_layer_config *c = &cfg->layers[layer];
+    const char *const names[] = {"n_heads", "n_kv_heads", "head_dim", "v_head_dim"};
+    int given[4], i;
+    given[0] = c->n_heads;
+    given[1] = c->n_kv_heads;
+    given[2] = c->head_dim;
+    given[3] = c->v_head_dim;
+    for (i = 0; i < 4; i++) {
+        if (given[i] < 0 || given[i] > (i < 2 ? 65536 : TKV_MAX_HEAD_DIM))
+            return tkvi_bad_in(reason, size, owner, names[i], given[i],
+                               i < 2 ? "it must be 1 to 65536, or 0 for that of the model"
+                                     : "it must be 1 to 576, or 0 for that of the model");
+        if (i > 0 && given[i] && c->share_kv)
+            return tkvi_bad_in(
+                reason, size, owner, names[i], given[i],
+                "it must be 0 with share_kv: the layer has the keys and values of the other one");
+    }
+    return TKV_OK;
+}
+
 static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size_t size) {
     int i, cached = 0;
     for (i = 0; i < cfg->model.n_layers; i++) {
@@ -321,7 +366,10 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         tkvi_name_entry(owner, sizeof owner, "layers[", i);
         st = tkvi_validate_tiers(c, owner, reason, size);
         if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
-        if (!st) st = tkvi_validate_rope(&c->rope, cfg->model.head_dim, owner, reason, size);
+        if (!st) st = tkvi_validate_geometry(cfg, i, owner, reason, size);
+        if (!st && tkvi_has_own_kv(cfg, i))
+            st = tkvi_validate_rope(tkvi_rope_of_layer(cfg, i), tkvi_layer_geometry(cfg, i).head_dim, owner,
+                                    reason, size);
         if (st) return st;
         if (!tkvi_has_own_rope(c) &&
             (c->rope.interleaved || c->rope.base > 0.0f || c->rope.scale > 0.0f || c->rope.frequencies))
@@ -337,6 +385,12 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
             (c->no_cache || cfg->layers[c->share_kv - 1].no_cache || cfg->layers[c->share_kv - 1].share_kv))
             return tkvi_bad_in(reason, size, owner, "share_kv", c->share_kv,
                                "both layers need a cache, and the other one its own");
+        {
+            const tkvi_geometry g = tkvi_layer_geometry(cfg, i);
+            if (g.n_heads % g.n_kv_heads)
+                return tkvi_bad_in(reason, size, owner, "n_heads", g.n_heads,
+                                   "it must be a multiple of n_kv_heads");
+        }
         cached += !c->no_cache;
     }
     if (!cached)
@@ -375,6 +429,7 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     tkvi_plan p;
     memset(&p, 0, sizeof p);
     memset(&none, 0, sizeof none);
+    p.geometry = tkvi_layer_geometry(cfg, layer);
     p.stored_layer = c->no_cache ? -1 : c->share_kv ? c->share_kv - 1 : layer;
     p.sink = tkvi_length(c->sink_tokens, wide.sink_tokens, 4);
     p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
@@ -414,16 +469,6 @@ static int tkvi_may_leave_ram(const tkv_config *cfg) {
     return cfg->offload.write || cfg->budget.discard || cfg->recompute.compute;
 }
 
-static int tkvi_has_own_kv(const tkv_config *cfg, int layer) {
-    return !cfg->layers || (!cfg->layers[layer].no_cache && !cfg->layers[layer].share_kv);
-}
-
-/* The RoPE of a layer with K and V of its own. */
-static const tkv_rope *tkvi_rope_of_layer(const tkv_config *cfg, int layer) {
-    return cfg->layers && tkvi_has_own_rope(&cfg->layers[layer]) ? &cfg->layers[layer].rope
-                                                                 : &cfg->model.rope;
-}
-
 /* The first layer that has the tables of this layer's RoPE; -1: it needs none. */
 static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
     const tkv_rope *rope = tkvi_rope_of_layer(cfg, layer);
@@ -432,7 +477,9 @@ static int tkvi_rope_layer(const tkv_config *cfg, int layer) {
     if (!tkvi_has_own_kv(cfg, layer) || !tkvi_rope_is_known(rope)) return -1;
     for (i = 0; i < layer; i++) {
         const tkv_rope *other = tkvi_rope_of_layer(cfg, i);
-        if (tkvi_has_own_kv(cfg, i) && tkvi_rope_is_known(other) && tkvi_is_same_rope(rope, other)) break;
+        if (tkvi_has_own_kv(cfg, i) && tkvi_rope_is_known(other) && tkvi_is_same_rope(rope, other) &&
+            tkvi_layer_geometry(cfg, i).head_dim == tkvi_layer_geometry(cfg, layer).head_dim)
+            break;
     }
     return i;
 }
@@ -460,7 +507,6 @@ static const char *tkvi_recompute_cost(const tkv_config *cfg, tkv_remat_config *
 static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->model.n_kv_heads) cfg->model.n_kv_heads = cfg->model.n_heads;
     if (!cfg->model.v_head_dim) cfg->model.v_head_dim = cfg->model.head_dim;
-    if (!(cfg->model.scale > 0.0f)) cfg->model.scale = (float)(1.0 / sqrt((double)cfg->model.head_dim));
     if (!cfg->limits.max_seqs) cfg->limits.max_seqs = 1;
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
     if (!cfg->limits.max_states) cfg->limits.max_states = 64;
@@ -526,14 +572,31 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     for (i = 0; i < steps; i++) h->ladder[i + 1] = tkvi_ladder_steps[i];
 }
 
-/* Index of the key for a pair and a capacity in tokens. A new key is added. Returns -1 when there are too many. */
-static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int tokens) {
+static tkvi_layout_key tkvi_layout_key_of(const tkvi_geometry *g, tkv_format_pair pair, int tokens) {
+    tkvi_layout_key key;
+    key.pair = pair;
+    key.tokens = tokens;
+    key.n_kv_heads = g->n_kv_heads;
+    key.head_dim = g->head_dim;
+    key.v_head_dim = g->v_head_dim;
+    return key;
+}
+
+static int tkvi_is_same_key(const tkvi_layout_key *a, const tkvi_layout_key *b) {
+    return a->pair.k == b->pair.k && a->pair.v == b->pair.v && a->tokens == b->tokens &&
+           a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+}
+
+/* Index of the key for a geometry, a pair and a capacity in tokens. A new key is added. Returns -1 when there are too
+ * many. */
+static int tkvi_find_key(tkvi_derived_config *h, const tkvi_geometry *g, tkv_format_pair pair, int tokens) {
+    const tkvi_layout_key key = tkvi_layout_key_of(g, pair, tokens);
     int i;
     for (i = 0; i < h->n_keys; i++)
-        if (h->key[i].pair.k == pair.k && h->key[i].pair.v == pair.v && h->key[i].tokens == tokens) return i;
+        if (tkvi_is_same_key(&h->key[i], &key)) return i;
     if (h->n_keys == TKVI_MAX_LAYOUTS) return -1;
-    h->key[h->n_keys].pair = pair;
-    h->key[h->n_keys].tokens = tokens;
+    h->key[h->n_keys] = key;
+    h->key_heads += (size_t)key.n_kv_heads;
     return h->n_keys++;
 }
 
@@ -541,8 +604,8 @@ static int tkvi_find_key(tkvi_derived_config *h, tkv_format_pair pair, int token
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     const tkv_format_options *o = &cfg->format;
-    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, cfg->model.head_dim, key.tokens, o, 1, k);
-    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, cfg->model.v_head_dim, key.tokens, o, 1, v);
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, k);
+    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
     r->at = 0;
     r->v_at = r->k.bytes;
 }
@@ -561,7 +624,7 @@ static int tkvi_pair_token_parts(tkv_format_pair p) {
  * block is too large. */
 static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes *b) {
     tkvi_record r;
-    int64_t heads = cfg->model.n_kv_heads, k, v, meta, total;
+    int64_t heads = key.n_kv_heads, k, v, meta, total;
     tkvi_record_init(&r, cfg, key, NULL, NULL);
     k = heads * (int64_t)r.k.code_bytes;
     v = heads * (int64_t)r.v.code_bytes;
@@ -569,7 +632,7 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
     total = heads * (int64_t)(r.k.bytes + r.v.bytes);
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
-        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, cfg->model.head_dim, r.k.pad);
+        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, r.k.pad);
         k = (k + 63) / 64 * 64;
         total += k;
     }
@@ -657,7 +720,7 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     r->warm = tkvi_add_delay(r->warm, p->warm_delay);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         const tkvi_family *k = tkvi_formats[pair[tier].k].family, *v = tkvi_formats[pair[tier].v].family;
-        r->key[tier] = r->layout[tier] = tkvi_find_key(h, pair[tier], TKVI_BLOCK);
+        r->key[tier] = r->layout[tier] = tkvi_find_key(h, &p->geometry, pair[tier], TKVI_BLOCK);
         fits &= r->layout[tier] >= 0;
         h->any_rotated |= tkvi_formats[pair[tier].v].rotated;
         if (!tkvi_reached(&h->cfg, r, tier)) continue;
@@ -697,8 +760,9 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     for (level = 0; level < h->n_levels; level++)
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
     p->now = tier_specs[h->cfg.budget.pressure.min_level];
-    p->sink_layout = p->sink ? tkvi_find_key(h, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
-                             : p->now.layout[TKV_TIER_HOT];
+    p->sink_layout =
+        p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
+                : p->now.layout[TKV_TIER_HOT];
     fits &= p->sink_layout >= 0;
     h->any_shared |= p->allocates;
     h->token_parts |= p->token_parts;
@@ -706,9 +770,10 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     return fits ? TKV_OK : TKV_ERR_CONFIG;
 }
 
-/* Gives a layer with tables its own layouts: TKVI_VERSIONS for each key. *next is the first free number. */
-static void tkvi_own_layouts(tkvi_tier_spec *tier_specs, int n_levels, int *next) {
-    int at, before;
+/* Gives a layer with tables its own layouts: TKVI_VERSIONS for each key. *next is the first free number. Returns how
+ * many keys have them. */
+static int tkvi_own_layouts(tkvi_tier_spec *tier_specs, int n_levels, int *next) {
+    int at, before, n = 0;
     for (at = 0; at < n_levels * TKV_TIER_COUNT; at++) {
         tkvi_tier_spec *r = &tier_specs[at / TKV_TIER_COUNT];
         const int tier = at % TKV_TIER_COUNT;
@@ -724,7 +789,9 @@ static void tkvi_own_layouts(tkvi_tier_spec *tier_specs, int n_levels, int *next
         }
         r->layout[tier] = *next;
         *next += TKVI_VERSIONS;
+        n++;
     }
+    return n;
 }
 
 /* Pages that recoding needs at most. At a level, it opens one page for each size class that it writes, before
@@ -748,6 +815,19 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     return most;
 }
 
+/* A bound of the bytes of a KV head in one version of the tables and in the statistics. */
+static size_t tkvi_most_head_bytes(const tkvi_derived_config *h) {
+    const size_t products = h->query_parts ? tkvi_n_products(h->widest.head_dim) : 0;
+    return 65536u + products * (sizeof(int64_t) + sizeof(uint16_t));
+}
+
+/* Moves *at behind a layer's parts of the arrays of all layers. */
+static void tkvi_skip_layer(tkvi_places *at, const tkv_config *cfg, const tkvi_plan *p) {
+    tkvi_skip_places(at, &p->geometry);
+    at->token_states += tkvi_states_bytes(&cfg->format, &p->geometry, p->token_parts);
+    at->query_states += tkvi_states_bytes(&cfg->format, &p->geometry, p->query_parts);
+}
+
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
@@ -761,8 +841,12 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, tier_specs)) return TKV_ERR_CONFIG;
+        tkvi_widen_geometry(&h->widest, &p.geometry);
+        tkvi_skip_layer(&h->end, &h->cfg, &p);
         if (p.stored_layer != i) continue;
-        tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
+        h->n_stored_heads += (size_t)p.geometry.n_kv_heads;
+        h->own_heads +=
+            (size_t)p.geometry.n_kv_heads * (size_t)tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
         for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
@@ -770,15 +854,15 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_rope_layer(&h->cfg, i) != i) continue;
         h->n_ropes++;
-        h->rope_lanes =
-            tkvi_max(h->rope_lanes, tkvi_rope_lanes(tkvi_rope_of_layer(&h->cfg, i), h->cfg.model.head_dim));
+        h->rope_lanes = tkvi_max(h->rope_lanes, tkvi_rope_lanes(tkvi_rope_of_layer(&h->cfg, i),
+                                                                tkvi_layer_geometry(&h->cfg, i).head_dim));
         h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
     if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
     if ((h->any_shared || h->token_parts || h->query_parts) &&
-        (uint64_t)h->cfg.model.n_layers * (uint64_t)h->cfg.model.n_kv_heads > ((size_t)-1 >> 16))
-        return TKV_ERR_CONFIG; /* a table has about 8 KB for each head at most */
+        h->end.heads > (size_t)-1 / tkvi_most_head_bytes(h))
+        return TKV_ERR_CONFIG;
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
         for (c = 0; c < h->n_classes; c++)
@@ -787,8 +871,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (c == h->n_classes) h->n_classes++;
         h->class_of[i] = c;
         of_class[c] += of_key[i];
-        if (hot[i] && h->bytes[i].total / (size_t)h->cfg.model.n_kv_heads > h->hot_record)
-            h->hot_record = h->bytes[i].total / (size_t)h->cfg.model.n_kv_heads;
+        if (hot[i] && h->bytes[i].total / (size_t)h->key[i].n_kv_heads > h->hot_record)
+            h->hot_record = h->bytes[i].total / (size_t)h->key[i].n_kv_heads;
     }
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
@@ -844,6 +928,19 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
     return TKV_OK;
 }
 
+/* Finds a format that cannot store the heads of a layer. NULL: there is none. *channels: of the heads. */
+static const char *tkvi_find_too_wide(const tkvi_derived_config *h, int *channels) {
+    int i;
+    for (i = 0; i < h->n_keys; i++) {
+        const tkvi_layout_key *key = &h->key[i];
+        const char *k = tkvi_formats[key->pair.k].family->too_wide,
+                   *v = tkvi_formats[key->pair.v].family->too_wide;
+        *channels = k && key->head_dim > 256 ? key->head_dim : key->v_head_dim;
+        if ((k && key->head_dim > 256) || (v && key->v_head_dim > 256)) return k ? k : v;
+    }
+    return NULL;
+}
+
 /* Checks every field, and fills in the derived config of a valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
@@ -866,8 +963,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (cfg->model.n_kv_heads && cfg->model.n_heads % cfg->model.n_kv_heads)
         return tkvi_bad(reason, size, "model.n_heads", cfg->model.n_heads,
                         "it must be a multiple of model.n_kv_heads");
-    TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 256");
-    TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 256, or 0 for model.head_dim");
+    TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 576");
+    TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 576, or 0 for model.head_dim");
     if (!tkvi_is_finite(cfg->model.scale) || cfg->model.scale < 0.0f)
         return tkvi_bad(reason, size, "model.scale", (double)cfg->model.scale,
                         "it must be a positive number, or 0 for 1/sqrt(head_dim)");
@@ -935,6 +1032,11 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st && tkvi_derive_config(cfg, shape))
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
+    if (!st) {
+        int channels;
+        wrong = tkvi_find_too_wide(shape, &channels);
+        if (wrong) return tkvi_bad(reason, size, "head_dim", channels, wrong);
+    }
     if (!st && shape->needs_rope) {
         const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);
         char owner[32] = "model.";
@@ -953,7 +1055,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
             if (r.k.bytes > TKVI_OFFLOAD_SIDE || r.v.bytes > TKVI_OFFLOAD_SIDE)
                 return tkvi_bad(
                     reason, size, cfg->offload.write ? "offload.write" : "recompute.compute", 1,
-                    "heads of more than 128 channels in F32 are too large for blocks outside RAM: take F16");
+                    "blocks outside RAM have at most 256 channels of K or V in 16 bits, and 128 in F32");
         }
     }
     return st;
@@ -970,13 +1072,13 @@ typedef struct tkvi_table_sizes {
 } tkvi_table_sizes;
 
 static size_t tkvi_table_sizes_of(const tkvi_derived_config *h, tkvi_table_sizes *s) {
-    size_t layers = (size_t)h->cfg.model.n_layers, heads = (size_t)h->cfg.model.n_kv_heads;
+    size_t layers = (size_t)h->cfg.model.n_layers;
     s->plan = tkvi_align_up(layers * sizeof(tkvi_plan));
     s->tier_specs = tkvi_align_up(layers * (size_t)h->n_levels * sizeof(tkvi_tier_spec));
     s->layout = tkvi_align_up((size_t)h->n_layouts * sizeof(tkvi_layout));
     s->size_class = tkvi_align_up((size_t)h->n_classes * sizeof(tkvi_class));
-    s->record = tkvi_align_up((size_t)h->n_keys * heads * sizeof(tkvi_record));
-    s->split = h->any_shared ? tkvi_align_up(heads * sizeof(int)) : 0;
+    s->record = tkvi_align_up(h->key_heads * sizeof(tkvi_record));
+    s->split = h->any_shared ? tkvi_align_up((size_t)h->widest.n_kv_heads * sizeof(int)) : 0;
     s->current = tkvi_align_up(layers);
     s->rope = tkvi_align_up((size_t)h->n_ropes * sizeof(tkvi_rope)) + h->rope_bytes;
     return s->plan + s->tier_specs + s->layout + s->size_class + s->record + s->split + s->current + s->rope;
@@ -987,93 +1089,96 @@ static size_t tkvi_tables_bytes(const tkvi_derived_config *h) {
     return tkvi_table_sizes_of(h, &s);
 }
 
-/* The same for one version of the learned tables. own: layouts of single layers in one version. */
+/* The same for one version of the learned tables. */
 typedef struct tkvi_version_sizes {
-    size_t record, head, channel, mean;
+    size_t record, head, importance, channel, mean;
 } tkvi_version_sizes;
 
-static size_t tkvi_version_sizes_of(const tkv_config *cfg, int own, int shared, int parts,
+/* own_heads and end: as in tkvi_derived_config. shared: 1 if heads share bytes. */
+static size_t tkvi_version_sizes_of(size_t own_heads, const tkvi_places *end, int shared,
                                     tkvi_version_sizes *s) {
-    size_t layers = (size_t)cfg->model.n_layers, heads = (size_t)cfg->model.n_kv_heads;
-    size_t sets = shared ? layers * heads : 0, pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
-    s->record = tkvi_align_up((size_t)own * heads * sizeof(tkvi_record));
-    s->head = tkvi_align_up(sets * sizeof(tkvi_head));
-    s->channel = tkvi_align_up(sets * pad);
-    s->mean = tkvi_align_up(sets * pad * sizeof(float));
-    return s->record + s->head + 2 * s->channel + s->mean + tkvi_states_bytes(cfg, parts);
+    s->record = tkvi_align_up(own_heads * sizeof(tkvi_record));
+    s->head = shared ? tkvi_align_up(end->heads * sizeof(tkvi_head)) : 0;
+    s->importance = shared ? tkvi_align_up(end->pads) : 0;
+    s->channel = shared ? tkvi_align_up(end->orders) : 0;
+    s->mean = shared ? tkvi_align_up(end->pads * sizeof(float)) : 0;
+    return s->record + s->head + s->importance + s->channel + s->mean + end->token_states;
 }
 
 static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     tkvi_version_sizes s;
-    return tkvi_version_sizes_of(&h->cfg, (h->n_layouts - h->n_keys) / TKVI_VERSIONS, h->any_shared,
-                                 h->token_parts, &s);
+    return tkvi_version_sizes_of(h->own_heads, &h->end, h->any_shared, &s);
 }
 
 /* Places the arrays of a version in `mem`, version_bytes of zeros. */
 static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
     tkvi_version_sizes s;
-    int own = (t->n_layouts - t->n_keys) / TKVI_VERSIONS, i;
-    size_t heads = (size_t)t->cfg.model.n_kv_heads, pad = (size_t)tkvi_round_up(t->cfg.model.head_dim, 16), n;
-    (void)tkvi_version_sizes_of(&t->cfg, own, t->any_shared, t->token_parts, &s);
+    int i, layer, head;
+    size_t own_heads = 0;
     v->bytes = mem;
     v->record = (tkvi_record *)(void *)mem;
+    for (i = t->n_keys + version; i < t->n_layouts; i += TKVI_VERSIONS) {
+        t->layout[i].record = v->record + own_heads;
+        own_heads += (size_t)t->layout[i].n_kv_heads;
+    }
+    (void)tkvi_version_sizes_of(own_heads, &t->end, t->any_shared, &s);
     mem += s.record;
-    for (i = 0; i < own; i++)
-        t->layout[t->n_keys + i * TKVI_VERSIONS + version].record = v->record + (size_t)i * heads;
-    if (t->any_shared) {
-        v->head = (tkvi_head *)(void *)mem;
-        v->importance = mem + s.head;
-        v->channel = v->importance + s.channel;
-        v->mean = (float *)(void *)(v->channel + s.channel);
-        for (n = 0; n < (size_t)t->cfg.model.n_layers * heads; n++) {
-            v->head[n].importance = v->importance + n * pad;
-            v->head[n].order = v->channel + n * pad;
-            v->head[n].mean = v->mean + n * pad;
+    v->states = mem + s.head + s.importance + s.channel + s.mean;
+    if (!t->any_shared) return;
+    v->head = (tkvi_head *)(void *)mem;
+    v->importance = mem + s.head;
+    v->channel = v->importance + s.importance;
+    v->mean = (float *)(void *)(v->channel + s.channel);
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        const tkvi_plan *p = &t->plan[layer];
+        for (head = 0; head < p->geometry.n_kv_heads; head++) {
+            const size_t at = p->at.pads + (size_t)head * (size_t)p->geometry.k_pad;
+            tkvi_head *h = &v->head[p->at.heads + (size_t)head];
+            h->importance = v->importance + at;
+            h->order = v->channel + p->at.orders + (size_t)head * tkvi_order_bytes(p->geometry.k_pad);
+            h->mean = v->mean + at;
         }
     }
-    v->states = mem + s.head + 2 * s.channel + s.mean;
 }
 
 /* [n_kv_heads]: the heads in one version of a layer's table. */
 static tkvi_head *tkvi_heads_of(const tkvi_tables *t, int layer, int version) {
-    return t->version[version].head + (size_t)layer * (size_t)t->cfg.model.n_kv_heads;
+    return t->version[version].head + t->plan[layer].at.heads;
 }
 
 static void tkvi_init_layout(tkvi_layout *c, const tkvi_derived_config *h, int key) {
     c->key = key;
     c->pair = h->key[key].pair;
     c->tokens = h->key[key].tokens;
+    c->n_kv_heads = h->key[key].n_kv_heads;
     c->size_class = h->class_of[key];
     c->bytes = h->bytes[key];
 }
 
-/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. rope: of the
- * layer. */
-static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_head *heads,
-                              const tkvi_rope *rope) {
+/* Fills in the records of a layout from a layer's table. heads: [n_kv_heads], or NULL for equal shares. g: of the
+ * layer, or of the key. rope: of the layer. */
+static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_geometry *g,
+                              const tkvi_head *heads, const tkvi_rope *rope) {
     const tkvi_format *k = &tkvi_formats[c->pair.k], *v = &tkvi_formats[c->pair.v];
     const tkv_config *cfg = &t->cfg;
-    int head, pad = tkvi_round_up(cfg->model.head_dim, 16), n = cfg->model.n_kv_heads,
-              unit = cfg->format.allocation_unit / 4;
-    tkvi_layout_key key;
+    const int n = c->n_kv_heads, unit = cfg->format.allocation_unit / 4;
+    int head;
     size_t at = 0;
-    key.pair = c->pair;
-    key.tokens = c->tokens;
-    tkvi_record_init(&c->record[0], cfg, key, NULL, NULL);
+    tkvi_record_init(&c->record[0], cfg, tkvi_layout_key_of(g, c->pair, c->tokens), NULL, NULL);
     c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
-        tkvi_share_k(heads, n, k->bits, cfg->model.head_dim, pad, unit, t->split);
+        tkvi_share_k(heads, n, k->bits, g->head_dim, g->k_pad, unit, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
-            tkvi_choose_widths(&heads[head], pad, unit, t->split[head], &share.tiles);
+            tkvi_choose_widths(&heads[head], g->k_pad, unit, t->split[head], &share.tiles);
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;
-            tkvi_side_init(&c->record[head].k, k, TKV_K, cfg->model.head_dim, cfg->format.group_size,
-                           c->tokens, &share);
+            tkvi_side_init(&c->record[head].k, k, TKV_K, g->head_dim, cfg->format.group_size, c->tokens,
+                           &share);
         }
     }
     if (heads && v->shared) {
@@ -1083,8 +1188,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
             memset(&share, 0, sizeof share);
             share.half_bits = t->split[head];
             share.top = heads[head].v_top;
-            tkvi_side_init(&c->record[head].v, v, TKV_V, cfg->model.v_head_dim, cfg->format.group_size,
-                           c->tokens, &share);
+            tkvi_side_init(&c->record[head].v, v, TKV_V, g->v_head_dim, cfg->format.group_size, c->tokens,
+                           &share);
         }
     }
     for (head = 0; head < n; head++) {
@@ -1098,14 +1203,15 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_h
 /* The state of a family that learns from tokens, in a version of the layer's table. version -1: without bytes. */
 static tkvi_family_state tkvi_table_state_of(const tkvi_tables *t, const tkvi_family *f, int layer,
                                              int version) {
-    return tkvi_state_of(&t->cfg, t->plan[layer].rope, version < 0 ? NULL : t->version[version].states,
-                         t->token_parts, f, layer);
+    const tkvi_plan *p = &t->plan[layer];
+    uint8_t *states = version < 0 ? NULL : t->version[version].states + p->at.token_states;
+    return tkvi_state_of(&t->cfg.format, &p->geometry, p->rope, states, p->token_parts, f);
 }
 
 /* Connects the sides of a layout to the states of their families in a version of the layer's table. */
 static void tkvi_connect_states(const tkvi_tables *t, tkvi_layout *c, int layer, int version) {
     int i;
-    for (i = 0; i < 2 * t->cfg.model.n_kv_heads; i++) {
+    for (i = 0; i < 2 * c->n_kv_heads; i++) {
         tkvi_side *s = i % 2 ? &c->record[i / 2].v : &c->record[i / 2].k;
         const tkvi_family *f = s->format->family;
         tkvi_family_state state;
@@ -1130,7 +1236,7 @@ static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int la
     p->immobile = tkvi_why_immobile(rope);
     if (first < 0) return;
     if (first == layer) {
-        tkvi_rope_make(&t->rope[t->n_ropes], rope, h->cfg.model.head_dim, h->any_fixed, *next);
+        tkvi_rope_make(&t->rope[t->n_ropes], rope, p->geometry.head_dim, h->any_fixed, *next);
         *next += tkvi_align_up(tkvi_rope_bytes(rope, h->any_fixed));
     }
     p->rope = first == layer ? &t->rope[t->n_ropes++] : t->plan[first].rope;
@@ -1140,9 +1246,13 @@ static void tkvi_place_rope(tkvi_tables *t, const tkvi_derived_config *h, int la
 static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *mem) {
     tkvi_table_sizes s;
     tkvi_record *record;
+    tkvi_places end;
     int i, n, v, next = h->n_keys;
+    memset(&end, 0, sizeof end);
     (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
+    t->widest = h->widest;
+    t->end = h->end;
     t->n_keys = h->n_keys;
     t->n_layouts = h->n_layouts;
     t->n_classes = h->n_classes;
@@ -1166,17 +1276,21 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->has_fixed_slots = h->any_fixed;
     t->rope = (tkvi_rope *)(void *)(mem += s.current);
     mem += s.rope - h->rope_bytes;
-    for (i = 0; i < h->n_keys; i++)
-        t->layout[i].record = record + (size_t)i * (size_t)h->cfg.model.n_kv_heads;
-    for (i = 0; i < h->n_keys; i++) tkvi_init_layout(&t->layout[i], h, i);
+    for (i = 0; i < h->n_keys; i++) {
+        tkvi_init_layout(&t->layout[i], h, i);
+        t->layout[i].record = record;
+        record += h->key[i].n_kv_heads;
+    }
     for (i = 0; i < h->n_classes; i++) t->size_class[i] = h->size_class[i];
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         tkvi_plan *p = &t->plan[i];
         tkvi_tier_spec *tier_specs = tkvi_tier_specs_of(t, i);
         (void)tkvi_plan_of(h, i, p, tier_specs); /* h has all keys, so none is added */
+        p->at = end;
+        tkvi_skip_layer(&end, &h->cfg, p);
         tkvi_place_rope(t, h, i, &mem);
         if (p->stored_layer != i) continue;
-        tkvi_own_layouts(tier_specs, h->n_levels, &next);
+        (void)tkvi_own_layouts(tier_specs, h->n_levels, &next);
         for (n = 0; n < h->n_levels * TKV_TIER_COUNT; n++)
             for (v = 0; v < TKVI_VERSIONS && tier_specs[n / TKV_TIER_COUNT].needs_table[n % TKV_TIER_COUNT];
                  v++)
@@ -1184,8 +1298,15 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
                                  tier_specs[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
     tkvi_take_level(t, h->cfg.budget.pressure.min_level);
-    for (i = 0; i < h->n_keys; i++)
-        tkvi_share_layout(t, &t->layout[i], NULL, NULL); /* the others wait for a table */
+    for (i = 0; i < h->n_keys; i++) { /* the others wait for a table */
+        tkvi_geometry g;
+        memset(&g, 0, sizeof g);
+        g.n_kv_heads = h->key[i].n_kv_heads;
+        g.head_dim = h->key[i].head_dim;
+        g.v_head_dim = h->key[i].v_head_dim;
+        tkvi_set_pads(&g);
+        tkvi_share_layout(t, &t->layout[i], &g, NULL, NULL);
+    }
     t->cfg.layers = NULL;
     t->cfg.budget.ladder = NULL;
     t->cfg.model.rope.frequencies = NULL;

@@ -23,7 +23,7 @@ typedef struct tkvi_head {
     int k_weight;              /* log2 in 1/8 octaves of: that strength times the largest E[q_c^2] var(k_c) */
     int k_top, v_top;          /* tops of the log-scale windows (core/log_scale.h) */
     const uint8_t *importance; /* K: [pad] log2 in 1/8 octaves, by position, falling; 0: no channel */
-    const uint8_t *order;      /* K: [pad] channel at each position */
+    const uint8_t *order;      /* K: channel at each position (tkvi_order_at) */
     const float *mean;         /* K: [pad] static mean at each position */
 } tkvi_head;
 

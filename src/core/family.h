@@ -9,12 +9,14 @@
 #ifndef TKVI_CORE_FAMILY_H
 #define TKVI_CORE_FAMILY_H
 
+#include "core/geometry.h"
 #include "core/rope.h"
 
-typedef struct tkvi_family_state { /* the state of one layer */
-    const tkv_config *cfg;         /* with defaults filled in */
-    const tkvi_rope *rope;         /* the RoPE that the family undoes; NULL: none */
-    void *layer, *heads;           /* [layer_bytes]; [n_kv_heads][head_bytes]; zeros at first */
+typedef struct tkvi_family_state {     /* the state of one layer */
+    const tkv_format_options *options; /* with defaults filled in */
+    const tkvi_geometry *geometry;     /* of the layer */
+    const tkvi_rope *rope;             /* the RoPE that the family undoes; NULL: none */
+    void *layer, *heads;               /* [layer_bytes]; [n_kv_heads][head_bytes]; zeros at first */
 } tkvi_family_state;
 
 /* Called for each token of a head. x: its key (before RoPE, if the family undoes it) or its value, [dim]. weight: of
@@ -29,18 +31,20 @@ typedef struct tkvi_tokens { /* tokens to learn from */
 
 typedef struct tkvi_family {
     const char *left_out; /* the sentence of a build that leaves the formats out; NULL: it has them */
+    const char *too_wide; /* the error for heads of more than 256 channels; NULL: the formats take them */
     /* Does a format with these options code keys before RoPE? Its tokens must keep their slots. NULL: never. */
     int (*undoes_rope)(const tkv_format_options *o);
     const char *needs_rope; /* the error if cfg.model.rope is missing */
     int part; /* 0: learns nothing; else a bit of its own, from 2 on, which calibrations store */
     size_t layer_bytes;
-    size_t (*head_bytes)(const tkv_config *cfg);
+    size_t (*head_bytes)(const tkv_format_options *o, const tkvi_geometry *g);
     /* From queries. products: sums of q q^T of a head; that of channels i <= j is products[j (j + 1) / 2 + i]. work: as
      * many floats. head: in and out, the state of the head. NULL: does not learn from queries */
-    void (*learn_queries)(const tkv_config *cfg, const int64_t *products, float *work, void *head);
+    void (*learn_queries)(const tkv_format_options *o, const tkvi_geometry *g, const int64_t *products,
+                          float *work, void *head);
     /* From tokens. There is at least one. NULL: does not learn from tokens */
     void (*learn_tokens)(const tkvi_family_state *to, const tkvi_tokens *from);
-    size_t (*saved_bytes)(const tkv_config *cfg); /* of a layer in a calibration */
+    size_t (*saved_bytes)(const tkvi_geometry *g); /* of a layer in a calibration */
     void (*save)(const tkvi_family_state *from, uint8_t *dst);
     void (*load)(const tkvi_family_state *to, const uint8_t *src);
     /* Returns the fault of saved bytes, or NULL. used: 1 if the layer of this cache needs them. No state is there. */
@@ -55,6 +59,6 @@ static const tkvi_rope *tkvi_undone_rope(const tkvi_family *f, const tkv_format_
 
 #define TKVI_LEARNS_NOTHING NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 
-static const tkvi_family tkvi_plain_family = {NULL, TKVI_LEARNS_NOTHING};
+static const tkvi_family tkvi_plain_family = {NULL, NULL, TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_CORE_FAMILY_H */

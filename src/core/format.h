@@ -25,6 +25,7 @@
 
 #include "core/family.h"
 #include "core/field.h"
+#include "core/geometry.h"
 #include "core/log_scale.h"
 #include "core/rotate.h"
 #include "core/tile.h"
@@ -53,7 +54,7 @@ typedef struct tkvi_simd_ops {
     /* Packs the codes of a tile into cleared bytes (core/tile.h). */
     void (*pack_tile)(uint8_t *tile, int width, const uint8_t *code);
     /* Interleaves four columns of K into the codes of a tile. */
-    void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile);
+    void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const int16_t *channel, uint8_t *tile);
     /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
     void (*encode_k_columns)(struct tkvi_columns *c);
     void (*finalize_scales)(struct tkvi_columns *c, int top);
@@ -69,6 +70,8 @@ typedef struct tkvi_simd_ops {
                        int first, int n, float *x, size_t stride);
     void (*turn_rows)(const tkvi_turned_rows *t); /* core/rope.h */
 } tkvi_simd_ops;
+
+static const float tkvi_zeros[TKV_MAX_HEAD_DIM] = {0.0f};
 
 #define TKVI_LANES 16 /* columns or tokens that are coded together */
 
@@ -120,7 +123,7 @@ static void tkvi_encode_log_scales_scalar(const float *x, int n, int top, uint8_
     for (i = 0; i < n; i++) dst[i] = (uint8_t)tkvi_log_code(x[i], top);
 }
 
-static void tkvi_interleave_scalar(uint8_t (*column)[TKVI_BLOCK], const uint8_t *channel, uint8_t *tile) {
+static void tkvi_interleave_scalar(uint8_t (*column)[TKVI_BLOCK], const int16_t *channel, uint8_t *tile) {
     int t, r;
     for (t = 0; t < TKVI_BLOCK; t++)
         for (r = 0; r < 4; r++) tile[4 * t + r] = column[channel[r]][t];
@@ -181,7 +184,7 @@ typedef struct tkvi_share {
     tkvi_tile_counts tiles; /* K: by width */
     int half_bits;          /* V: bits of a value, in half bits */
     int top;                /* top of its log-scale window (core/log_scale.h) */
-    const uint8_t *order;   /* K: channel at each position, [pad] */
+    const uint8_t *order;   /* K: channel at each position (tkvi_order_at) */
     const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
 } tkvi_share;
 
@@ -205,7 +208,7 @@ typedef struct tkvi_side {
     int8_t tabled;               /* 1: the family's state is in a cache; 0: a block alone */
     int8_t slots;                /* for outliers, per token */
     int32_t start;               /* position of the first token of the block, for RoPE */
-    const uint8_t *order;        /* K: channel at each position, [pad]; NULL: the given order */
+    const uint8_t *order;        /* K: channel at each position (tkvi_order_at); NULL: the given order */
     const float *mean;           /* K: see tkvi_share */
     const int8_t *levels;        /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
     const tkv_format_options *options;    /* with defaults filled in; a format reads its own */
@@ -215,7 +218,7 @@ typedef struct tkvi_side {
 } tkvi_side;
 
 TKVI_FN int tkvi_channel(const tkvi_side *s, int position) {
-    return s->order ? s->order[position] : position;
+    return s->order ? tkvi_order_at(s->order, s->pad, position) : position;
 }
 
 /* Index in `levels` of the 16 levels of a width. Tiles of pairs have width 3. A slab of 16 channels without a

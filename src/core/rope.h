@@ -68,6 +68,8 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
     *value = (double)r->dim;
     if (r->dim != TKV_OFF && (r->dim < 0 || r->dim > head_dim || r->dim % 2))
         return "it must be even, 2 to head_dim, TKV_OFF, or 0 for none";
+    if (r->dim > 512 || (r->dim == 512 && head_dim > 512)) /* a pair has a byte (tkvi_turned_rows) */
+        return "it must be at most 510, or 512 with head_dim 512";
     *field = "rope.kind";
     *value = (double)(int)r->kind;
     if ((unsigned)r->kind >= TKV_ROPE_COUNT) return "it must be a tkv_rope_kind";

@@ -16,9 +16,12 @@
 
 #include "core/base.h"
 
-/* Bit c % 32 of word c / 32 is the sign of channel c: 256 fair coins (SHA-256 of "tieredkv", little-endian). */
+/* Bit c % 32 of word c / 32 is the sign of channel c: fair coins (SHA-256 of "tieredkv", of "tieredkv, 256" and of
+ * "tieredkv, 512", little-endian). */
 TKVI_CONSTANT uint32_t tkvi_signs[TKV_MAX_HEAD_DIM / 32] = {
-    0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau, 0xc8b52373u, 0x868e3452u};
+    0x7176da20u, 0x332a2459u, 0x5c761011u, 0x5d6d9a20u, 0x3ab82810u, 0x0674eccau,
+    0xc8b52373u, 0x868e3452u, 0xbc9488c2u, 0xf7b59e6au, 0x57d30661u, 0xc1c16d57u,
+    0xef7dc430u, 0xb27a61dfu, 0x48cffc63u, 0x2493c1ecu, 0x84deee21u, 0xb4fb7bc8u};
 
 /* Replaces x[0 .. n-1] by its Hadamard transform, not normalised. n is a power of two. */
 static TKVI_NOINLINE void tkvi_butterflies(float *x, int n) {
@@ -44,8 +47,9 @@ static TKVI_NOINLINE void tkvi_flip(float *x, int n) {
 }
 
 /* 2^(-k / 2): this factor makes butterflies over 2^k values orthonormal. */
-TKVI_CONSTANT float tkvi_hadamard_norm[9] = {
-    1.0f, 0.70710678118f, 0.5f, 0.35355339059f, 0.25f, 0.17677669530f, 0.125f, 0.08838834765f, 0.0625f};
+TKVI_CONSTANT float tkvi_hadamard_norm[10] = {1.0f,    0.70710678118f, 0.5f,   0.35355339059f,
+                                              0.25f,   0.17677669530f, 0.125f, 0.08838834765f,
+                                              0.0625f, 0.04419417382f};
 
 static void tkvi_window(float *x, int n, int log2n) {
     tkvi_butterflies(x, n);

@@ -74,7 +74,7 @@ tkv_status tkvcu_attend(tkvcu *cu, int layer, const void *d_q, tkv_type type, in
     c.n_queries = n_queries;
     c.window = p->window == TKV_OFF ? 0 : p->window ? p->window : cu->host->tables.plan[layer].window;
     c.window = tkvi_min(c.window, cu->max_tokens + TKVCU_MAX_QUERIES);
-    c.scale = p->scale != 0.0f ? p->scale : cfg->model.scale;
+    c.scale = p->scale != 0.0f ? p->scale : cu->host->tables.plan[layer].geometry.scale;
     c.softcap = p->softcap;
     return tkvcu_check_cuda(cu, n_queries > TKVCU_DECODE_QUERIES
                                     ? tkvcu_launch_prefill(cu->prefill, &cu->attend_plan, v, &c, cfg, stream)

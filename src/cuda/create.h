@@ -92,6 +92,19 @@ static const char *tkvcu_check_formats(const tkv_config *cfg, tkv_format_pair pa
                : NULL;
 }
 
+/* 1 if a layer has heads or channels that differ from the model's. */
+static int tkvcu_has_mixed_layers(const tkv_config *cfg) {
+    const tkvi_geometry model = tkvi_model_geometry(&cfg->model);
+    int i;
+    for (i = 0; cfg->layers && i < cfg->model.n_layers; i++) {
+        const tkvi_geometry g = tkvi_layer_geometry(cfg, i);
+        if (g.n_heads != model.n_heads || g.n_kv_heads != model.n_kv_heads || g.head_dim != model.head_dim ||
+            g.v_head_dim != model.v_head_dim)
+            return 1;
+    }
+    return 0;
+}
+
 static const char *tkvcu_check_config(const tkv_config *cfg) {
     const struct {
         int wrong;
@@ -101,6 +114,7 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
         {cfg->model.v_head_dim && cfg->model.v_head_dim != cfg->model.head_dim,
          "v_head_dim must be head_dim"},
         {cfg->model.n_kv_heads > 1024, "n_kv_heads must be at most 1024"},
+        {tkvcu_has_mixed_layers(cfg), "all layers must have the heads and channels of the model"},
         {cfg->limits.max_seqs > 65535, "max_seqs must be at most 65535"},
         {cfg->model.n_heads >
              TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),

@@ -375,10 +375,10 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_transcoder<Dim> *d) {
     }
     most = tkvcu_max_lanes<LINE>(most);
     most = most < 1e30f ? most : 1e30f;
-    by = tkvi_r_by(most);
+    by = tkvi_r_by(most, Dim);
     TKVCU_UNROLL
     for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
-        u[i] = tkvi_r_integer(y[i], by);
+        u[i] = tkvi_r_integer(y[i], by, Dim);
         squares += u[i] * u[i];
     }
     squares = tkvcu_sum_lanes<LINE>(squares);
@@ -402,7 +402,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_r(tkvcu_transcoder<Dim> *d) {
     sum = tkvcu_sum_lanes<LINE>(sum);
     __syncwarp();
     if (part == 0) {
-        const float scale = tkvi_r_scale(most, squares, sum);
+        const float scale = tkvi_r_scale(most, squares, sum, Dim);
         d->meta[t] = (uint8_t)tkvi_log_code(tkvi_r_finish(s, t, TKVI_BLOCK, d->code, scale), s->top);
     }
 }

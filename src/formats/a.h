@@ -269,7 +269,8 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
 static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
-    uint8_t channel[TKV_MAX_HEAD_DIM], widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
+    int16_t channel[TKV_MAX_HEAD_DIM];
+    uint8_t widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
     uint8_t *at = dst;
@@ -279,7 +280,7 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
         for (end = width ? p + 4 * s->tiles.n[width] : s->pad; p < end; p++) {
             int from = tkvi_channel(s, p);
-            channel[p] = (uint8_t)from;
+            channel[p] = (int16_t)from;
             widths[from] = (uint8_t)width;
             mean[from] = s->mean ? s->mean[p] : 0.0f;
         }
@@ -318,9 +319,8 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
 
 static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
-    static const float none[TKV_MAX_HEAD_DIM] = {0.0f};
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
-    const float *mean = s->mean ? s->mean : none;
+    const float *mean = s->mean ? s->mean : tkvi_zeros;
     int width, p = 0;
     ops->decode_log_scales(log, s->pad, s->top, scale); /* channels without bits are overwritten below */
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {

@@ -25,7 +25,7 @@
  *   NORM        decodes to levels that keep the variance (Q-Norm, core/codebook.h)
  *   DENSE       has no slots, and ranges hold every value
  *
- * Bytes: | codes [64][row] | of K or V, below | channel u8, outlier fp16 [64][slots] |
+ * Bytes: | codes [64][row] | of K or V, below | channel u8, beyond 256 channels u16, outlier fp16 [64][slots] |
  *        K: | start of the block, int32 |      V: | radius fp16 [64] | middle fp16 [64] |
  * A row has the channels' codes, low bits first, and is padded to a whole byte.
  *
@@ -46,7 +46,7 @@ static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_RO
                                                {"dense", TKV_KVQUANT_DENSE},
                                                {NULL, 0}};
 
-#define TKVI_KVQUANT_SLOTS 3 /* maximum, at 256 channels */
+#define TKVI_KVQUANT_SLOTS 6 /* maximum, at 576 channels */
 
 /* The state of a layer (formats/kvquant_tables.h). A head's state is the radii of its channels of K, then their
  * middles. */
@@ -58,10 +58,18 @@ static int tkvi_kvquant_slots(int dim, int flags) {
     return flags & TKV_KVQUANT_DENSE ? 0 : tkvi_min((dim + 99) / 100, dim - 1);
 }
 
+static int tkvi_kvquant_slot_bytes(const tkvi_side *s) { return s->dim > 256 ? 4 : 3; }
+
+/* The channel of a slot. */
+static int tkvi_kvquant_channel_at(const tkvi_side *s, const uint8_t *slot) {
+    return s->dim > 256 ? tkvi_load16(slot) : slot[0];
+}
+
 static void tkvi_kvquant_layout(tkvi_side *s) {
     s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->options->kvquant);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
-    s->meta_bytes = (size_t)(TKVI_BLOCK * 3 * s->slots + (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
+    s->meta_bytes = (size_t)(TKVI_BLOCK * tkvi_kvquant_slot_bytes(s) * s->slots +
+                             (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
     if (s->which == TKV_K && !s->tabled) s->meta_bytes += (size_t)(4 * s->dim);
 }
 
@@ -74,7 +82,7 @@ static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
     tkvi_kvquant_at at;
     at.row = s->code_bytes / TKVI_BLOCK;
     at.slot = s->code_bytes + (s->which == TKV_K ? 4u : 4u * TKVI_BLOCK);
-    at.own = at.slot + (size_t)(TKVI_BLOCK * 3 * s->slots);
+    at.own = at.slot + (size_t)(TKVI_BLOCK * tkvi_kvquant_slot_bytes(s) * s->slots);
     return at;
 }
 
@@ -128,9 +136,11 @@ static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
 
 static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float error) {
     /* one array of records: gcc 12 -O2 loses reads of two arrays that advance together from one pointer */
-    uint8_t *p = dst + tkvi_kvquant_places(s).slot + 3 * (t * s->slots + slot);
-    p[0] = (uint8_t)c;
-    tkvi_store16(p + 1, tkvi_f32_to_f16(error + 0.0f));
+    const int bytes = tkvi_kvquant_slot_bytes(s);
+    uint8_t *p = dst + tkvi_kvquant_places(s).slot + bytes * (t * s->slots + slot);
+    if (bytes == 3) p[0] = (uint8_t)c;
+    else tkvi_store16(p, (uint16_t)c);
+    tkvi_store16(p + bytes - 2, tkvi_f32_to_f16(error + 0.0f));
 }
 
 /* >>K */
@@ -285,10 +295,13 @@ static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const floa
 
 /* A separate loop: y is already rounded and stored, so no compiler merges this sum with the earlier one. */
 static void tkvi_kvquant_outliers(const tkvi_side *s, const uint8_t *src, int t, float *y) {
-    const uint8_t *p = src + tkvi_kvquant_places(s).slot + 3 * t * s->slots;
+    const int bytes = tkvi_kvquant_slot_bytes(s);
+    const uint8_t *p = src + tkvi_kvquant_places(s).slot + bytes * t * s->slots;
     int i;
-    for (i = 0; i < s->slots; i++, p += 3)
-        if (p[0] < s->dim) y[p[0]] = tkvi_f32(y[p[0]] + tkvi_f16_at(p + 1));
+    for (i = 0; i < s->slots; i++, p += bytes) {
+        const int c = tkvi_kvquant_channel_at(s, p);
+        if (c < s->dim) y[c] = tkvi_f32(y[c] + tkvi_f16_at(p + bytes - 2));
+    }
 }
 
 static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,

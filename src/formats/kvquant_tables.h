@@ -19,13 +19,14 @@
 #include "core/checksum.h"
 #include "formats/kvquant.h"
 
-static size_t tkvi_kvquant_head_bytes(const tkv_config *cfg) {
-    return 2u * (size_t)cfg->model.head_dim * sizeof(float);
+static size_t tkvi_kvquant_head_bytes(const tkv_format_options *o, const tkvi_geometry *g) {
+    (void)o;
+    return 2u * (size_t)g->head_dim * sizeof(float);
 }
 
 /* The ranges of a head's channels: radius [head_dim], middle [head_dim]. */
 static float *tkvi_kvquant_range_of(const tkvi_family_state *state, int head) {
-    return (float *)state->heads + (size_t)head * 2u * (size_t)state->cfg->model.head_dim;
+    return (float *)state->heads + (size_t)head * 2u * (size_t)state->geometry->head_dim;
 }
 
 static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
@@ -64,16 +65,16 @@ static void tkvi_tails_add(void *ctx, const float *x, const float *weight) {
     s->n = tkvi_min(s->n + 1, s->keep);
 }
 
-/* Learns radius and middle of each channel of a head from n tokens. radius: [2 * head_dim], the middles follow the
- * radii. A radius is an fp16 value, so its products with levels are exact. */
-static void tkvi_kvquant_learn_ranges(const tkv_config *cfg, const tkvi_tokens *from, int head, int n,
-                                      float *radius) {
-    float *middle = radius + cfg->model.head_dim;
+/* Learns radius and middle of each channel of a head from n tokens. A radius is an fp16 value, so its products with
+ * levels are exact. */
+static void tkvi_kvquant_learn_ranges(const tkvi_family_state *to, const tkvi_tokens *from, int head, int n) {
+    const int dim = to->geometry->head_dim;
+    float *radius = tkvi_kvquant_range_of(to, head), *middle = radius + dim;
     tkvi_tails s;
     int c;
-    s.keep = cfg->format.kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
-    for (s.first = 0; s.first < cfg->model.head_dim; s.first += s.channels) {
-        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, cfg->model.head_dim - s.first);
+    s.keep = to->options->kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    for (s.first = 0; s.first < dim; s.first += s.channels) {
+        s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, dim - s.first);
         s.n = 0;
         from->walk(from->from, TKV_K, head, tkvi_tails_add, &s);
         for (c = 0; c < s.channels; c++) {
@@ -128,15 +129,15 @@ static void tkvi_count_token(void *ctx, const float *x, const float *weight) {
 
 /* Learns the levels of one side. The first pass finds the largest weight, the second fills the histogram. */
 static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tokens *from, tkv_side side) {
-    const tkv_config *cfg = to->cfg;
+    const tkvi_geometry *g = to->geometry;
     tkvi_book *book = ((tkvi_kvquant *)to->layer)->book[side];
     tkvi_kvquant_count s;
     int head, pass, bits;
     memset(&s, 0, sizeof s);
-    s.dim = side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim;
-    s.slots = tkvi_kvquant_slots(s.dim, cfg->format.kvquant);
+    s.dim = side == TKV_K ? g->head_dim : g->v_head_dim;
+    s.slots = tkvi_kvquant_slots(s.dim, to->options->kvquant);
     for (pass = 0; pass < 2; pass++) {
-        for (head = 0; head < cfg->model.n_kv_heads; head++) {
+        for (head = 0; head < g->n_kv_heads; head++) {
             if (side == TKV_K) {
                 s.radius = tkvi_kvquant_range_of(to, head);
                 s.middle = s.radius + s.dim;
@@ -148,7 +149,7 @@ static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tok
         if (!tkvi_is_finite(s.by)) s.by = 3e38f;
     }
     for (bits = 2; bits <= 4; bits++) {
-        tkvi_book_make(s.count, bits, cfg->format.kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+        tkvi_book_make(s.count, bits, to->options->kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
     }
 }
 
@@ -156,8 +157,7 @@ static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tok
 static void tkvi_kvquant_learn(const tkvi_family_state *to, const tkvi_tokens *from) {
     int head, n = 0;
     from->walk(from->from, TKV_K, 0, tkvi_count_tokens, &n);
-    for (head = 0; head < to->cfg->model.n_kv_heads; head++)
-        tkvi_kvquant_learn_ranges(to->cfg, from, head, n, tkvi_kvquant_range_of(to, head));
+    for (head = 0; head < to->geometry->n_kv_heads; head++) tkvi_kvquant_learn_ranges(to, from, head, n);
     tkvi_kvquant_learn_books(to, from, TKV_K);
     tkvi_kvquant_learn_books(to, from, TKV_V);
 }
@@ -168,8 +168,8 @@ static void tkvi_kvquant_learn(const tkvi_family_state *to, const tkvi_tokens *f
  *   each head: fp16 radius [head_dim] | f32 middle [head_dim] */
 #define TKVI_KVQUANT_BOOKS (2 * 2 * 28 * 2) /* bytes: sides, level and normed, 4 + 8 + 16, fp16 */
 
-static size_t tkvi_kvquant_saved_bytes(const tkv_config *cfg) {
-    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
+static size_t tkvi_kvquant_saved_bytes(const tkvi_geometry *g) {
+    return 8u + TKVI_KVQUANT_BOOKS + 6u * (size_t)g->n_kv_heads * (size_t)g->head_dim;
 }
 
 static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
@@ -177,7 +177,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(state->cfg->format.kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[0] = (uint8_t)(state->options->kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
@@ -191,7 +191,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
 static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
     const tkvi_kvquant *table = (const tkvi_kvquant *)from->layer;
     uint64_t mode = tkvi_kvquant_mode(from);
-    int side, bits, i, head, dim = from->cfg->model.head_dim;
+    int side, bits, i, head, dim = from->geometry->head_dim;
     tkvi_store32(at, (uint32_t)(mode & 0xffffffffu));
     tkvi_store32(at + 4, (uint32_t)(mode >> 32));
     at += 8;
@@ -201,7 +201,7 @@ static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->level[i]));
             for (i = 0; i < 1 << bits; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(b->normed[i]));
         }
-    for (head = 0; head < from->cfg->model.n_kv_heads; head++) {
+    for (head = 0; head < from->geometry->n_kv_heads; head++) {
         const float *range = tkvi_kvquant_range_of(from, head);
         for (i = 0; i < dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(range[i]));
         for (i = 0; i < dim; i++, at += 4) tkvi_store32(at, tkvi_bits(range[dim + i]));
@@ -210,7 +210,7 @@ static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
 
 static void tkvi_kvquant_load(const tkvi_family_state *to, const uint8_t *at) {
     tkvi_kvquant *table = (tkvi_kvquant *)to->layer;
-    int side, bits, i, head, dim = to->cfg->model.head_dim;
+    int side, bits, i, head, dim = to->geometry->head_dim;
     at += 8;
     memset(table, 0, sizeof *table);
     for (side = 0; side < 2; side++)
@@ -219,7 +219,7 @@ static void tkvi_kvquant_load(const tkvi_family_state *to, const uint8_t *at) {
             for (i = 0; i < 1 << bits; i++, at += 2) b->level[i] = tkvi_f16_at(at);
             for (i = 0; i < 1 << bits; i++, at += 2) b->normed[i] = tkvi_f16_at(at);
         }
-    for (head = 0; head < to->cfg->model.n_kv_heads; head++) {
+    for (head = 0; head < to->geometry->n_kv_heads; head++) {
         float *range = tkvi_kvquant_range_of(to, head);
         for (i = 0; i < dim; i++, at += 2) range[i] = tkvi_f16_at(at);
         for (i = 0; i < dim; i++, at += 4) range[dim + i] = tkvi_from_bits(tkvi_load32(at));
@@ -228,7 +228,7 @@ static void tkvi_kvquant_load(const tkvi_family_state *to, const uint8_t *at) {
 
 /* Returns whether saved bytes are valid: levels do not fall and lie within -1 .. 1, normed ones within -8 .. 8.
  * Radii are finite and not negative. Middles lie within +-2^17, a bound that learned middles keep. */
-static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
+static int tkvi_kvquant_valid(const tkvi_geometry *g, const uint8_t *at) {
     int i, set, n;
     at += 8;
     for (set = 0; set < 12; set++) {
@@ -239,10 +239,10 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
             before = x;
         }
     }
-    for (set = 0; set < cfg->model.n_kv_heads; set++) {
-        for (i = 0; i < cfg->model.head_dim; i++, at += 2) /* not negative, not infinite */
+    for (set = 0; set < g->n_kv_heads; set++) {
+        for (i = 0; i < g->head_dim; i++, at += 2) /* not negative, not infinite */
             if (tkvi_load16(at) >= 0x7c00u) return 0;
-        for (i = 0; i < cfg->model.head_dim; i++, at += 4) {
+        for (i = 0; i < g->head_dim; i++, at += 4) {
             float x = tkvi_from_bits(tkvi_load32(at));
             if (!tkvi_is_finite(x) || x < -131072.0f || x > 131072.0f) return 0;
         }
@@ -251,7 +251,7 @@ static int tkvi_kvquant_valid(const tkv_config *cfg, const uint8_t *at) {
 }
 
 static const char *tkvi_kvquant_find_fault(const tkvi_family_state *to, const uint8_t *at, int used) {
-    if (!tkvi_kvquant_valid(to->cfg, at)) return "the calibration has invalid ranges or levels";
+    if (!tkvi_kvquant_valid(to->geometry, at)) return "the calibration has invalid ranges or levels";
     if (used && (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(to))
         return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
     return NULL;
@@ -263,6 +263,7 @@ static int tkvi_kvquant_undoes_rope(const tkv_format_options *o) {
 
 static const tkvi_family tkvi_kvquant_family = {
     TKVI_HAS_KVQUANT ? NULL : "TKV_NO_KVQUANT leaves this format out",
+    NULL,
     TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_undoes_rope),
     "KVQUANT undoes RoPE before it codes keys: set model.rope, or set format.kvquant to "
     "TKV_KVQUANT_POST_ROPE to code keys as appended",

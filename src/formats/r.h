@@ -16,7 +16,8 @@
  * Step by step, for one token. Numbers are floats unless they are integers, and each operation is rounded:
  *   1. y = x, cut to +-1e30, rotated (core/rotate.h); most = its largest |y|, at most 1e30. If most is not above
  *      1e-30, scale and codes are 0
- *   2. u = trunc(y * (2047 / most)), cut to +-2047; squares = sum(u^2), at least 1
+ *   2. u = trunc(y * (2047 / most)), cut to +-2047; squares = sum(u^2), at least 1. Beyond 256 channels, 2047 is 1023
+ *      here and below
  *   3. unit = 1 / sqrt(squares / head_dim)
  *   4. whole bits: code = floor(u * (unit / step of the table below)) + 2^bits / 2, cut to 0 .. 2^bits - 1;
  *      level = 2 code - (2^bits - 1)
@@ -36,7 +37,8 @@
 #include "core/allocate.h"
 #include "formats/tiles.h"
 
-#define TKVI_R_MOST 2047 /* integer of a token's largest value */
+/* The integer of a token's largest value: twice the sum of all squares fits 32 bits. */
+TKVI_FN int tkvi_r_most(int dim) { return dim > 256 ? 1023 : 2047; }
 
 /* Step of the best uniform grid for a unit Gaussian, by bits. */
 TKVI_CONSTANT float tkvi_r_step[5] = {0.0f, 1.5960f, 0.9955f, 0.5860f, 0.3350f};
@@ -118,15 +120,17 @@ static int32_t tkvi_r_codes(const tkvi_side *s, const int16_t *u, float unit, in
 }
 
 /* The factor from a token's values to integers, from its largest |value|; 0 if that is not above 1e-30. */
-TKVI_FN float tkvi_r_by(float most) { return most > 1e-30f ? tkvi_f32((float)TKVI_R_MOST / most) : 0.0f; }
+TKVI_FN float tkvi_r_by(float most, int dim) {
+    return most > 1e-30f ? tkvi_f32((float)tkvi_r_most(dim) / most) : 0.0f;
+}
 
-TKVI_FN int tkvi_r_integer(float y, float by) {
-    return tkvi_max(-TKVI_R_MOST, tkvi_min(TKVI_R_MOST, (int)tkvi_f32(y * by)));
+TKVI_FN int tkvi_r_integer(float y, float by, int dim) {
+    return tkvi_max(-tkvi_r_most(dim), tkvi_min(tkvi_r_most(dim), (int)tkvi_f32(y * by)));
 }
 
 /* The scale of a token, from its largest |value|, the sum of squares, and the result of tkvi_r_codes. */
-TKVI_FN float tkvi_r_scale(float most, int32_t squares, int32_t sum) {
-    float step = tkvi_f32(most / (float)TKVI_R_MOST);
+TKVI_FN float tkvi_r_scale(float most, int32_t squares, int32_t sum, int dim) {
+    float step = tkvi_f32(most / (float)tkvi_r_most(dim));
     step = tkvi_f32(step * tkvi_f32(tkvi_f32((float)(2 * squares)) / tkvi_f32((float)sum)));
     return most > 1e-30f ? step : 0.0f;
 }
@@ -143,14 +147,14 @@ static float tkvi_r_rotated(const tkvi_side *s, const float *y, int t, tkvi_code
         most = a > most ? a : most;
     }
     most = most < 1e30f ? most : 1e30f;
-    by = tkvi_r_by(most);
+    by = tkvi_r_by(most, s->dim);
     for (c = 0; c < s->dim; c++) {
-        u[c] = (int16_t)tkvi_r_integer(y[c], by);
+        u[c] = (int16_t)tkvi_r_integer(y[c], by, s->dim);
         squares += u[c] * u[c];
     }
     if (squares == 0) squares = 1;
     sum = tkvi_r_codes(s, u, tkvi_r_unit(squares, s->dim), t, code);
-    return tkvi_r_scale(most, squares, sum);
+    return tkvi_r_scale(most, squares, sum, s->dim);
 }
 
 /* The same for values before the rotation. */

@@ -102,7 +102,7 @@ static const uint16_t *tkvi_feed_back(float *x, int stride, int n, int c, int en
 static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                               int n, uint8_t *dst) {
     tkvi_codes code;
-    float y[TKVI_BLOCK * TKV_MAX_HEAD_DIM]; /* values; for coded channels their errors */
+    float y[TKVI_BLOCK * 256]; /* values; for coded channels their errors */
     int g, c, t, from;
     if (!s->head_state) {
         tkvi_kivi_encode(s, ops, x, stride, n, dst);
@@ -136,13 +136,14 @@ static void tkvi_squat_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
 }
 
 /* >>learning */
-static size_t tkvi_squat_head_bytes(const tkv_config *cfg) {
-    return tkvi_feedback_count(cfg->model.head_dim, cfg->format.squat_block) * sizeof(uint16_t);
+static size_t tkvi_squat_head_bytes(const tkv_format_options *o, const tkvi_geometry *g) {
+    return tkvi_feedback_count(g->head_dim, o->squat_block) * sizeof(uint16_t);
 }
 
 /* Computes U of one head: P = I + eta C / (tr C / dim). Sums of 0 leave U as it is. */
-static void tkvi_squat_learn(const tkv_config *cfg, const int64_t *products, float *work, void *head) {
-    int dim = cfg->model.head_dim, i, j;
+static void tkvi_squat_learn(const tkv_format_options *o, const tkvi_geometry *g, const int64_t *products,
+                             float *work, void *head) {
+    int dim = g->head_dim, i, j;
     double trace = 0.0;
     for (i = 0; i < dim; i++) trace += (double)products[tkvi_packed(i, i)];
     if (!(trace > 0.0)) return;
@@ -151,12 +152,13 @@ static void tkvi_squat_learn(const tkv_config *cfg, const int64_t *products, flo
             double c = (double)products[tkvi_packed(i, j)] * (TKVI_SQUAT_ETA * (double)dim) / trace;
             work[tkvi_packed(i, j)] = (float)(i == j ? 1.0 + c : c);
         }
-    tkvi_feedback_from(work, dim, cfg->format.squat_block);
-    tkvi_feedback_store(work, dim, cfg->format.squat_block, (uint16_t *)head);
+    tkvi_feedback_from(work, dim, o->squat_block);
+    tkvi_feedback_store(work, dim, o->squat_block, (uint16_t *)head);
 }
 
 /* The state of a head is U; zeros until it is known. */
 static const tkvi_family tkvi_squat_family = {TKVI_HAS_SQUAT ? NULL : "TKV_NO_SQUAT leaves this format out",
+                                              "SQUAT formats take heads of at most 256 channels",
                                               NULL,
                                               NULL,
                                               4,

@@ -70,6 +70,6 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
 }
 
 static const tkvi_family tkvi_subspace_family = {
-    TKVI_HAS_SUBSPACE ? NULL : "TKV_NO_SUBSPACE leaves this format out", TKVI_LEARNS_NOTHING};
+    TKVI_HAS_SUBSPACE ? NULL : "TKV_NO_SUBSPACE leaves this format out", NULL, TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_FORMATS_SUBSPACE_H */

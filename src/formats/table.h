@@ -209,6 +209,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
     if (!c || !tkvi_format_known(c->format) || (c->side != TKV_K && c->side != TKV_V)) return 0;
     if (!tkvi_format_stores(&tkvi_formats[c->format], c->side)) return 0;
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || c->position < 0) return 0;
+    if (c->head_dim > 256 && tkvi_formats[c->format].family->too_wide) return 0;
     if (tkvi_find_invalid_option(&c->options)) return 0;
     if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     *options = c->options;

@@ -160,6 +160,6 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
 }
 
 static const tkvi_family tkvi_token_family = {
-    TKVI_HAS_TOKEN_FORMATS ? NULL : "TKV_NO_TOKEN_FORMATS leaves this format out", TKVI_LEARNS_NOTHING};
+    TKVI_HAS_TOKEN_FORMATS ? NULL : "TKV_NO_TOKEN_FORMATS leaves this format out", NULL, TKVI_LEARNS_NOTHING};
 
 #endif /* TKVI_FORMATS_TOKEN_H */

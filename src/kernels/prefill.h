@@ -23,7 +23,8 @@
 
 #define TKVI_PREFILL 32          /* the most rows */
 #define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
-#define TKVI_MAX_SLACK 8.0f      /* weights may reach e^8 before m moves to the new maximum and sums shrink */
+#define TKVI_PREFILL_DIM (TKVI_PREFILL_FLOATS / 16) /* the most channels */
+#define TKVI_MAX_SLACK 8.0f /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
 /* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
 typedef struct tkvi_softmax_args {
@@ -39,11 +40,11 @@ typedef struct tkvi_softmax_args {
 /* Rows of queries. */
 typedef struct tkvi_prefill_queries {
     TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel, not reordered][lanes] */
-    TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float ref[TKVI_PREFILL_DIM];
     int lanes;
     /* The same in the order of positions, which most blocks of a head share. */
     TKVI_ALIGNED float sorted_q[TKVI_PREFILL_FLOATS];
-    TKVI_ALIGNED float sorted_ref[TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float sorted_ref[TKVI_PREFILL_DIM];
     const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: nothing is sorted */
 } tkvi_prefill_queries;
 
@@ -62,7 +63,7 @@ typedef struct tkvi_prefill {
 } tkvi_prefill;
 
 /* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
-enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
+enum { TKVI_PREFILL_KEY_STRIDE = TKVI_PREFILL_DIM + 16 };
 
 /* Folded and rounded weights of all rows. An answer is wide_by * sum of the products of two limbs + by * sum of those
  * of one limb + rest. */
@@ -116,8 +117,9 @@ static void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
     if (!s->order || q->order == s->order) return;
     q->order = s->order;
     for (c = 0; c < s->pad; c++) {
-        memcpy(q->sorted_q + c * q->lanes, q->q + s->order[c] * q->lanes, (size_t)q->lanes * sizeof *q->q);
-        q->sorted_ref[c] = q->ref[s->order[c]];
+        memcpy(q->sorted_q + c * q->lanes, q->q + tkvi_channel(s, c) * q->lanes,
+               (size_t)q->lanes * sizeof *q->q);
+        q->sorted_ref[c] = q->ref[tkvi_channel(s, c)];
     }
 }
 

@@ -55,11 +55,17 @@ static const int8_t tkvi_log_bytes[2][16] = {
 /* The largest code by width. */
 static const int32_t tkvi_tops[8] = {0, 1, 3, 7, 15, 31, 63, 127};
 
-#define TKVI_ROWS 8                    /* query rows per pass; a kernel's stack is proportional to it */
-#define TKVI_LIMB_MAX_K 127            /* largest weight of one limb in K */
-#define TKVI_LIMB_MAX_V 255            /* and in V */
-#define TKVI_TWO_LIMBS_MAX (127 * 128) /* largest weight of two limbs */
-#define TKVI_WIDE 5                    /* tiles of this many bits or more have two limbs */
+/* Query rows of a pass, and their channels together: wide heads have fewer rows, so that the stack stays small. */
+#define TKVI_ROWS 8
+#define TKVI_ROW_CHANNELS (TKVI_ROWS * 256)
+#define TKVI_ROW_FLOATS (TKVI_ROW_CHANNELS + TKV_MAX_HEAD_DIM) /* with one more row */
+#define TKVI_LIMB_MAX_K 127                                    /* largest weight of one limb in K */
+#define TKVI_LIMB_MAX_V 255                                    /* and in V */
+#define TKVI_TWO_LIMBS_MAX (127 * 128)                         /* largest weight of two limbs */
+#define TKVI_WIDE 5 /* tiles of this many bits or more have two limbs */
+
+/* Most rows of a pass for heads of `pad` channels. */
+static int tkvi_rows_of(int pad) { return tkvi_min(TKVI_ROWS, TKVI_ROW_CHANNELS / pad); }
 
 /* scores[row][64] = q[row] . (k[t] - ref). q: [rows][pad], zero beyond dim. ref: [pad]. n: tokens in the block.
  * Scores beyond n are finite and have no meaning. An exact side may end after n tokens: do not read further.
@@ -234,39 +240,65 @@ static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_l
     return by > 0.0f ? most / (float)top : 0.0f;
 }
 
-static void tkvi_tiles_k_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
+/* Heads of more than 256 channels are multiplied in parts of 256 positions: sums then fit 32 bits. */
+#define TKVI_K_PART 256
+
+/* The positions from `first` on, as a side of their own. *at: in and out, their codes. */
+static tkvi_side tkvi_part_of_k(const tkvi_side *s, int first, const uint8_t **at) {
+    tkvi_side part = *s;
+    int width, skip = first / 4, left;
+    part.pad = (int16_t)tkvi_min(TKVI_K_PART, s->pad - first);
+    left = part.pad / 4;
+    memset(&part.tiles, 0, sizeof part.tiles);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--) {
+        const int before = tkvi_min(skip, s->tiles.n[width]), n = tkvi_min(left, s->tiles.n[width] - before);
+        *at += before * TKVI_TILE_BYTES(width);
+        skip -= before;
+        part.tiles.n[width] = (uint16_t)n;
+        left -= n;
+    }
+    return part;
+}
+
+static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
-    int g, r, t, i, c;
+    int g, r, t, i, c, first;
     (void)next;
-    s->format->side[TKV_K].meta(s, src, &tkvi_simd_ops_scalar, scale, zero);
-    for (r = 0; r < rows; r++)
-        for (g = 0; g < s->groups; g++) {
-            float folded[TKV_MAX_HEAD_DIM], step, rest = 0.0f, middle = 0.0f;
-            int w[TKV_MAX_HEAD_DIM], sum[TKVI_BLOCK], width, position = 0;
-            const uint8_t *at = src;
-            for (c = 0; c < s->pad; c++) folded[c] = q[r * s->pad + c] * scale[g * s->pad + c];
-            step = tkvi_round_k(s, folded, n_limbs, w);
-            memset(sum, 0, sizeof sum);
-            for (width = TKVI_MAX_WIDTH; width > 0; width--)
-                for (i = 0; i < s->tiles.n[width]; i++, position += 4) {
-                    uint8_t tile[TKVI_TILE_CODES];
-                    float centre = tkvi_centre(s, width);
-                    tkvi_unpack_tile(at, width, tile);
-                    at += TKVI_TILE_BYTES(width);
-                    for (c = 0; c < 4; c++) {
-                        int m = g * s->pad + position + c;
-                        rest += q[r * s->pad + position + c] *
-                                ((zero[m] - ref[position + c]) + centre * scale[m]);
-                        middle += centre * (float)w[position + c];
-                        for (t = 0; t < n; t++) sum[t] += w[position + c] * tile[4 * t + c];
+    all->format->side[TKV_K].meta(all, src, &tkvi_simd_ops_scalar, scale, zero);
+    for (first = 0; first < all->pad; first += TKVI_K_PART) {
+        const uint8_t *codes = src;
+        const tkvi_side s = tkvi_part_of_k(all, first, &codes);
+        for (r = 0; r < rows; r++)
+            for (g = 0; g < s.groups; g++) {
+                const float *x = q + r * all->pad + first, *by = scale + g * all->pad + first,
+                            *plus = zero + g * all->pad + first;
+                float folded[TKVI_K_PART], step, rest = 0.0f, middle = 0.0f;
+                int w[TKVI_K_PART], sum[TKVI_BLOCK], width, position = 0;
+                const uint8_t *at = codes;
+                for (c = 0; c < s.pad; c++) folded[c] = x[c] * by[c];
+                step = tkvi_round_k(&s, folded, n_limbs, w);
+                memset(sum, 0, sizeof sum);
+                for (width = TKVI_MAX_WIDTH; width > 0; width--)
+                    for (i = 0; i < s.tiles.n[width]; i++, position += 4) {
+                        uint8_t tile[TKVI_TILE_CODES];
+                        float centre = tkvi_centre(&s, width);
+                        tkvi_unpack_tile(at, width, tile);
+                        at += TKVI_TILE_BYTES(width);
+                        for (c = position; c < position + 4; c++) {
+                            rest += x[c] * ((plus[c] - ref[first + c]) + centre * by[c]);
+                            middle += centre * (float)w[c];
+                            for (t = 0; t < n; t++) sum[t] += w[c] * tile[4 * t + c - position];
+                        }
                     }
+                for (; position < s.pad; position++) /* channels without codes */
+                    rest += x[position] * (plus[position] - ref[first + position]);
+                for (t = g * s.group; t < tkvi_min((g + 1) * s.group, TKVI_BLOCK); t++) {
+                    float *score = scores + r * TKVI_BLOCK + t;
+                    *score = step * ((float)sum[t] - middle) + rest + (first ? *score : 0.0f);
                 }
-            for (; position < s->pad; position++) /* channels without codes */
-                rest += q[r * s->pad + position] * (zero[g * s->pad + position] - ref[position]);
-            for (t = g * s->group; t < tkvi_min((g + 1) * s->group, TKVI_BLOCK); t++)
-                scores[r * TKVI_BLOCK + t] = step * ((float)sum[t] - middle) + rest;
-        }
+            }
+    }
 }
 
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
@@ -312,6 +344,9 @@ static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const ui
 
 /* >>decoded: any format, through its decode function only. Kernels fall back to it (kernels/code_rows.inc). */
 #define TKVI_AT_ONCE 16 /* tokens decoded at a time, limited by the stack */
+#define TKVI_AT_ONCE_FLOATS (TKVI_AT_ONCE * 256)
+
+static int tkvi_tokens_at_once(int pad) { return pad > 256 ? TKVI_AT_ONCE / 4 : TKVI_AT_ONCE; }
 
 /* n is a multiple of 16. The inner loop of 16 lets compilers use vectors also at -O2. */
 static float tkvi_float_dot(const float *a, const float *b, int n) {
@@ -325,14 +360,15 @@ static float tkvi_float_dot(const float *a, const float *b, int n) {
 
 static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                            const float *ref, int rows, int n, int n_limbs, float *scores) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS];
+    const int at_once = tkvi_tokens_at_once(s->pad);
     int from, t, c, r;
     (void)next;
     (void)n_limbs;
     memset(x, 0, sizeof x);
     memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (from = 0; from < n; from += at_once) {
+        int count = tkvi_min(at_once, n - from);
         tkvi_decode_side(s, src, from, count, x, (size_t)s->pad);
         for (t = 0; t < count; t++) {
             float *k = x + t * s->pad;
@@ -345,13 +381,14 @@ static void tkvi_decoded_k(const tkvi_side *s, const uint8_t *src, const uint8_t
 
 static void tkvi_decoded_v(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
                            int rows, int n, int n_limbs, float *out) {
-    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS];
+    const int at_once = tkvi_tokens_at_once(s->pad);
     int from, t, c, k, r;
     (void)next;
     (void)n_limbs;
     memset(x, 0, sizeof x);
-    for (from = 0; from < n; from += TKVI_AT_ONCE) {
-        int count = tkvi_min(TKVI_AT_ONCE, n - from);
+    for (from = 0; from < n; from += at_once) {
+        int count = tkvi_min(at_once, n - from);
         tkvi_decode_side(s, src, from, count, x, (size_t)s->pad);
         for (r = 0; r < rows; r++)
             for (c = 0; c < s->pad; c += 16) {

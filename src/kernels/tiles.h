@@ -11,10 +11,11 @@
 
 /* Parameters of a fold: multiply rows of q (K, by position) or p (V, by token) by the scales of one group; round. */
 typedef struct tkvi_fold_args {
-    const float *x, *scale, *zero; /* x: [row][n] */
-    const float *ref;              /* K */
-    const int32_t *centre2;        /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
-    float centre;                  /* V: tkvi_centre of the codes */
+    const float *x, *scale, *zero;
+    int stride;             /* K: from a row of x to the next */
+    const float *ref;       /* K */
+    const int32_t *centre2; /* K: [n] twice tkvi_centre of the codes that a weight multiplies */
+    float centre;           /* V: tkvi_centre of the codes */
     int middle,
         wide_middle;     /* V: twice the centre of the codes that narrow and wide weights are multiplied by */
     int n, n_limbs, top; /* weights in a row; limbs, see tkvi_n_limbs; V: the largest weight of one limb */
@@ -69,8 +70,8 @@ typedef struct tkvi_run_k {
 
 /* Weights of one group and up to four rows. */
 typedef struct tkvi_weights_k {
-    TKVI_ALIGNED int8_t w[4 * TKV_MAX_HEAD_DIM];
-    TKVI_ALIGNED int16_t wide_w[4 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int8_t w[4 * TKVI_K_PART];
+    TKVI_ALIGNED int16_t wide_w[4 * TKVI_K_PART];
 } tkvi_weights_k;
 
 #ifdef TKVI_VECTORS
@@ -104,7 +105,7 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
     int g, i;
     memcpy(plain, x, (size_t)(s->groups * s->pad) * sizeof *x);
     for (g = 0; g < s->groups; g++)
-        for (i = 0; i < s->pad; i++) x[g * s->pad + s->order[i]] = plain[g * s->pad + i];
+        for (i = 0; i < s->pad; i++) x[g * s->pad + tkvi_channel(s, i)] = plain[g * s->pad + i];
 }
 #endif
 

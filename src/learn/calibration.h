@@ -3,10 +3,13 @@
  * holds the statistics of the model, not the bits that follow from them. So a calibration made with one plan serves
  * any other plan.
  *
- *   "TKVC" | version 1 | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
+ *   "TKVC" | version | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
+ *   version 2, in layers of different shapes, or of more than 256 channels: the last three are 0, and
+ *   layer:  u32 n_kv_heads | u32 head_dim | u32 v_head_dim
+ *   each version:
  *   layer:  u32 parts: 1 for A and R formats, then bits of families (tkvi_family.part); the parts follow in this order
  *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
- *              u8 channel at each position [head_dim] | u8 its importance | fp16 its mean
+ *              channel at each position [head_dim]: u8, or u16 with more than 256 | u8 its importance | fp16 its mean
  *           others: drawn where the family is
  *   u64 FNV-1a of all bytes before
  */
@@ -19,7 +22,40 @@
 
 #define TKVI_CALIBRATION_HEAD 24 /* bytes before the first layer */
 
-static size_t tkvi_head_bytes(const tkv_config *cfg) { return 6u + 4u * (size_t)cfg->model.head_dim; }
+/* Bytes of the index of a channel. */
+static size_t tkvi_index_bytes(const tkvi_geometry *g) { return g->head_dim > 256 ? 2 : 1; }
+
+static size_t tkvi_head_bytes(const tkvi_geometry *g) {
+    return 6u + (tkvi_index_bytes(g) + 3u) * (size_t)g->head_dim;
+}
+
+static int tkvi_is_same_geometry(const tkvi_geometry *a, const tkvi_geometry *b) {
+    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+}
+
+/* The version of the file that a cache writes. */
+static int tkvi_calibration_version(const tkv_cache *kv) {
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (tkvi_geometry_of(kv, layer)->head_dim > 256 ||
+            !tkvi_is_same_geometry(tkvi_geometry_of(kv, layer), tkvi_geometry_of(kv, 0)))
+            return 2;
+    return 1;
+}
+
+/* Bytes before the parts of a layer. */
+static size_t tkvi_layer_head_bytes(int version) { return version == 2 ? 16 : 4; }
+
+static void tkvi_store_geometry(uint8_t *at, const tkvi_geometry *g) {
+    tkvi_store32(at, g ? (uint32_t)g->n_kv_heads : 0);
+    tkvi_store32(at + 4, g ? (uint32_t)g->head_dim : 0);
+    tkvi_store32(at + 8, g ? (uint32_t)g->v_head_dim : 0);
+}
+
+static int tkvi_has_geometry(const uint8_t *at, const tkvi_geometry *g) {
+    return tkvi_load32(at) == (uint32_t)g->n_kv_heads && tkvi_load32(at + 4) == (uint32_t)g->head_dim &&
+           tkvi_load32(at + 8) == (uint32_t)g->v_head_dim;
+}
 
 static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
 
@@ -57,10 +93,10 @@ static int tkvi_known_parts(void) {
     return parts;
 }
 
-static size_t tkvi_parts_bytes(const tkv_config *cfg, int parts) {
-    size_t bytes = parts & 1 ? (size_t)cfg->model.n_kv_heads * tkvi_head_bytes(cfg) : 0;
+static size_t tkvi_parts_bytes(const tkvi_geometry *g, int parts) {
+    size_t bytes = parts & 1 ? (size_t)g->n_kv_heads * tkvi_head_bytes(g) : 0;
     const tkvi_family *f = NULL;
-    while ((f = tkvi_next_family(parts, f)) != NULL) bytes += f->saved_bytes(cfg);
+    while ((f = tkvi_next_family(parts, f)) != NULL) bytes += f->saved_bytes(g);
     return bytes;
 }
 
@@ -70,44 +106,50 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
     uint8_t *at = (uint8_t *)buf;
     uint64_t sum;
     size_t need;
-    int layer, head, i;
+    int layer, head, i, written_as;
     if (!kv || (!buf && !needed)) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
-    need = TKVI_CALIBRATION_HEAD + 4u * (size_t)cfg->model.n_layers + 8u;
+    written_as = tkvi_calibration_version(kv);
+    need = TKVI_CALIBRATION_HEAD + tkvi_layer_head_bytes(written_as) * (size_t)cfg->model.n_layers + 8u;
     for (layer = 0; layer < cfg->model.n_layers; layer++)
-        if (tkvi_has_table(kv, layer)) need += tkvi_parts_bytes(cfg, tkvi_table_parts(kv, layer));
+        if (tkvi_has_table(kv, layer))
+            need += tkvi_parts_bytes(tkvi_geometry_of(kv, layer), tkvi_table_parts(kv, layer));
     if (needed) *needed = need;
     if (!buf) return TKV_OK;
     if (size < need) return TKV_ERR_CAPACITY;
     memcpy(at, "TKVC", 4);
-    tkvi_store32(at + 4, 1);
+    tkvi_store32(at + 4, (uint32_t)written_as);
     tkvi_store32(at + 8, (uint32_t)cfg->model.n_layers);
-    tkvi_store32(at + 12, (uint32_t)cfg->model.n_kv_heads);
-    tkvi_store32(at + 16, (uint32_t)cfg->model.head_dim);
-    tkvi_store32(at + 20, (uint32_t)cfg->model.v_head_dim);
+    tkvi_store_geometry(at + 12, written_as == 1 ? tkvi_geometry_of(kv, 0) : NULL);
     at += TKVI_CALIBRATION_HEAD;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
         int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
         const int version = kv->tables.current_version[layer];
+        const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
         const tkvi_family *f = NULL;
-        tkvi_store32(at, (uint32_t)has);
-        at += 4;
-        for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
+        if (written_as == 2) tkvi_store_geometry(at, g);
+        at += tkvi_layer_head_bytes(written_as);
+        tkvi_store32(at - 4, (uint32_t)has);
+        for (head = 0; (has & 1) && head < g->n_kv_heads; head++) {
             const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
             tkvi_store16(at, (uint16_t)h->reach);
             tkvi_store16(at + 2, (uint16_t)h->k_weight);
             at[4] = (uint8_t)h->k_top;
             at[5] = (uint8_t)h->v_top;
             at += 6;
-            memcpy(at, h->order, (size_t)cfg->model.head_dim);
-            memcpy(at + cfg->model.head_dim, h->importance, (size_t)cfg->model.head_dim);
-            at += 2 * cfg->model.head_dim;
-            for (i = 0; i < cfg->model.head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+            for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
+                const int channel = tkvi_order_at(h->order, g->k_pad, i);
+                at[0] = (uint8_t)(channel & 255);
+                if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
+            }
+            memcpy(at, h->importance, (size_t)g->head_dim);
+            at += g->head_dim;
+            for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
         }
         while ((f = tkvi_next_family(has, f)) != NULL) {
             const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
             f->save(&from, at);
-            at += f->saved_bytes(cfg);
+            at += f->saved_bytes(g);
         }
     }
     sum = tkvi_fnv1a((const uint8_t *)buf, need - 8u);
@@ -119,11 +161,16 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
 /* >>loading */
 static int tkvi_signed16(uint16_t x) { return x < 32768 ? x : x - 65536; }
 
+/* The channel at a position, in saved bytes. */
+static int tkvi_saved_channel(const tkvi_geometry *g, const uint8_t *order, int i) {
+    return g->head_dim > 256 ? tkvi_load16(order + 2 * i) : order[i];
+}
+
 /* Returns whether one head's bytes are valid: a permutation of the channels, importance positive and not rising,
  * numbers in range. */
-static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
-    const uint8_t *order = at + 6, *importance = order + cfg->model.head_dim,
-                  *mean = importance + cfg->model.head_dim;
+static int tkvi_head_valid(const tkvi_geometry *g, const uint8_t *at) {
+    const uint8_t *order = at + 6, *importance = order + tkvi_index_bytes(g) * (size_t)g->head_dim,
+                  *mean = importance + g->head_dim;
     uint8_t seen[TKV_MAX_HEAD_DIM];
     int i, k_top = tkvi_signed_byte(at[4]), v_top = tkvi_signed_byte(at[5]);
     memset(seen, 0, sizeof seen);
@@ -133,8 +180,9 @@ static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
         int weight = tkvi_signed16(tkvi_load16(at + 2 * i));
         if (weight < 4 * TKVI_LOG8_NONE || weight > -4 * TKVI_LOG8_NONE) return 0;
     }
-    for (i = 0; i < cfg->model.head_dim; i++) {
-        if (order[i] >= cfg->model.head_dim || seen[order[i]]++) return 0;
+    for (i = 0; i < g->head_dim; i++) {
+        const int channel = tkvi_saved_channel(g, order, i);
+        if (channel >= g->head_dim || seen[channel]++) return 0;
         if (importance[i] == 0 || (i && importance[i] > importance[i - 1])) return 0;
         if ((tkvi_load16(mean + 2 * i) & 0x7c00u) == 0x7c00u) return 0;
     }
@@ -143,42 +191,45 @@ static int tkvi_head_valid(const tkv_config *cfg, const uint8_t *at) {
 
 /* Returns NULL if the bytes are a valid calibration for this cache, else the reason. */
 static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
+    static const char *const other_model =
+        "the calibration is of another model: layers, KV heads or head_dim differ";
     const tkv_config *cfg = &kv->tables.cfg;
     const uint8_t *at, *end;
     uint64_t sum;
-    int layer, head;
+    int layer, head, version;
     if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
         return "these bytes are not a calibration";
-    if (tkvi_load32(src + 4) != 1) return "the calibration is of another version";
+    if (tkvi_load32(src + 4) != 1 && tkvi_load32(src + 4) != 2)
+        return "the calibration is of another version";
+    version = (int)tkvi_load32(src + 4);
     at = src + TKVI_CALIBRATION_HEAD;
     end = src + size - 8;
     sum = tkvi_load32(end) | (uint64_t)tkvi_load32(end + 4) << 32;
     if (tkvi_fnv1a(src, size - 8) != sum) return "the calibration was damaged: its checksum is wrong";
-    if (tkvi_load32(src + 8) != (uint32_t)cfg->model.n_layers ||
-        tkvi_load32(src + 12) != (uint32_t)cfg->model.n_kv_heads ||
-        tkvi_load32(src + 16) != (uint32_t)cfg->model.head_dim ||
-        tkvi_load32(src + 20) != (uint32_t)cfg->model.v_head_dim)
-        return "the calibration is of another model: layers, KV heads or head_dim differ";
+    if (tkvi_load32(src + 8) != (uint32_t)cfg->model.n_layers) return other_model;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
+        const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
         const tkvi_family *f = NULL;
         int has;
-        if (end - at < 4) return "the calibration ends too early";
+        if ((size_t)(end - at) < tkvi_layer_head_bytes(version)) return "the calibration ends too early";
+        if (!tkvi_has_geometry(version == 2 ? at : src + 12, g)) return other_model;
+        at += tkvi_layer_head_bytes(version) - 4u;
         if (tkvi_load32(at) & ~(uint32_t)tkvi_known_parts())
             return "the calibration has a layer that this cache does not have";
         has = (int)tkvi_load32(at);
         at += 4;
-        for (head = 0; (has & 1) && head < cfg->model.n_kv_heads; head++) {
-            if ((size_t)(end - at) < tkvi_head_bytes(cfg)) return "the calibration ends too early";
-            if (!tkvi_head_valid(cfg, at)) return "a head of the calibration has invalid values";
-            at += tkvi_head_bytes(cfg);
+        for (head = 0; (has & 1) && head < g->n_kv_heads; head++) {
+            if ((size_t)(end - at) < tkvi_head_bytes(g)) return "the calibration ends too early";
+            if (!tkvi_head_valid(g, at)) return "a head of the calibration has invalid values";
+            at += tkvi_head_bytes(g);
         }
         while ((f = tkvi_next_family(has, f)) != NULL) {
             const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, -1);
             const char *fault = NULL;
-            if ((size_t)(end - at) < f->saved_bytes(cfg)) return "the calibration ends too early";
+            if ((size_t)(end - at) < f->saved_bytes(g)) return "the calibration ends too early";
             if (f->find_fault) fault = f->find_fault(&to, at, tkvi_table_parts(kv, layer) & f->part);
             if (fault) return fault;
-            at += f->saved_bytes(cfg);
+            at += f->saved_bytes(g);
         }
     }
     return at == end ? NULL : "the calibration is longer than it should be";
@@ -186,21 +237,24 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
 
 /* Copies one valid head into a version; positions from head_dim to the padding become unused. */
 static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, const uint8_t *at) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    size_t pad = (size_t)tkvi_round_up(cfg->model.head_dim, 16);
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const uint8_t *order = at + 6, *importance = order + tkvi_index_bytes(g) * (size_t)g->head_dim,
+                  *mean = importance + g->head_dim;
     const tkvi_version *to = &kv->tables.version[version];
-    size_t n = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    tkvi_head *h = &to->head[n];
-    size_t i, dim = (size_t)cfg->model.head_dim;
+    const size_t n = kv->tables.plan[layer].at.pads + (size_t)head * (size_t)g->k_pad;
+    uint8_t *to_order =
+        to->channel + kv->tables.plan[layer].at.orders + (size_t)head * tkvi_order_bytes(g->k_pad);
+    tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
+    int i;
     h->reach = tkvi_signed16(tkvi_load16(at));
     h->k_weight = tkvi_signed16(tkvi_load16(at + 2));
     h->k_top = tkvi_signed_byte(at[4]);
     h->v_top = tkvi_signed_byte(at[5]);
-    at += 6;
-    for (i = 0; i < pad; i++) {
-        to->channel[n * pad + i] = i < dim ? at[i] : (uint8_t)i;
-        to->importance[n * pad + i] = i < dim ? at[dim + i] : (uint8_t)0;
-        to->mean[n * pad + i] = i < dim ? tkvi_f16_to_f32(tkvi_load16(at + 2 * dim + 2 * i)) : 0.0f;
+    for (i = 0; i < g->k_pad; i++) {
+        const int used = i < g->head_dim;
+        tkvi_set_order(to_order, g->k_pad, i, used ? tkvi_saved_channel(g, order, i) : i);
+        to->importance[n + (size_t)i] = used ? importance[i] : (uint8_t)0;
+        to->mean[n + (size_t)i] = used ? tkvi_f16_to_f32(tkvi_load16(mean + 2 * i)) : 0.0f;
     }
 }
 
@@ -237,19 +291,20 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
     for (pass = 0; pass < 2; pass++) { /* pass 0 allocates, so that a failure changes no table */
         at = (const uint8_t *)src + TKVI_CALIBRATION_HEAD;
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-            int has = (int)tkvi_load32(at), need = tkvi_table_parts(kv, layer), use;
+            const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+            int has, need = tkvi_table_parts(kv, layer), use;
             const tkvi_family *f = NULL;
+            at += tkvi_layer_head_bytes((int)tkvi_load32((const uint8_t *)src + 4));
+            has = (int)tkvi_load32(at - 4);
             use = need && (has & need) == need; /* all parts that the layer needs, or none */
-            at += 4;
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
-            for (head = 0; pass && use && (need & 1) && head < kv->tables.cfg.model.n_kv_heads; head++)
-                tkvi_head_load(kv, layer, version, head,
-                               at + (size_t)head * tkvi_head_bytes(&kv->tables.cfg));
+            for (head = 0; pass && use && (need & 1) && head < g->n_kv_heads; head++)
+                tkvi_head_load(kv, layer, version, head, at + (size_t)head * tkvi_head_bytes(g));
             while (pass && use && (f = tkvi_next_family(need, f)) != NULL) {
                 const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
-                f->load(&to, at + tkvi_parts_bytes(&kv->tables.cfg, has & (f->part - 1)));
+                f->load(&to, at + tkvi_parts_bytes(g, has & (f->part - 1)));
             }
-            at += tkvi_parts_bytes(&kv->tables.cfg, has);
+            at += tkvi_parts_bytes(g, has);
             if (!pass || !use) continue;
             tkvi_table_use(kv, layer, version);
             tkvi_learned(kv, layer, 0);
@@ -268,6 +323,7 @@ static int tkvi_samples_finite(const float *x, size_t n, int positive) {
 
 TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
     const tkv_config *cfg;
+    const tkvi_geometry *g;
     tkv_status st;
     size_t rows;
     int version;
@@ -286,11 +342,12 @@ TKV_API tkv_status tkv_fit_calibration(tkv_cache *kv, const tkv_samples *s) {
         return tkvi_fail(kv, TKV_ERR_ARG, "start and length must be positions, not", s->start, "");
     st = tkvi_between_steps(kv);
     if (st) return st;
-    rows = (size_t)s->n * (size_t)cfg->model.n_kv_heads;
-    if (!tkvi_samples_finite(s->k, rows * (size_t)cfg->model.head_dim, 0) ||
-        !tkvi_samples_finite(s->v, rows * (size_t)cfg->model.v_head_dim, 0) ||
-        !tkvi_samples_finite(s->k_weight, rows * (size_t)cfg->model.head_dim, 1) ||
-        !tkvi_samples_finite(s->v_weight, rows * (size_t)cfg->model.v_head_dim, 1))
+    g = tkvi_geometry_of(kv, s->layer);
+    rows = (size_t)s->n * (size_t)g->n_kv_heads;
+    if (!tkvi_samples_finite(s->k, rows * (size_t)g->head_dim, 0) ||
+        !tkvi_samples_finite(s->v, rows * (size_t)g->v_head_dim, 0) ||
+        !tkvi_samples_finite(s->k_weight, rows * (size_t)g->head_dim, 1) ||
+        !tkvi_samples_finite(s->v_weight, rows * (size_t)g->v_head_dim, 1))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN, an infinity or a negative weight is in the samples",
                          0, NULL);
     st = tkvi_version_for(kv, s->layer, &version);

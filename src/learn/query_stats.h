@@ -19,7 +19,7 @@
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats.lock. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
     int64_t *sum = tkvi_q_products_of(kv, layer, head);
-    int x[TKV_MAX_HEAD_DIM], dim = kv->tables.cfg.model.head_dim, i, j;
+    int x[TKV_MAX_HEAD_DIM], dim = tkvi_geometry_of(kv, layer)->head_dim, i, j;
     for (i = 0; i < dim; i++) x[i] = (int)tkvi_counted(q[i] * 4096.0f, 1e6f);
     for (j = 0; j < dim; j++)
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
@@ -28,6 +28,7 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     const int parts = kv->tables.plan[layer].query_parts;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     const tkvi_family *f = NULL;
     int head;
@@ -35,8 +36,8 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
         query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
         return;
     while ((f = tkvi_next_family(parts, f)) != NULL)
-        for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
-            f->learn_queries(&kv->tables.cfg, tkvi_q_products_of(kv, layer, head), kv->work.solve,
+        for (head = 0; head < g->n_kv_heads; head++)
+            f->learn_queries(&kv->tables.cfg.format, g, tkvi_q_products_of(kv, layer, head), kv->work.solve,
                              tkvi_query_state_of(kv, f, layer, head));
     query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
     if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
@@ -54,10 +55,11 @@ static void tkvi_count_seen_tokens(tkv_cache *kv, int layer, int n) {
 
 /* Starts collecting again from zero. The old states stay in use until new ones are learned. */
 static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
-    size_t heads = (size_t)kv->tables.cfg.model.n_kv_heads, dim = (size_t)kv->tables.cfg.model.head_dim;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     if (!TKVI_HAS_QUERY_LEARNERS || !kv->stats.queries) return;
     kv->stats.queries[layer].tokens = kv->stats.queries[layer].used = 0;
-    memset(tkvi_q_products_of(kv, layer, 0), 0, heads * (dim * (dim + 1) / 2) * sizeof(int64_t));
+    memset(tkvi_q_products_of(kv, layer, 0), 0,
+           (size_t)g->n_kv_heads * tkvi_n_products(g->head_dim) * sizeof(int64_t));
 }
 
 #endif /* TKVI_LEARN_QUERY_STATS_H */

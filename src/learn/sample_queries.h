@@ -33,7 +33,7 @@ static unsigned tkvi_stats_sample(const tkvi_tile_view *v) { return tkvi_rows_ev
 /* Adds the sampled rows to the layer's statistics. Integer sums do not depend on the order of threads. */
 static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     tkv_cache *kv = v->kv;
-    int dim = kv->tables.cfg.model.head_dim, r, c;
+    int dim = tkvi_geometry_of(kv, v->stored)->head_dim, r, c;
     int64_t *asked = tkvi_q_sq_sum_of(kv, v->stored, v->head),
             *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
     const float *l = v->sums->l;

@@ -41,6 +41,7 @@ typedef struct tkvi_channel_sums {
 
 typedef struct tkvi_gather {
     tkv_cache *kv;
+    const tkvi_geometry *geometry;
     tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM]; /* smallest and largest key element of a channel */
     float v_most, v_sum; /* of |v|^2: the largest of a token; the sum over the tokens */
@@ -51,10 +52,9 @@ typedef struct tkvi_gather {
 /* Decodes the keys of a head in a block into rows of `stride` floats, a multiple of 16. */
 static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const uint8_t *bytes, int n,
                                int *stride) {
-    const int dk = g->kv->tables.cfg.model.head_dim;
     float *k = g->kv->work.recode;
-    *stride = tkvi_round_up(dk, 16);
-    if (dk < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
+    *stride = g->geometry->k_pad;
+    if (g->geometry->head_dim < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
     tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
     return k;
 }
@@ -87,7 +87,7 @@ static float tkvi_sum_of_squares(const float *x, int n) {
 /* First pass: tokens, low, high, v_most and v_sum. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
-    const int dv = g->kv->tables.cfg.model.v_head_dim;
+    const int dv = g->geometry->v_head_dim;
     int t, c, stride;
     float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
@@ -151,62 +151,65 @@ static float tkvi_gather_range(const tkvi_gather *g, int dim) {
 /* >>tables */
 /* Fills in one head of a version. Heads are not comparable until tkvi_learn_heads has set their reach. */
 static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    int pad = tkvi_round_up(cfg->model.head_dim, 16), c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
+    const tkvi_geometry *geometry = tkvi_geometry_of(kv, layer);
+    const int dim = geometry->head_dim, pad = geometry->k_pad;
+    int c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
     const tkvi_version *to = &kv->tables.version[version];
-    size_t at = (size_t)layer * (size_t)cfg->model.n_kv_heads + (size_t)head;
-    tkvi_head *h = &to->head[at];
-    uint8_t *importance = to->importance + at * (size_t)pad, *order = to->channel + at * (size_t)pad;
-    float *mean = to->mean + at * (size_t)pad;
+    const size_t at = kv->tables.plan[layer].at.pads + (size_t)head * (size_t)pad;
+    tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
+    uint8_t *importance = to->importance + at,
+            *order = to->channel + kv->tables.plan[layer].at.orders + (size_t)head * tkvi_order_bytes(pad);
+    float *mean = to->mean + at;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
     float k_most = 0.0f, least, range; /* k_most: largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
     g.kv = kv;
+    g.geometry = geometry;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_size, &g);
-    for (c = 0; c < cfg->model.head_dim; c++) {
+    for (c = 0; c < dim; c++) {
         const float largest = -g.low[c] > g.high[c] ? -g.low[c] : g.high[c];
         k_most = largest > k_most ? largest : k_most;
     }
     g.down = (k_most > 0.0f ? (int)(tkvi_bits(k_most) >> 23) - 127 : 0) - 20;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
-    for (c = 0; c < cfg->model.head_dim; c++) any |= asked[c];
-    for (c = 0; c < cfg->model.head_dim; c++) {
+    for (c = 0; c < dim; c++) any |= asked[c];
+    for (c = 0; c < dim; c++) {
         rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
-    for (c = 0; c < cfg->model.head_dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
+    for (c = 0; c < dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
         rank[c] = most + (rank[c] - most) * (int)g.tokens / TKVI_LEARN_FEW;
     for (p = 0; p < pad; p++) { /* falling order, the lower index of equals first; then padding */
         int best = -1;
-        for (c = 0; c < cfg->model.head_dim && p < cfg->model.head_dim; c++)
+        for (c = 0; c < dim && p < dim; c++)
             if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
         if (best < 0) best = p;
-        order[p] = (uint8_t)best;
-        importance[p] = p < cfg->model.head_dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
+        tkvi_set_order(order, pad, p, best);
+        importance[p] = p < dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
         mean[p] = 0.0f;
-        if (p < cfg->model.head_dim && g.tokens) {
+        if (p < dim && g.tokens) {
             float m = (float)((double)g.channel[best].sum / (double)g.tokens) * tkvi_power_of_two(g.down);
             mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
         }
-        if (p < cfg->model.head_dim) rank[best] = -2000000;
+        if (p < dim) rank[best] = -2000000;
     }
     h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
     /* Later keys can differ more than a few tokens do, or a run of almost equal ones. The window of scales has 16
      * octaves, so unused ones cost little. */
     least = g.tokens < TKVI_LEARN_FEW ? k_most : k_most / 16.0f;
-    range = tkvi_gather_range(&g, cfg->model.head_dim);
+    range = tkvi_gather_range(&g, dim);
     range = range > least ? range : least;
     h->k_top = tkvi_log_top(2.0f * range);
-    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)cfg->model.v_head_dim));
+    h->v_top = tkvi_log_top(2.0f * sqrtf(g.v_most / (float)geometry->v_head_dim));
 }
 
 /* Makes the reach of a layer's heads relative to the largest. */
 static void tkvi_compare_heads(tkv_cache *kv, int layer, int version) {
     tkvi_head *heads = tkvi_heads_of(&kv->tables, layer, version);
-    int head, n = kv->tables.cfg.model.n_kv_heads, high = -(1 << 20);
+    int head, n = tkvi_geometry_of(kv, layer)->n_kv_heads, high = -(1 << 20);
     for (head = 0; head < n; head++) high = tkvi_max(high, heads[head].reach);
     /* No head attended to far tokens: equal shares. A head that did not, while others did, gets the minimum, -6
      * octaves. Differences are halved, because 512 tokens are too few to trust them in full (bench/LOG.md). */
@@ -247,7 +250,7 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         tkvi_layout *c = &kv->tables.layout[r->layout[tier] + version];
         if (!r->needs_table[tier] || r->layout[tier] <= done) continue;
         done = r->layout[tier];
-        tkvi_share_layout(&kv->tables, c, heads, kv->tables.plan[layer].rope);
+        tkvi_share_layout(&kv->tables, c, &p->geometry, heads, p->rope);
         tkvi_connect_states(&kv->tables, c, layer, version);
     }
     kv->tables.current_version[layer] = (int8_t)version;
@@ -256,14 +259,15 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
 /* Stops collecting for the layer; again 1: restarts it from zero. When the last layer stops, the memory of the
  * statistics is freed, except in place. */
 static void tkvi_learned(tkv_cache *kv, int layer, int again) {
-    size_t n = (size_t)kv->tables.cfg.model.n_kv_heads;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    size_t n = (size_t)g->n_kv_heads;
     int any = kv->pool.keep_all, i;
     kv->stats.tokens_seen[layer] = again ? 0 : -1;
     kv->stats.next_table[layer].n_heads = 0;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->stats.tokens_seen[i] >= 0;
     if (!any) tkvi_free_stats(kv);
     if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
-    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)kv->tables.cfg.model.head_dim * sizeof(int64_t));
+    memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)g->head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
@@ -289,12 +293,12 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
 #define TKVI_ANY_TOKENS 0
 static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
     const int is_first = kv->tables.current_version[layer] < 0, is_now = n == TKVI_ANY_TOKENS && is_first;
-    const int n_heads = kv->tables.cfg.model.n_kv_heads;
+    const int n_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
     const int64_t seen = kv->stats.tokens_seen ? kv->stats.tokens_seen[layer] : -1,
                   after = is_first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS,
                   turn = after + (kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
                                                               : tkvi_table_delay(&kv->tables.plan[layer])),
-                  steps = tkvi_learn_steps(&kv->tables.cfg, &kv->tables.plan[layer]);
+                  steps = tkvi_learn_steps(&kv->tables.plan[layer]);
     if (seen < 0 || is_now) return is_now && seen >= 0 ? n_heads : 0;
     if (seen >= after && seen + tkvi_max(n, 1) > turn) return n_heads;
     return seen + steps <= turn ? 0 : (int)(n_heads * (seen + steps - turn) / steps);
@@ -306,7 +310,7 @@ static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
  * would not restore the table. */
 static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     const int8_t had = kv->tables.current_version[layer];
-    const int n_due = tkvi_n_heads_due(kv, layer, n), n_heads = kv->tables.cfg.model.n_kv_heads;
+    const int n_due = tkvi_n_heads_due(kv, layer, n), n_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
     tkvi_next_table *next;
     int version;
     if (n_due == 0) return 1;

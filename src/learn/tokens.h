@@ -38,8 +38,8 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
 static void tkvi_walk(const void *tokens, tkv_side side, int head, tkvi_token_visit visit, void *ctx) {
     const tkvi_tokens_of *from = (const tkvi_tokens_of *)tokens;
     const tkv_samples *s = from->samples;
-    const tkv_config *cfg = &from->kv->tables.cfg;
-    size_t dim = (size_t)(side == TKV_K ? cfg->model.head_dim : cfg->model.v_head_dim);
+    const tkvi_geometry *g = tkvi_geometry_of(from->kv, from->layer);
+    size_t dim = (size_t)(side == TKV_K ? g->head_dim : g->v_head_dim);
     tkvi_token_walk w;
     float y[TKV_MAX_HEAD_DIM];
     int t;
@@ -49,7 +49,7 @@ static void tkvi_walk(const void *tokens, tkv_side side, int head, tkvi_token_vi
     w.ctx = ctx;
     if (!s) (void)tkvi_visit_newest_blocks(from->kv, from->layer, head, tkvi_walk_block, &w);
     for (t = 0; s && t < s->n; t++) {
-        size_t at = ((size_t)t * (size_t)cfg->model.n_kv_heads + (size_t)head) * dim;
+        size_t at = ((size_t)t * (size_t)g->n_kv_heads + (size_t)head) * dim;
         const float *weight = side == TKV_K ? s->k_weight : s->v_weight;
         int64_t position = (int64_t)s->start + (s->length ? t % s->length : t);
         tkvi_take_token(side == TKV_K ? from->rope : NULL, (side == TKV_K ? s->k : s->v) + at, (int)dim,

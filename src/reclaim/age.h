@@ -67,25 +67,25 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
  * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
                                int n, uint8_t *dst) {
-    const tkv_config *cfg = &kv->tables.cfg;
-    const float *k = kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const float *k = kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
     tkvi_side to_k = r->k;
     const tkvi_family *family = r->k.format->family;
     if (family->learn_queries) to_k.head_state = tkvi_query_state_of(kv, family, layer, head);
     to_k.start = start;
-    tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)cfg->model.head_dim, n, dst);
-    tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)cfg->model.v_head_dim, n, dst + r->v_at);
+    tkvi_encode_side(&to_k, kv->kernels->simd_ops, k, (size_t)g->head_dim, n, dst);
+    tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)g->v_head_dim, n, dst + r->v_at);
 }
 
 /* Recodes all heads of a block from the bytes src to the bytes dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
-    const tkv_config *cfg = &r->kv->tables.cfg;
+    const tkvi_geometry *g = tkvi_geometry_of(r->kv, r->layer);
     const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
-    float *k = r->kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
-    size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
+    float *k = r->kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
+    size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
     int head, n_tokens;
-    for (head = 0; head < cfg->model.n_kv_heads; head++) {
+    for (head = 0; head < g->n_kv_heads; head++) {
         const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
         n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
         (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask, v, dv);

@@ -80,7 +80,6 @@ static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint3
 /* Makes the token in slot t of block i an anchor: copies it to `slot` of the sinks' block. Block i must still be
  * exact. Its slot t is marked as anchored, and attention does not read it. */
 static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
-    const tkv_config *cfg = &kv->tables.cfg;
     const tkvi_simd_ops *help = kv->kernels->simd_ops;
     tkvi_block *to = tkvi_block_of(kv, ids[0]), *from = tkvi_block_of(kv, ids[i]);
     const tkvi_layout *a = &kv->tables.layout[to->layout], *b = &kv->tables.layout[from->layout];
@@ -88,7 +87,7 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
     float row[TKV_MAX_HEAD_DIM];
     int h;
-    for (h = 0; h < cfg->model.n_kv_heads; h++) {
+    for (h = 0; h < a->n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
         tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
         r->k.format->side[r->k.which].put(&r->k, help, row, slot, dst + r->at);

@@ -157,18 +157,18 @@ static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint3
 static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_moved) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkv_config *cfg = &kv->tables.cfg;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     const tkvi_simd_ops *simd_ops = kv->kernels->simd_ops;
     const tkvi_block *a = tkvi_block_of(kv, ids[i]), *b = tkvi_block_of(kv, ids[i + 1]);
     tkvi_entry *to = &kv->pool.entry[ids[i]], *from = &kv->pool.entry[ids[i + 1]];
     const uint64_t used_a = tkvi_used_mask(kv, list, ids, i), used_b = tkvi_used_mask(kv, list, ids, i + 1);
     const uint64_t moved_mask = tkvi_first_bits(used_b, n_moved);
-    const size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim;
-    float *k = kv->work.recode, *v = k + tkvi_round_up(cfg->model.head_dim, 16) * TKVI_BLOCK;
+    const size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
+    float *k = kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
     uint8_t *bytes_a = tkvi_block_bytes(&kv->pool, a);
     const uint8_t *bytes_b = tkvi_block_bytes(&kv->pool, b);
     int head;
-    for (head = 0; head < cfg->model.n_kv_heads; head++) {
+    for (head = 0; head < g->n_kv_heads; head++) {
         const tkvi_record *record_a = &kv->tables.layout[a->layout].record[head];
         const tkvi_record *record_b = &kv->tables.layout[b->layout].record[head];
         int n = tkvi_decode_tokens(&record_a->k, simd_ops, bytes_a + record_a->at, used_a, k, dk);
@@ -258,7 +258,7 @@ static tkvi_choice tkvi_map_choice(const tkv_cache *kv) {
  * read, its keys count as zeros. */
 static void tkvi_decode_keys(const tkv_cache *kv, int seq, int layer, uint32_t id, int head, uint64_t mask,
                              float *out) {
-    const size_t dim = (size_t)kv->tables.cfg.model.head_dim;
+    const size_t dim = (size_t)tkvi_geometry_of(kv, layer)->head_dim;
     const tkvi_record *r = &kv->tables.layout[tkvi_block_of(kv, id)->layout].record[head];
     const uint8_t *bytes;
     tkvi_fetch_buffer buffer;
@@ -271,7 +271,8 @@ static void tkvi_decode_keys(const tkv_cache *kv, int seq, int layer, uint32_t i
 /* Norms of the keys of the slots in `mask` of a block. Each is the mean over the KV heads. */
 static void tkvi_compute_key_norms(const tkv_cache *kv, int seq, int layer, uint32_t id, uint64_t mask,
                                    float *out) {
-    const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const int heads = g->n_kv_heads, dim = g->head_dim;
     int head, t, n = tkvi_n_bits(mask);
     memset(out, 0, (size_t)n * sizeof *out);
     for (head = 0; head < heads; head++) {
@@ -284,7 +285,8 @@ static void tkvi_compute_key_norms(const tkv_cache *kv, int seq, int layer, uint
 static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float *out, int n) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int heads = kv->tables.cfg.model.n_kv_heads, dim = kv->tables.cfg.model.head_dim;
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const int heads = g->n_kv_heads, dim = g->head_dim;
     int head, i, t, pass, count, first;
     memset(out, 0, (size_t)n * sizeof *out);
     for (head = 0; head < heads; head++) {

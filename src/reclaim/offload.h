@@ -82,7 +82,7 @@ static TKVI_NOINLINE int tkvi_store_block(tkv_cache *kv, uint32_t id, tkvi_store
     const tkvi_block *b = tkvi_block_of(kv, id);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int head, part;
-    for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
+    for (head = 0; head < layout->n_kv_heads; head++)
         for (part = 0; part < tkvi_n_pieces(&layout->record[head]); part++) {
             const tkvi_piece piece = tkvi_describe_piece(kv, id, what, b->layout, mark, head, part);
             memcpy(buffer, tkvi_block_bytes(&kv->pool, b) + piece.from, piece.bytes);
@@ -184,7 +184,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const uint32_t *ids = tkvi_ids(kv, buffer->seq, buffer->layer);
     const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.entry[id].start));
     const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
-    float row[2][TKVI_ROWS_AT_ONCE * TKV_MAX_HEAD_DIM];
+    float row[2][TKVI_ROWS_AT_ONCE * TKVI_OFFLOAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
     for (first = kv->pool.entry[id].first_slot; first < n; first += TKVI_ROWS_AT_ONCE) {
         const int count = tkvi_min(n - first, TKVI_ROWS_AT_ONCE);
@@ -194,7 +194,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
             return 0;
         for (s = 0; s < 2; s++) {
             const tkvi_side *side = s ? &record->v : &record->k;
-            const int dim = s ? cfg->model.v_head_dim : cfg->model.head_dim;
+            const int dim = side->dim;
             uint8_t *dst = buffer->bytes + (s && !part ? record->v_at : 0);
             if (!wanted[s]) continue;
             for (c = 0; cfg->host.nonfinite == TKV_NONFINITE_SATURATE && c < count * dim; c++)

@@ -31,7 +31,7 @@ static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
     unsigned rows = 0;
     int r;
     if (!m->mode->fresh)
-        return tkvi_rows_every(v, (int64_t)v->layer * v->kv->tables.cfg.model.n_kv_heads + v->head, m->every);
+        return tkvi_rows_every(v, (int64_t)v->kv->tables.plan[v->layer].at.heads + v->head, m->every);
     for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->index[r] >= v->list->len - m->newest) << r;
     return rows;
 }
@@ -85,6 +85,7 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
                             int last) {
     TKVI_ALIGNED float p[TKVI_BLOCK], added[TKVI_BLOCK], more[TKVI_BLOCK];
     const tkvi_token_scores *m = &v->kv->token_scores;
+    const tkvi_geometry *g = tkvi_geometry_of(v->kv, v->layer);
     const uint64_t gone = v->kv->pool.entry[v->ids[i]].evicted_mask;
     int r, t, end;
     memset(added, 0, sizeof added);
@@ -98,7 +99,8 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
     }
     for (t = 0; t < TKVI_BLOCK && gone; t++)
         if (gone >> t & 1) added[t] = 0.0f;
-    tkvi_token_score_add(v->kv, v->ids[i], v->list->len, added, m->one);
+    tkvi_token_score_add(v->kv, v->ids[i], v->list->len, added,
+                         tkvi_token_score_one(m, g->n_heads / g->n_kv_heads));
 }
 
 /* Sampled rows that follow one another are added up before their sum is rounded to integers. */

@@ -139,28 +139,30 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 }
 
 /* >>bytes */
-/* Adds bytes and tokens of a block. bytes: what the formats use, the rest is padding; NULL: they are counted. */
-static void tkvi_add_block(tkv_memory_info *m, tkv_tier tier, const tkvi_bytes *bytes, size_t tokens,
-                           int is_offloaded) {
+/* Bytes of K and V of a token in FP16, in a layer. */
+static size_t tkvi_fp16_bytes(int n_kv_heads, int head_dim, int v_head_dim) {
+    return (size_t)n_kv_heads * (size_t)(head_dim + v_head_dim) * 2u;
+}
+
+/* Adds bytes and tokens of a block. g: of its layer. bytes: what the formats use, the rest is padding; NULL: they are
+ * counted. */
+static void tkvi_add_block(tkv_memory_info *m, const tkvi_geometry *g, tkv_tier tier, const tkvi_bytes *bytes,
+                           size_t tokens, int is_offloaded) {
     tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
+    m->fp16_bytes += tokens * tkvi_fp16_bytes(g->n_kv_heads, g->head_dim, g->v_head_dim);
     if (is_offloaded) m->offloaded.tokens += tokens;
     if (!bytes) return;
     at->codes += bytes->codes;
     at->metadata += bytes->metadata;
 }
 
-/* Computes slack, the page bytes that no block uses, and from the tokens fp16_bytes, ratio and ratio_f32. */
-static void tkvi_sum_up(tkv_memory_info *m, const tkv_config *cfg, size_t page_bytes) {
+/* Computes slack, the page bytes that no block uses, and the ratios. */
+static void tkvi_sum_up(tkv_memory_info *m, size_t page_bytes) {
     int tier;
-    size_t used = 0, tokens = 0;
-    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-        used += m->tier[tier].codes + m->tier[tier].metadata;
-        tokens += m->tier[tier].tokens;
-    }
+    size_t used = 0;
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) used += m->tier[tier].codes + m->tier[tier].metadata;
     m->slack += page_bytes - used;
-    m->fp16_bytes =
-        tokens * (size_t)cfg->model.n_kv_heads * (size_t)(cfg->model.head_dim + cfg->model.v_head_dim) * 2u;
     m->ratio = m->total ? (double)m->fp16_bytes / (double)m->total : 0.0;
     m->ratio_f32 = 2.0 * m->ratio;
 }
@@ -198,7 +200,7 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
         if (!tkvi_is_discarded(b) && (!once || run.counts_once))
-            tkvi_add_block(out, (tkv_tier)b->tier,
+            tkvi_add_block(out, tkvi_geometry_of(kv, layer), (tkv_tier)b->tier,
                            i == run.first ? &kv->tables.layout[b->layout].bytes : NULL,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
@@ -221,7 +223,7 @@ TKV_API tkv_status tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out) {
     if (kv->states.region) out->slack = kv->states.region_bytes - kv->states.held_bytes;
     out->index = kv->heap.held - (size_t)kv->pool.n_pages * kv->tables.page_bytes - out->tables -
                  out->scratch - out->exact_copies - out->states - out->slack;
-    tkvi_sum_up(out, cfg, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
+    tkvi_sum_up(out, (size_t)kv->pool.n_pages * kv->tables.page_bytes);
     return TKV_OK;
 }
 
@@ -255,7 +257,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
             bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
-    tkvi_sum_up(out, &kv->tables.cfg, bytes);
+    tkvi_sum_up(out, bytes);
 }
 
 /* Counts the tokens and blocks of a layer that has a cache of its own, or reads that of another layer. */
@@ -284,10 +286,15 @@ static tkv_format_pair tkvi_pair_now(const tkv_cache *kv, int layer, int tier) {
 }
 
 TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out) {
+    const int asked = layer;
     int tier;
     layer = tkvi_stored_layer(kv, seq, layer);
     if (!out || layer < 0) return TKV_ERR_ARG;
     memset(out, 0, sizeof *out);
+    out->n_heads = tkvi_geometry_of(kv, asked)->n_heads;
+    out->n_kv_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
+    out->head_dim = tkvi_geometry_of(kv, layer)->head_dim;
+    out->v_head_dim = tkvi_geometry_of(kv, layer)->v_head_dim;
     out->length = tkvi_list_of(kv, seq, layer)->len;
     tkvi_count_layer(kv, seq, layer, out);
     tkvi_layer_memory(kv, seq, layer, &out->memory);
@@ -376,6 +383,8 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
 
 static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, int key, tkv_tier tier,
                             int64_t blocks, int64_t tokens, int64_t *live) {
+    const tkvi_layout_key *k = &h->key[key];
+    m->fp16_bytes += (size_t)tokens * tkvi_fp16_bytes(k->n_kv_heads, k->head_dim, k->v_head_dim);
     m->tier[tier].tokens += (size_t)tokens;
     m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
     m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
@@ -451,7 +460,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
             if (table_at && n_seqs == 1)
                 recoded = 2 * (int64_t)tkvi_max(0, n_tokens - table_at); /* tkvi_most_to_age */
             if ((int64_t)(n_tokens - p.sink) * n_seqs > TKVI_BLOCK) learned = (int64_t)n_tokens * n_seqs;
-            first_delay = tkvi_min(first_delay, delay + 1 - tkvi_learn_steps(&h->cfg, &p));
+            first_delay = tkvi_min(first_delay, delay + 1 - tkvi_learn_steps(&p));
             last_delay = tkvi_max(last_delay, delay);
         }
         here = tkvi_add_layer(&m, h, &p, n_tokens, n_seqs - waiting - idle, recoded, &outside, live);
@@ -473,7 +482,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
-        m.tables += tkvi_stats_bytes(&h->cfg);
+        m.tables += tkvi_stats_bytes(&h->end);
     if (learned > TKVI_FIRST_TABLE_TOKENS + first_delay || h->cfg.budget.bytes)
         m.tables += tkvi_version_bytes(h);
     if (learned > TKVI_SECOND_TABLE_TOKENS + first_delay) m.tables += tkvi_version_bytes(h);
@@ -488,7 +497,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
         m.peak += tkvi_cap_before(all) * tkvi_block_entry_bytes(&h->cfg) +
                   tkvi_cap_before(pages) * sizeof(tkvi_page) +
                   tkvi_cap_before(most + 1) * (list + tkvi_choice_entry_bytes(&h->cfg));
-    tkvi_sum_up(&m, &h->cfg, page_bytes);
+    tkvi_sum_up(&m, page_bytes);
     *out = m;
     return TKV_OK;
 }

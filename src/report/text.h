@@ -112,7 +112,7 @@ typedef struct tkvi_fields { /* rows of one struct */
 } tkvi_fields;
 
 #define TKVI_MAX_FIELDS 10
-#define TKVI_SEEN_BYTES 8192 /* a bit per field: 15 fields of 4,096 layers, and 4,096 others */
+#define TKVI_SEEN_BYTES 12288 /* a bit per field: 23 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
     const tkvi_fields *fields;
@@ -131,8 +131,8 @@ typedef struct tkvi_parser {
     const char *taken_from; /* the last list of frequencies */
     int taken_line;         /* its line */
     int n_kept;             /* numbers in front of these lists that the config still uses */
-    uint8_t
-        pairs[TKVI_MAX_LAYERS]; /* layers[i].rope.dim / 2 less the numbers of its frequencies, modulo 256 */
+    uint16_t
+        pairs[TKVI_MAX_LAYERS]; /* layers[i].rope.dim / 2 less the numbers of its frequencies, modulo 65536 */
     uint8_t seen[TKVI_SEEN_BYTES];
     tkvi_text reason;
 } tkvi_parser;
@@ -585,6 +585,10 @@ static const tkvi_row tkvi_rope_rows[] = {
 };
 
 static const tkvi_row tkvi_layer_rows[] = {
+    TKVI_ROW(tkv_layer_config, n_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, n_kv_heads, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, v_head_dim, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, no_cache, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_layer_config, share_kv, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_off),
@@ -956,8 +960,8 @@ static void tkvi_note_rope(tkvi_parser *r, int group, int layer, const tkvi_row 
     }
     if (group != TKVI_OF_LAYERS) return;
     if (row->offset == offsetof(tkv_layer_config, rope.dim) && tkvi_read_int(r, row, r->value, &dim))
-        r->pairs[layer] = (uint8_t)(r->pairs[layer] + (dim > 0 && dim <= TKV_MAX_HEAD_DIM ? dim / 2 : 0));
-    r->pairs[layer] = (uint8_t)(r->pairs[layer] - n);
+        r->pairs[layer] = (uint16_t)(r->pairs[layer] + (dim > 0 && dim <= TKV_MAX_HEAD_DIM ? dim / 2 : 0));
+    r->pairs[layer] = (uint16_t)(r->pairs[layer] - n);
 }
 
 /* Reads all values of one pass into their fields. The check pass does not write to lists or frequencies, whose

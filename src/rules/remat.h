@@ -24,7 +24,7 @@ static const char *tkvi_remat_fill(const tkv_remat_config *from, tkv_remat_confi
     if (cfg->n_layers < 1 || cfg->n_layers > 4096) return "n_layers must be from 1 to 4096";
     if (cfg->n_heads != TKV_OFF && (cfg->n_heads < 1 || cfg->n_heads > 65536))
         return "n_heads must be from 1 to 65536, or TKV_OFF";
-    if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 256";
+    if (cfg->head_dim < 1 || cfg->head_dim > TKV_MAX_HEAD_DIM) return "head_dim must be from 1 to 576";
     if (!tkvi_within((float)cfg->layer_params, 1.0f, 1e15f))
         return "layer_params must be the weights of a layer, 1 to 1e15";
     cfg->threshold = tkvi_or(cfg->threshold, .9f);

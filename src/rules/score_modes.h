@@ -132,17 +132,19 @@ typedef struct tkvi_token_scores {
     int newest;                        /* the newest `newest` queries */
     tkvi_sample_fn heads;              /* NULL: query heads are scored one by one; else combines them first */
     float one;                         /* a weight of 1 from one query head, as an integer */
+    int mean;                          /* `one` is for the mean of so many query heads; 1: they add up */
     float unit;                        /* an accumulated score of 1 as an integer, sampling scaled out */
     tkv_importance_config importance;  /* with defaults; decay is the one that the scores use */
 } tkvi_token_scores;
 
-/* Sets heads, one and unit. n: query heads of a KV head. For a mean each query head adds an n-th part. One sampled
- * query stands for `every` queries, at most TKVI_TOKEN_SCORE_RATE, so unit is one / every. It stays at
- * mode->min_unit or above, for scores that a caller adds. */
+/* Sets heads, one, mean and unit. n: query heads of a KV head, in most layers. For a mean each query head adds an n-th
+ * part. One sampled query stands for `every` queries, at most TKVI_TOKEN_SCORE_RATE, so unit is one / every. It stays
+ * at mode->min_unit or above, for scores that a caller adds. */
 static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
     const tkv_importance_heads how = m->importance.heads;
     const int largest = how == TKV_IMPORTANCE_MAX;
     const int mean = how == TKV_IMPORTANCE_MEAN ? n : 1;
+    m->mean = mean;
     m->one = (float)tkvi_max(1, (int)m->mode->one / mean);
     m->unit = m->one * (float)mean;
     if (m->mode->min_unit > 0.0f) {
@@ -153,8 +155,14 @@ static void tkvi_token_score_heads(tkvi_token_scores *m, int n) {
             m->one = tkvi_f32(tkvi_f32(m->unit * stands_for) / (float)mean);
         }
     }
-    if (n > 1 && largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
+    if (largest != (m->mode->heads == TKV_IMPORTANCE_MAX))
         m->heads = largest ? tkvi_weight_largest : tkvi_weight_sum;
+}
+
+/* A weight of 1 from one query head of a layer with n query heads of a KV head, as an integer. */
+static float tkvi_token_score_one(const tkvi_token_scores *m, int n) {
+    return m->importance.heads == TKV_IMPORTANCE_MEAN && n != m->mean ? m->one * (float)m->mean / (float)n
+                                                                      : m->one;
 }
 
 /* Derives *m from the config. m->mode stays NULL if the config uses no attention scores. */

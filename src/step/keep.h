@@ -25,7 +25,7 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
     const tkvi_simd_ops *ops = kv->kernels->simd_ops;
     float row[TKV_MAX_HEAD_DIM];
     int h;
-    for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
+    for (h = 0; h < kv->tables.layout[a->layout].n_kv_heads; h++) {
         const tkvi_record *r = &kv->tables.layout[a->layout].record[h],
                           *s = &kv->tables.layout[b->layout].record[h];
         const uint8_t *src = tkvi_block_bytes(&kv->pool, a) + r->at;

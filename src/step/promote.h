@@ -52,7 +52,7 @@ static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t i
     int i;
     tkvi_empty_buffer(&room, TKV_NO_SEQ, TKV_ALL_LAYERS); /* stored blocks need neither */
     memset(to, 0, c->bytes.total);
-    for (i = 0; i < 2 * kv->tables.cfg.model.n_kv_heads; i++) {
+    for (i = 0; i < 2 * c->n_kv_heads; i++) {
         const tkvi_record *r = &c->record[i / 2];
         const uint8_t *bytes;
         const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);

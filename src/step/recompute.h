@@ -227,7 +227,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, hot->bytes.total);
     for (t = 0; t < n; t++)
-        for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
+        for (h = 0; h < hot->n_kv_heads; h++) {
             const tkvi_record *record = &hot->record[h];
             /* Slots that the entry does not have repeat its first row, which fits the scales of the block. */
             const int row = tkvi_slot_index(kv, id, tkvi_max(t, kv->pool.entry[id].first_slot)) - start;
@@ -300,6 +300,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     tkvi_list *list;
     const uint32_t *ids;
     tkvi_source from_k, from_v;
+    const tkvi_geometry *g;
     tkvi_request request = tkvi_no_request();
     int i, first = -1, last = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
@@ -324,11 +325,12 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         last = i + 1;
     }
     if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
-    from_k = tkvi_describe_source(kv, k, TKV_TYPE_F32, kv->tables.cfg.model.head_dim, 0, 0);
-    from_v = tkvi_describe_source(kv, v, TKV_TYPE_F32, kv->tables.cfg.model.v_head_dim, 0, 0);
+    g = tkvi_geometry_of(kv, layer);
+    from_k = tkvi_describe_source(g, TKV_K, k, TKV_TYPE_F32, 0, 0);
+    from_v = tkvi_describe_source(g, TKV_V, v, TKV_TYPE_F32, 0, 0);
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_is_source_finite(&from_k, 0, n, kv->tables.cfg.model.n_kv_heads) ||
-         !tkvi_is_source_finite(&from_v, 0, n, kv->tables.cfg.model.n_kv_heads)))
+        (!tkvi_is_source_finite(&from_k, 0, n, g->n_kv_heads) ||
+         !tkvi_is_source_finite(&from_v, 0, n, g->n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->call.clock;

@@ -313,10 +313,10 @@ static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_sour
             kv->pool.token_meta[id].temporary_mask &= ~((uint64_t)1 << slot);
             kv->pool.token_meta[id].scores[slot] =
                 tkvi_keeps_norms(kv)
-                    ? tkvi_bits(tkvi_mean_key_norm(k, first + t, kv->tables.cfg.model.n_kv_heads, saturate))
+                    ? tkvi_bits(tkvi_mean_key_norm(k, first + t, layout->n_kv_heads, saturate))
                     : 0;
         }
-        for (h = 0; h < kv->tables.cfg.model.n_kv_heads; h++) {
+        for (h = 0; h < layout->n_kv_heads; h++) {
             const tkvi_record *r = &layout->record[h];
             tkvi_store_row(&r->k, kv->kernels->simd_ops, k, first + t, h, slot, saturate, bytes + r->at);
             tkvi_store_row(&r->v, kv->kernels->simd_ops, v, first + t, h, slot, saturate,
@@ -514,19 +514,20 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
 }
 
 /* Describes K or V of an append. Strides of 0: dense rows. */
-static tkvi_source tkvi_describe_source(const tkv_cache *kv, const void *data, tkv_type type, int dim,
-                                        ptrdiff_t token_stride, ptrdiff_t head_stride) {
+static tkvi_source tkvi_describe_source(const tkvi_geometry *g, tkv_side side, const void *data,
+                                        tkv_type type, ptrdiff_t token_stride, ptrdiff_t head_stride) {
     tkvi_source s;
     s.data = data;
     s.type = type;
-    s.dim = dim;
-    s.head_stride = head_stride ? head_stride : dim;
-    s.token_stride = token_stride ? token_stride : (ptrdiff_t)kv->tables.cfg.model.n_kv_heads * dim;
+    s.dim = side == TKV_K ? g->head_dim : g->v_head_dim;
+    s.head_stride = head_stride ? head_stride : s.dim;
+    s.token_stride = token_stride ? token_stride : (ptrdiff_t)g->n_kv_heads * s.dim;
     return s;
 }
 
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
+    const tkvi_geometry *g;
     tkvi_request request = tkvi_no_request();
     tkv_rows single_row;
     tkvi_source k, v;
@@ -553,11 +554,12 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
     if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
-    k = tkvi_describe_source(kv, p->k, p->k_type, cfg->model.head_dim, p->k_token_stride, p->k_head_stride);
-    v = tkvi_describe_source(kv, p->v, p->v_type, cfg->model.v_head_dim, p->v_token_stride, p->v_head_stride);
+    g = tkvi_geometry_of(kv, p->layer);
+    k = tkvi_describe_source(g, TKV_K, p->k, p->k_type, p->k_token_stride, p->k_head_stride);
+    v = tkvi_describe_source(g, TKV_V, p->v, p->v_type, p->v_token_stride, p->v_head_stride);
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
-        (!tkvi_are_rows_finite(p, &request, &k, cfg->model.n_kv_heads) ||
-         !tkvi_are_rows_finite(p, &request, &v, cfg->model.n_kv_heads)))
+        (!tkvi_are_rows_finite(p, &request, &k, g->n_kv_heads) ||
+         !tkvi_are_rows_finite(p, &request, &v, g->n_kv_heads)))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->call.append_layer = p->layer;
@@ -767,7 +769,6 @@ static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
 
 /* Overwrites slots of an exact block, unless another list holds it (cfg.host.wipe_freed). */
 static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t slots) {
-    static const float zeros[TKV_MAX_HEAD_DIM] = {0};
     const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
     const tkvi_layout *layout = &kv->tables.layout[b->layout];
     int t, h;
@@ -775,11 +776,11 @@ static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t s
         !tkvi_is_exact(layout->record[0].k.format) || !tkvi_is_exact(layout->record[0].v.format))
         return;
     for (t = 0; t < layout->tokens; t++)
-        for (h = 0; h < kv->tables.cfg.model.n_kv_heads && slots >> t & 1; h++) {
+        for (h = 0; h < layout->n_kv_heads && slots >> t & 1; h++) {
             const tkvi_record *r = &layout->record[h];
             uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
-            r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, zeros, t, bytes);
-            r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, zeros, t, bytes + r->v_at);
+            r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
+            r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
         }
 }
 
@@ -957,6 +958,7 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
 /* >>reading */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     const tkv_config *cfg;
+    const tkvi_geometry *g;
     const tkvi_simd_ops *simd_ops;
     const tkvi_list *list;
     const uint32_t *ids;
@@ -966,6 +968,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     simd_ops = kv->kernels->simd_ops;
+    g = tkvi_geometry_of(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     tkvi_empty_buffer(&buffer, seq, layer);
@@ -977,7 +980,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
     }
     for (from = start; from < start + n; from = to) {
-        const size_t row = (size_t)(from - start) * (size_t)cfg->model.n_kv_heads;
+        const size_t row = (size_t)(from - start) * (size_t)g->n_kv_heads;
         const tkvi_layout *layout;
         int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
@@ -986,10 +989,9 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
         if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
-        for (h = 0; h < cfg->model.n_kv_heads; h++) {
+        for (h = 0; h < g->n_kv_heads; h++) {
             const tkvi_record *r = &layout->record[h];
-            size_t dk = (size_t)cfg->model.head_dim, dv = (size_t)cfg->model.v_head_dim,
-                   heads = (size_t)cfg->model.n_kv_heads;
+            size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim, heads = (size_t)g->n_kv_heads;
             const uint8_t *bytes;
             tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, &buffer, &bytes) : TKV_OK;
             if (k && !st)
