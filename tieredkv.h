@@ -816,6 +816,13 @@
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
  *   cfg.recompute. Where tokens have moved it uses 24 KiB more. Give worker threads that much.
  *
+ *   An engine with jobs of its own calls tkv_attend_part instead. A call is n parts, with any n: each job computes one,
+ *   in any order, and the last one to end merges. The parts share a workspace of yours (tkv_get_attend_bytes), which is
+ *   cleared once. examples/threads_queue.c, threads_openmp.c and threads_std.cpp do so.
+ *
+ *     for (part = 0; part < n; part++)            // as jobs, or as iterations of a parallel loop
+ *         st[part] = tkv_attend_part(kv, &call, part, n, workspace, bytes);
+ *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };
  *     typedef struct worker {
@@ -930,6 +937,7 @@
 #define tkv_attend TKV_NAME_(tkv_attend)
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
 #define tkv_attend_params TKV_NAME_(tkv_attend_params)
+#define tkv_attend_part TKV_NAME_(tkv_attend_part)
 #define tkv_attend_reference TKV_NAME_(tkv_attend_reference)
 #define tkv_bound_score TKV_NAME_(tkv_bound_score)
 #define tkv_budget_config TKV_NAME_(tkv_budget_config)
@@ -981,6 +989,7 @@
 #define tkv_format_pair TKV_NAME_(tkv_format_pair)
 #define tkv_freeze_calibration TKV_NAME_(tkv_freeze_calibration)
 #define tkv_get_advice TKV_NAME_(tkv_get_advice)
+#define tkv_get_attend_bytes TKV_NAME_(tkv_get_attend_bytes)
 #define tkv_get_block_bytes TKV_NAME_(tkv_get_block_bytes)
 #define tkv_get_budget TKV_NAME_(tkv_get_budget)
 #define tkv_get_build TKV_NAME_(tkv_get_build)
@@ -1795,7 +1804,9 @@ typedef struct tkv_attend_params {
     const tkv_rows *batch; /* ... or several (then seq and n are ignored); a sequence may be in it twice */
     int n_batch;           /* entries, at most max_seqs */
     const int *first_rows; /* NULL, or the row of q, out, masks and lse of the first query of each entry */
-    const void *q;         /* rows: the queries of all entries, one after the other */
+    int first_kv_head; /* only these KV heads and their query heads are computed; the others' outputs stay. */
+    int n_kv_heads;    /* 0: all from the first one on. q, out and lse have all heads, as ever */
+    const void *q;     /* rows: the queries of all entries, one after the other */
     tkv_type q_type;
     ptrdiff_t q_row_stride, q_head_stride; /* in elements, may be negative; 0: packed */
     void *out;
@@ -1841,6 +1852,25 @@ typedef struct tkv_attend_params {
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
+
+/* >>parts. Attention by threads of an engine, without cfg.host.parallel_for: each thread, or each job of a queue, calls
+ * tkv_attend_part once, with the same parameters and its own number. Parts may run in any order, at the same time or
+ * one after the other. The last one to end merges in the order of blocks. So out, lse and scores are those of
+ * tkv_attend_ex, with the same bits for any number of parts. They are complete when all parts have returned.
+ *
+ * tkv_get_attend_bytes reports the bytes of the workspace for such a call, at most 2.2 MB. Errors: as tkv_attend_ex. */
+TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes);
+/* Computes one part of a call.
+ *   part, n_parts   0 .. n_parts - 1; n_parts is 1 to 65536, and need not be the number of threads
+ *   workspace       [bytes] of any alignment, shared by the parts of this call alone; its first 128 bytes must be 0
+ *                   before the first part, and they are 0 again after the last one
+ * Errors: as tkv_attend_ex. Those of the parameters come from every part, and nothing is computed: clear the workspace
+ * then. TKV_ERR_IO, TKV_ERR_DATA and a late TKV_ERR_NO_SOURCE come from the last part to end. And:
+ *   TKV_ERR_CAPACITY   bytes is less than tkv_get_attend_bytes
+ * Cost: as tkv_attend_ex, over n_parts. More than 128 parts, or than work tiles of 8 query rows, give no more speed.
+ * Without gcc's atomics (MSVC), parts must not run at the same time. */
+TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, int part, int n_parts,
+                                   void *workspace, size_t bytes);
 
 /* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
  * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
@@ -30296,9 +30326,10 @@ typedef struct tkvi_call {
     tkv_rows one;
     int n_rows, window;
     int heads_per_kv;
-    const tkvi_prefill *many; /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
-    int tile;                 /* rows of a work tile */
-    int view_rows;            /* most rows that consumers see at once: 8, or fewer to keep queries whole */
+    int first_kv_head, n_kv_heads; /* those of the call */
+    const tkvi_prefill *many;      /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
+    int tile;                      /* rows of a work tile */
+    int view_rows; /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
@@ -30309,6 +30340,8 @@ typedef struct tkvi_call {
     unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
     unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
+
+#define TKVI_MAX_PARTS_OF_CALL 65536
 
 /* Errors with blocks outside RAM. Tasks then skip their remaining work, and the call fails. */
 typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2, TKVI_FAILED_ROWS = 4 } tkvi_failure;
@@ -30388,6 +30421,11 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (c->plan->stored_layer < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
     g = &c->plan->geometry;
     c->heads_per_kv = g->n_heads / g->n_kv_heads;
+    c->first_kv_head = p->first_kv_head;
+    if (p->first_kv_head < 0 || p->first_kv_head >= g->n_kv_heads || p->n_kv_heads < 0 ||
+        p->n_kv_heads > g->n_kv_heads - p->first_kv_head)
+        return TKV_ERR_ARG;
+    c->n_kv_heads = p->n_kv_heads ? p->n_kv_heads : g->n_kv_heads - p->first_kv_head;
     c->tile = c->view_rows = tkvi_rows_of(tkvi_max(g->k_pad, g->v_pad));
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
@@ -31340,6 +31378,8 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
 typedef struct tkvi_work {
     const tkvi_call *call;
     int n_units, n_chunks; /* work tiles; most splits of one */
+    int longest;           /* blocks of the longest list */
+    int few;               /* 1: work tiles are so few that they are split; not by thread count: same bits */
     float *parts;          /* [n_units][n_chunks] sums of splits; NULL: work tiles are not split */
     unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
     unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
@@ -31349,17 +31389,18 @@ typedef struct tkvi_work {
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
     int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->plan->geometry.n_kv_heads;
+    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->n_kv_heads;
     return n;
 }
 
 /* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
-    int i, row = 0, heads = c->plan->geometry.n_kv_heads;
+    int i, row = 0, heads = c->n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
-            tkvi_work_tile_init(u, c, i, tkvi_first_row(c->p, i, row), number / tiles, number % tiles);
+            tkvi_work_tile_init(u, c, i, tkvi_first_row(c->p, i, row), c->first_kv_head + number / tiles,
+                                number % tiles);
             return;
         }
         number -= tiles * heads;
@@ -31767,15 +31808,6 @@ static void tkvi_release_split_sums(tkv_cache *kv) {
 #endif
 }
 
-/* Runs task 0 .. n-1, with the config's parallel_for if there is one. */
-static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
-    int i;
-    if (kv->tables.cfg.host.parallel_for && n > 1)
-        kv->tables.cfg.host.parallel_for(kv->tables.cfg.host.parallel_user, n, task, ctx);
-    else
-        for (i = 0; i < n; i++) task(ctx, i);
-}
-
 /* Runs w->task with a fetch buffer of its own. */
 static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     tkvi_fetch_buffer room;
@@ -31805,25 +31837,28 @@ static int tkvi_turns_queries(const tkvi_call *c) {
     return 0;
 }
 
-/* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
-static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
+/* Runs task first .. end-1, if `together` with the config's parallel_for. Tasks get fetch buffers if some block is
+ * offloaded. */
+static void tkvi_run(tkvi_work *w, int first, int end, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
+    const tkv_host_config *host = &kv->tables.cfg.host;
     tkv_task run = TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     w->inner = run;
     if (tkvi_turns_queries(w->call)) run = tkvi_run_turning;
-    if (together) tkvi_for(kv, n, run, w);
+    if (together && host->parallel_for && first == 0 && end > 1)
+        host->parallel_for(host->parallel_user, end, run, w);
     else
-        for (i = 0; i < n; i++) run(w, i);
+        for (i = first; i < end; i++) run(w, i);
 }
 
 /* >>the call */
 /* Divides the consumers of a call between tasks of work tiles and tasks of ranges of blocks. Ranges are for those
- * that must have work tiles in order. With splits they are also for those that need no order, as more tasks. */
-static void tkvi_share_consumers(tkvi_work *w) {
+ * that must have work tiles in order. With splits they are also for those that need no order, as more tasks. serial:
+ * 1: work tiles run in order. */
+static void tkvi_share_consumers(tkvi_work *w, int serial) {
     const tkvi_call *c = w->call;
-    const int serial = !w->parts && (!c->kv->tables.cfg.host.parallel_for || w->n_units == 1);
     w->by_tile = c->observing[TKVI_OBSERVES_QUERIES] | c->observing[TKVI_OBSERVES_TILE];
     w->by_range = c->observing[TKVI_OBSERVES_CALL];
     if (w->parts) w->by_range |= c->observing[TKVI_OBSERVES_BLOCKS];
@@ -31833,48 +31868,133 @@ static void tkvi_share_consumers(tkvi_work *w) {
     w->by_range = 0;
 }
 
+/* Checks a call, and finds its work. c, w: out. */
+static tkv_status tkvi_plan_work(tkv_cache *kv, const tkv_attend_params *p,
+                                 const tkvi_consumer *const *consumer, int n_consumers, tkvi_call *c,
+                                 tkvi_work *w) {
+    const tkv_status st = tkvi_call_init(c, kv, p);
+    int i;
+    memset(w, 0, sizeof *w);
+    w->call = c;
+    if (st) return st;
+    tkvi_call_consumers(c, consumer, n_consumers);
+    w->n_units = tkvi_count_work_tiles(c);
+    for (i = 0; i < c->n_rows; i++)
+        w->longest = tkvi_max(w->longest, tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer)->n);
+    w->n_chunks =
+        tkvi_min(TKVI_MAX_TILE_SPLITS, (w->longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
+    w->few =
+        w->n_chunks > 1 && w->n_units <= TKVI_FEW_WORK_TILES && w->n_units * w->n_chunks <= TKVI_MAX_SPLITS;
+    return TKV_OK;
+}
+
+static void tkvi_clear_scores(const tkvi_call *c) {
+    int i;
+    for (i = 0; i < c->n_rows && c->p->scores; i++)
+        memset(c->p->scores + i * c->score_stride, 0,
+               (size_t)tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->len * sizeof(float));
+}
+
+/* The tasks of the first pass: returns their number. */
+static int tkvi_first_pass(tkvi_call *c, const tkvi_work *w, tkv_task *task) {
+    if (w->parts) {
+        *task = tkvi_run_split;
+        return w->n_units * w->n_chunks;
+    }
+    *task = tkvi_run_work_tile;
+    if (w->few || !(c->many = tkvi_prefill_for(c))) return w->n_units;
+    c->tile = tkvi_prefill_lanes(tkvi_max(c->plan->geometry.head_dim, c->plan->geometry.v_head_dim));
+    c->tile -= c->tile % c->view_rows;
+    *task = tkvi_run_prefill;
+    return tkvi_count_work_tiles(c);
+}
+
+/* What follows the first pass: merges splits, and serves the consumers of ranges of blocks. Returns the call's
+ * status. */
+static tkv_status tkvi_end_work(tkvi_work *w, int together) {
+    const tkvi_call *c = w->call;
+    if (w->parts) tkvi_run(w, 0, w->n_units, 0, tkvi_run_work_tile);
+    if (!*c->failed && tkvi_any_sampled(w))
+        tkvi_run(w, 0, (w->longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, together, tkvi_run_range);
+    if (*c->failed & TKVI_FAILED_IO) return TKV_ERR_IO;
+    if (*c->failed) return *c->failed & TKVI_FAILED_DATA ? TKV_ERR_DATA : TKV_ERR_NO_SOURCE;
+    return TKV_OK;
+}
+
 /* Attention with consumers. Checks the call, and runs it. */
 static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const tkvi_consumer *const *consumer,
                               int n_consumers) {
+    const int in_parallel = kv && kv->tables.cfg.host.parallel_for;
     tkvi_call c;
     tkvi_work w;
-    int i, few, longest = 0, failed = 0;
-    tkv_status st = tkvi_call_init(&c, kv, p);
+    tkv_task task;
+    int failed = 0, n;
+    tkv_status st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
     if (st) return st;
-    tkvi_call_consumers(&c, consumer, n_consumers);
     c.failed = &failed;
-    w.call = &c;
-    w.n_units = tkvi_count_work_tiles(&c);
-    w.n_chunks = 0;
-    w.parts = NULL;
-    for (i = 0; i < c.n_rows; i++) {
-        const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored_layer);
-        longest = tkvi_max(longest, list->n);
-        if (p->scores) memset(p->scores + i * c.score_stride, 0, (size_t)list->len * sizeof(float));
-    }
+    tkvi_clear_scores(&c);
     if (w.n_units == 0) return TKV_OK;
-    w.n_chunks =
-        tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
-    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
-          w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
-    tkvi_share_consumers(&w);
-    if (w.parts) {
-        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
-        tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
-    } else if (few || !(c.many = tkvi_prefill_for(&c))) {
-        tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
-    } else {
-        c.tile = tkvi_prefill_lanes(tkvi_max(c.plan->geometry.head_dim, c.plan->geometry.v_head_dim));
-        c.tile -= c.tile % c.view_rows;
-        tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
-    }
-    if (!failed && tkvi_any_sampled(&w))
-        tkvi_run(&w, (longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, 1, tkvi_run_range);
+    if (w.few && in_parallel && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
+    tkvi_share_consumers(&w, !w.parts && (!in_parallel || w.n_units == 1));
+    n = tkvi_first_pass(&c, &w, &task);
+    tkvi_run(&w, 0, n, 1, task);
+    st = tkvi_end_work(&w, 1);
     if (w.parts) tkvi_release_split_sums(kv);
-    if (failed & TKVI_FAILED_IO) return TKV_ERR_IO;
-    if (failed) return failed & TKVI_FAILED_DATA ? TKV_ERR_DATA : TKV_ERR_NO_SOURCE;
-    return TKV_OK;
+    return st;
+}
+
+/* >>parts: the same call, run by threads of the caller */
+/* At the front of the caller's workspace, all 0 between calls. */
+typedef struct tkvi_parts {
+    int n_ended; /* parts that have ended */
+    int failed;  /* as tkvi_call.failed */
+} tkvi_parts;
+
+#define TKVI_PARTS_CLEAR 128 /* bytes that the caller clears: room to align the head, and the head */
+
+/* Bytes of the workspace: room to align it, its head, and the sums of splits. */
+static size_t tkvi_parts_bytes_of(const tkvi_work *w) {
+    const size_t sums = (size_t)TKVI_SUMS_FLOATS(w->call->plan->geometry.v_pad) * sizeof(float);
+    return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks) * sums : 0);
+}
+
+/* Counts a part that has ended. Returns 1 for the last one, which sees what the others have written. */
+static int tkvi_is_last_part(tkvi_parts *head, int n_parts) {
+#if defined(__GNUC__) || defined(__clang__)
+    return __atomic_add_fetch(&head->n_ended, 1, __ATOMIC_ACQ_REL) == n_parts;
+#else
+    return ++head->n_ended == n_parts;
+#endif
+}
+
+/* One part of a call. The parts share the tasks of the first pass; the last one to end does the rest. */
+static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
+                                   const tkvi_consumer *const *consumer, int n_consumers, int part,
+                                   int n_parts, void *workspace, size_t bytes) {
+    uint8_t *at = (uint8_t *)workspace;
+    tkvi_parts *head;
+    tkvi_call c;
+    tkvi_work w;
+    tkv_task task;
+    int64_t n;
+    tkv_status st;
+    if (n_parts < 1 || n_parts > TKVI_MAX_PARTS_OF_CALL || part < 0 || part >= n_parts || !workspace)
+        return TKV_ERR_ARG;
+    st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
+    if (st) return st;
+    if (bytes < tkvi_parts_bytes_of(&w)) return TKV_ERR_CAPACITY;
+    at += (64 - (uintptr_t)at % 64) % 64;
+    head = (tkvi_parts *)(void *)at;
+    c.failed = &head->failed;
+    if (w.few) w.parts = (float *)(void *)(at + tkvi_align_up(sizeof *head));
+    tkvi_share_consumers(&w, 0);
+    n = tkvi_first_pass(&c, &w, &task);
+    tkvi_run(&w, (int)(n * part / n_parts), (int)(n * (part + 1) / n_parts), 0, task);
+    if (!tkvi_is_last_part(head, n_parts)) return TKV_OK;
+    tkvi_clear_scores(&c);
+    st = tkvi_end_work(&w, 0);
+    memset(workspace, 0, TKVI_PARTS_CLEAR); /* whatever its alignment, this has the head */
+    return st;
 }
 
 TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
@@ -32300,7 +32420,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
             memset(p->scores + item * c.score_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++)
-            for (head = 0; head < c.plan->geometry.n_heads && !st; head++)
+            for (head = c.first_kv_head * c.heads_per_kv;
+                 head < (c.first_kv_head + c.n_kv_heads) * c.heads_per_kv && !st; head++)
                 st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
         n_before += c.rows[item].n;
     }
@@ -32332,6 +32453,22 @@ typedef char
 
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     return tkvi_attend(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers));
+}
+
+TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes) {
+    tkvi_call c;
+    tkvi_work w;
+    tkv_status st;
+    if (!kv || !bytes) return TKV_ERR_ARG;
+    st = tkvi_plan_work((tkv_cache *)(uintptr_t)kv, p, NULL, 0, &c, &w); /* only reads */
+    if (!st) *bytes = tkvi_parts_bytes_of(&w);
+    return st;
+}
+
+TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, int part, int n_parts,
+                                   void *workspace, size_t bytes) {
+    return tkvi_attend_part(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers),
+                            part, n_parts, workspace, bytes);
 }
 
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out) {

@@ -683,7 +683,9 @@ typedef struct tkv_attend_params {
     const tkv_rows *batch; /* ... or several (then seq and n are ignored); a sequence may be in it twice */
     int n_batch;           /* entries, at most max_seqs */
     const int *first_rows; /* NULL, or the row of q, out, masks and lse of the first query of each entry */
-    const void *q;         /* rows: the queries of all entries, one after the other */
+    int first_kv_head; /* only these KV heads and their query heads are computed; the others' outputs stay. */
+    int n_kv_heads;    /* 0: all from the first one on. q, out and lse have all heads, as ever */
+    const void *q;     /* rows: the queries of all entries, one after the other */
     tkv_type q_type;
     ptrdiff_t q_row_stride, q_head_stride; /* in elements, may be negative; 0: packed */
     void *out;
@@ -729,6 +731,25 @@ typedef struct tkv_attend_params {
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
+
+/* >>parts. Attention by threads of an engine, without cfg.host.parallel_for: each thread, or each job of a queue, calls
+ * tkv_attend_part once, with the same parameters and its own number. Parts may run in any order, at the same time or
+ * one after the other. The last one to end merges in the order of blocks. So out, lse and scores are those of
+ * tkv_attend_ex, with the same bits for any number of parts. They are complete when all parts have returned.
+ *
+ * tkv_get_attend_bytes reports the bytes of the workspace for such a call, at most 2.2 MB. Errors: as tkv_attend_ex. */
+TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes);
+/* Computes one part of a call.
+ *   part, n_parts   0 .. n_parts - 1; n_parts is 1 to 65536, and need not be the number of threads
+ *   workspace       [bytes] of any alignment, shared by the parts of this call alone; its first 128 bytes must be 0
+ *                   before the first part, and they are 0 again after the last one
+ * Errors: as tkv_attend_ex. Those of the parameters come from every part, and nothing is computed: clear the workspace
+ * then. TKV_ERR_IO, TKV_ERR_DATA and a late TKV_ERR_NO_SOURCE come from the last part to end. And:
+ *   TKV_ERR_CAPACITY   bytes is less than tkv_get_attend_bytes
+ * Cost: as tkv_attend_ex, over n_parts. More than 128 parts, or than work tiles of 8 query rows, give no more speed.
+ * Without gcc's atomics (MSVC), parts must not run at the same time. */
+TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, int part, int n_parts,
+                                   void *workspace, size_t bytes);
 
 /* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
  * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.

@@ -814,6 +814,13 @@
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
  *   cfg.recompute. Where tokens have moved it uses 24 KiB more. Give worker threads that much.
  *
+ *   An engine with jobs of its own calls tkv_attend_part instead. A call is n parts, with any n: each job computes one,
+ *   in any order, and the last one to end merges. The parts share a workspace of yours (tkv_get_attend_bytes), which is
+ *   cleared once. examples/threads_queue.c, threads_openmp.c and threads_std.cpp do so.
+ *
+ *     for (part = 0; part < n; part++)            // as jobs, or as iterations of a parallel loop
+ *         st[part] = tkv_attend_part(kv, &call, part, n, workspace, bytes);
+ *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };
  *     typedef struct worker {

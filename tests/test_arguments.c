@@ -521,6 +521,29 @@ static int attend_non_causal(rig *r, attend_fn run, int x) {
     return run(r->kv, &p);
 }
 
+static uint64_t part_space[1 << 15];
+
+static tkv_status attend_in_one_part(tkv_cache *kv, const tkv_attend_params *p) {
+    memset(part_space, 0, 128);
+    return tkv_attend_part(kv, p, 0, 1, part_space, sizeof part_space);
+}
+
+static tkv_status attend_after_bytes(tkv_cache *kv, const tkv_attend_params *p) {
+    size_t bytes = 0;
+    const tkv_status st = tkv_get_attend_bytes(kv, p, &bytes);
+    return st ? st : bytes <= sizeof part_space ? attend_in_one_part(kv, p) : TKV_ERR_BROKEN;
+}
+
+static int attend_part(rig *r, int part, int n_parts) {
+    tkv_attend_params p;
+    memset(&p, 0, sizeof p);
+    p.n = 1;
+    p.q = q_in;
+    p.out = r->o.out;
+    memset(part_space, 0, 128);
+    return tkv_attend_part(r->kv, &p, part, n_parts, part_space, sizeof part_space);
+}
+
 static void try_attention(rig *r, const char *name, attend_fn run) {
     SAFE(name, "layer", EVERY, LAYERS, "AAAAAA*A", attend_with(r, run, OF(tkv_attend_params, layer), x));
     SAFE(name, "layer", PLAIN, LAYERS, "AAAAAAOA", attend_with(r, run, OF(tkv_attend_params, layer), x));
@@ -531,6 +554,9 @@ static void try_attention(rig *r, const char *name, attend_fn run) {
     SAFE(name, "q_type", PLAIN, 3, "AAAAAA", attend_with(r, run, OF(tkv_attend_params, q_type), x));
     SAFE(name, "out_type", PLAIN, 3, "AAAAAA", attend_with(r, run, OF(tkv_attend_params, out_type), x));
     SAFE(name, "window", PLAIN, LENGTH, "AAOOOO", attend_with(r, run, OF(tkv_attend_params, window), x));
+    SAFE(name, "first_kv_head", PLAIN, 0, "AAAOAA",
+         attend_with(r, run, OF(tkv_attend_params, first_kv_head), x));
+    SAFE(name, "n_kv_heads", PLAIN, 1, "AAAOAA", attend_with(r, run, OF(tkv_attend_params, n_kv_heads), x));
     SAFE(name, "n_mask_bits", PLAIN, MAX_TOKENS, "AAAOAA",
          attend_with(r, run, OF(tkv_attend_params, n_mask_bits), x));
     SAFE(name, "batch[1].seq", PLAIN | OFFLOAD | EVICT, SEQS, "AAAAAA",
@@ -561,6 +587,10 @@ static void try_reading(rig *r) {
     SAFE("tkv_attend", "n", EVERY, LENGTH, "AAA*RR", tkv_attend(r->kv, 0, 0, q_in, x, r->o.out));
     try_attention(r, "tkv_attend_ex", tkv_attend_ex);
     try_attention(r, "tkv_attend_reference", tkv_attend_reference);
+    try_attention(r, "tkv_attend_part", attend_in_one_part);
+    try_attention(r, "tkv_get_attend_bytes", attend_after_bytes);
+    SAFE("tkv_attend_part", "part", EVERY, 2, "AAA*AA", attend_part(r, x, 3));
+    SAFE("tkv_attend_part", "n_parts", EVERY, 65536, "AAA*AA", attend_part(r, 0, x));
     EACH("tkv_merge_attention", "n_rows", PLAIN, 2, "OOOO..", merge_rows(r, x, DIM));
     EACH("tkv_merge_attention", "dim", PLAIN, DIM, "OOOO..", merge_rows(r, 2, x));
     EACH("tkv_merge_attention", "dim, no keys", PLAIN, DIM, "OOOO..", merge_empty_row(r, x));

@@ -54,9 +54,10 @@ typedef struct tkvi_call {
     tkv_rows one;
     int n_rows, window;
     int heads_per_kv;
-    const tkvi_prefill *many; /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
-    int tile;                 /* rows of a work tile */
-    int view_rows;            /* most rows that consumers see at once: 8, or fewer to keep queries whole */
+    int first_kv_head, n_kv_heads; /* those of the call */
+    const tkvi_prefill *many;      /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
+    int tile;                      /* rows of a work tile */
+    int view_rows; /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
@@ -67,6 +68,8 @@ typedef struct tkvi_call {
     unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
     unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
+
+#define TKVI_MAX_PARTS_OF_CALL 65536
 
 /* Errors with blocks outside RAM. Tasks then skip their remaining work, and the call fails. */
 typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2, TKVI_FAILED_ROWS = 4 } tkvi_failure;
@@ -146,6 +149,11 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (c->plan->stored_layer < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
     g = &c->plan->geometry;
     c->heads_per_kv = g->n_heads / g->n_kv_heads;
+    c->first_kv_head = p->first_kv_head;
+    if (p->first_kv_head < 0 || p->first_kv_head >= g->n_kv_heads || p->n_kv_heads < 0 ||
+        p->n_kv_heads > g->n_kv_heads - p->first_kv_head)
+        return TKV_ERR_ARG;
+    c->n_kv_heads = p->n_kv_heads ? p->n_kv_heads : g->n_kv_heads - p->first_kv_head;
     c->tile = c->view_rows = tkvi_rows_of(tkvi_max(g->k_pad, g->v_pad));
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
@@ -1098,6 +1106,8 @@ static void tkvi_score_record(const tkvi_scoring *s, const tkvi_record *rec, con
 typedef struct tkvi_work {
     const tkvi_call *call;
     int n_units, n_chunks; /* work tiles; most splits of one */
+    int longest;           /* blocks of the longest list */
+    int few;               /* 1: work tiles are so few that they are split; not by thread count: same bits */
     float *parts;          /* [n_units][n_chunks] sums of splits; NULL: work tiles are not split */
     unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
     unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
@@ -1107,17 +1117,18 @@ typedef struct tkvi_work {
 
 static int tkvi_count_work_tiles(const tkvi_call *c) {
     int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->plan->geometry.n_kv_heads;
+    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->n_kv_heads;
     return n;
 }
 
 /* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
-    int i, row = 0, heads = c->plan->geometry.n_kv_heads;
+    int i, row = 0, heads = c->n_kv_heads;
     for (i = 0;; i++) {
         int tiles = tkvi_tiles_of(c, c->rows[i].n);
         if (number < tiles * heads) { /* all tiles of a head in a row: its records stay in the CPU cache */
-            tkvi_work_tile_init(u, c, i, tkvi_first_row(c->p, i, row), number / tiles, number % tiles);
+            tkvi_work_tile_init(u, c, i, tkvi_first_row(c->p, i, row), c->first_kv_head + number / tiles,
+                                number % tiles);
             return;
         }
         number -= tiles * heads;
@@ -1525,15 +1536,6 @@ static void tkvi_release_split_sums(tkv_cache *kv) {
 #endif
 }
 
-/* Runs task 0 .. n-1, with the config's parallel_for if there is one. */
-static void tkvi_for(const tkv_cache *kv, int n, tkv_task task, void *ctx) {
-    int i;
-    if (kv->tables.cfg.host.parallel_for && n > 1)
-        kv->tables.cfg.host.parallel_for(kv->tables.cfg.host.parallel_user, n, task, ctx);
-    else
-        for (i = 0; i < n; i++) task(ctx, i);
-}
-
 /* Runs w->task with a fetch buffer of its own. */
 static TKVI_NOINLINE void tkvi_run_fetching(void *ctx, int index) {
     tkvi_fetch_buffer room;
@@ -1563,25 +1565,28 @@ static int tkvi_turns_queries(const tkvi_call *c) {
     return 0;
 }
 
-/* Runs task 0 .. n-1, in parallel if `together`. Tasks get fetch buffers if some block is offloaded. */
-static void tkvi_run(tkvi_work *w, int n, int together, tkv_task task) {
+/* Runs task first .. end-1, if `together` with the config's parallel_for. Tasks get fetch buffers if some block is
+ * offloaded. */
+static void tkvi_run(tkvi_work *w, int first, int end, int together, tkv_task task) {
     const tkv_cache *kv = w->call->kv;
+    const tkv_host_config *host = &kv->tables.cfg.host;
     tkv_task run = TKVI_HAS_BLOCKS_OUTSIDE_RAM && kv->pool.n_offloaded ? tkvi_run_fetching : task;
     int i;
     w->task = task;
     w->inner = run;
     if (tkvi_turns_queries(w->call)) run = tkvi_run_turning;
-    if (together) tkvi_for(kv, n, run, w);
+    if (together && host->parallel_for && first == 0 && end > 1)
+        host->parallel_for(host->parallel_user, end, run, w);
     else
-        for (i = 0; i < n; i++) run(w, i);
+        for (i = first; i < end; i++) run(w, i);
 }
 
 /* >>the call */
 /* Divides the consumers of a call between tasks of work tiles and tasks of ranges of blocks. Ranges are for those
- * that must have work tiles in order. With splits they are also for those that need no order, as more tasks. */
-static void tkvi_share_consumers(tkvi_work *w) {
+ * that must have work tiles in order. With splits they are also for those that need no order, as more tasks. serial:
+ * 1: work tiles run in order. */
+static void tkvi_share_consumers(tkvi_work *w, int serial) {
     const tkvi_call *c = w->call;
-    const int serial = !w->parts && (!c->kv->tables.cfg.host.parallel_for || w->n_units == 1);
     w->by_tile = c->observing[TKVI_OBSERVES_QUERIES] | c->observing[TKVI_OBSERVES_TILE];
     w->by_range = c->observing[TKVI_OBSERVES_CALL];
     if (w->parts) w->by_range |= c->observing[TKVI_OBSERVES_BLOCKS];
@@ -1591,48 +1596,133 @@ static void tkvi_share_consumers(tkvi_work *w) {
     w->by_range = 0;
 }
 
+/* Checks a call, and finds its work. c, w: out. */
+static tkv_status tkvi_plan_work(tkv_cache *kv, const tkv_attend_params *p,
+                                 const tkvi_consumer *const *consumer, int n_consumers, tkvi_call *c,
+                                 tkvi_work *w) {
+    const tkv_status st = tkvi_call_init(c, kv, p);
+    int i;
+    memset(w, 0, sizeof *w);
+    w->call = c;
+    if (st) return st;
+    tkvi_call_consumers(c, consumer, n_consumers);
+    w->n_units = tkvi_count_work_tiles(c);
+    for (i = 0; i < c->n_rows; i++)
+        w->longest = tkvi_max(w->longest, tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer)->n);
+    w->n_chunks =
+        tkvi_min(TKVI_MAX_TILE_SPLITS, (w->longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
+    w->few =
+        w->n_chunks > 1 && w->n_units <= TKVI_FEW_WORK_TILES && w->n_units * w->n_chunks <= TKVI_MAX_SPLITS;
+    return TKV_OK;
+}
+
+static void tkvi_clear_scores(const tkvi_call *c) {
+    int i;
+    for (i = 0; i < c->n_rows && c->p->scores; i++)
+        memset(c->p->scores + i * c->score_stride, 0,
+               (size_t)tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->len * sizeof(float));
+}
+
+/* The tasks of the first pass: returns their number. */
+static int tkvi_first_pass(tkvi_call *c, const tkvi_work *w, tkv_task *task) {
+    if (w->parts) {
+        *task = tkvi_run_split;
+        return w->n_units * w->n_chunks;
+    }
+    *task = tkvi_run_work_tile;
+    if (w->few || !(c->many = tkvi_prefill_for(c))) return w->n_units;
+    c->tile = tkvi_prefill_lanes(tkvi_max(c->plan->geometry.head_dim, c->plan->geometry.v_head_dim));
+    c->tile -= c->tile % c->view_rows;
+    *task = tkvi_run_prefill;
+    return tkvi_count_work_tiles(c);
+}
+
+/* What follows the first pass: merges splits, and serves the consumers of ranges of blocks. Returns the call's
+ * status. */
+static tkv_status tkvi_end_work(tkvi_work *w, int together) {
+    const tkvi_call *c = w->call;
+    if (w->parts) tkvi_run(w, 0, w->n_units, 0, tkvi_run_work_tile);
+    if (!*c->failed && tkvi_any_sampled(w))
+        tkvi_run(w, 0, (w->longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, together, tkvi_run_range);
+    if (*c->failed & TKVI_FAILED_IO) return TKV_ERR_IO;
+    if (*c->failed) return *c->failed & TKVI_FAILED_DATA ? TKV_ERR_DATA : TKV_ERR_NO_SOURCE;
+    return TKV_OK;
+}
+
 /* Attention with consumers. Checks the call, and runs it. */
 static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const tkvi_consumer *const *consumer,
                               int n_consumers) {
+    const int in_parallel = kv && kv->tables.cfg.host.parallel_for;
     tkvi_call c;
     tkvi_work w;
-    int i, few, longest = 0, failed = 0;
-    tkv_status st = tkvi_call_init(&c, kv, p);
+    tkv_task task;
+    int failed = 0, n;
+    tkv_status st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
     if (st) return st;
-    tkvi_call_consumers(&c, consumer, n_consumers);
     c.failed = &failed;
-    w.call = &c;
-    w.n_units = tkvi_count_work_tiles(&c);
-    w.n_chunks = 0;
-    w.parts = NULL;
-    for (i = 0; i < c.n_rows; i++) {
-        const tkvi_list *list = tkvi_list_of(kv, c.rows[i].seq, c.plan->stored_layer);
-        longest = tkvi_max(longest, list->n);
-        if (p->scores) memset(p->scores + i * c.score_stride, 0, (size_t)list->len * sizeof(float));
-    }
+    tkvi_clear_scores(&c);
     if (w.n_units == 0) return TKV_OK;
-    w.n_chunks =
-        tkvi_min(TKVI_MAX_TILE_SPLITS, (longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
-    few = w.n_chunks > 1 && w.n_units <= TKVI_FEW_WORK_TILES && /* not by thread count: same bits */
-          w.n_units * w.n_chunks <= TKVI_MAX_SPLITS;
-    if (few && kv->tables.cfg.host.parallel_for && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
-    tkvi_share_consumers(&w);
-    if (w.parts) {
-        tkvi_run(&w, w.n_units * w.n_chunks, 1, tkvi_run_split);
-        tkvi_run(&w, w.n_units, 0, tkvi_run_work_tile);
-    } else if (few || !(c.many = tkvi_prefill_for(&c))) {
-        tkvi_run(&w, w.n_units, 1, tkvi_run_work_tile);
-    } else {
-        c.tile = tkvi_prefill_lanes(tkvi_max(c.plan->geometry.head_dim, c.plan->geometry.v_head_dim));
-        c.tile -= c.tile % c.view_rows;
-        tkvi_run(&w, tkvi_count_work_tiles(&c), 1, tkvi_run_prefill);
-    }
-    if (!failed && tkvi_any_sampled(&w))
-        tkvi_run(&w, (longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, 1, tkvi_run_range);
+    if (w.few && in_parallel && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
+    tkvi_share_consumers(&w, !w.parts && (!in_parallel || w.n_units == 1));
+    n = tkvi_first_pass(&c, &w, &task);
+    tkvi_run(&w, 0, n, 1, task);
+    st = tkvi_end_work(&w, 1);
     if (w.parts) tkvi_release_split_sums(kv);
-    if (failed & TKVI_FAILED_IO) return TKV_ERR_IO;
-    if (failed) return failed & TKVI_FAILED_DATA ? TKV_ERR_DATA : TKV_ERR_NO_SOURCE;
-    return TKV_OK;
+    return st;
+}
+
+/* >>parts: the same call, run by threads of the caller */
+/* At the front of the caller's workspace, all 0 between calls. */
+typedef struct tkvi_parts {
+    int n_ended; /* parts that have ended */
+    int failed;  /* as tkvi_call.failed */
+} tkvi_parts;
+
+#define TKVI_PARTS_CLEAR 128 /* bytes that the caller clears: room to align the head, and the head */
+
+/* Bytes of the workspace: room to align it, its head, and the sums of splits. */
+static size_t tkvi_parts_bytes_of(const tkvi_work *w) {
+    const size_t sums = (size_t)TKVI_SUMS_FLOATS(w->call->plan->geometry.v_pad) * sizeof(float);
+    return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks) * sums : 0);
+}
+
+/* Counts a part that has ended. Returns 1 for the last one, which sees what the others have written. */
+static int tkvi_is_last_part(tkvi_parts *head, int n_parts) {
+#if defined(__GNUC__) || defined(__clang__)
+    return __atomic_add_fetch(&head->n_ended, 1, __ATOMIC_ACQ_REL) == n_parts;
+#else
+    return ++head->n_ended == n_parts;
+#endif
+}
+
+/* One part of a call. The parts share the tasks of the first pass; the last one to end does the rest. */
+static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
+                                   const tkvi_consumer *const *consumer, int n_consumers, int part,
+                                   int n_parts, void *workspace, size_t bytes) {
+    uint8_t *at = (uint8_t *)workspace;
+    tkvi_parts *head;
+    tkvi_call c;
+    tkvi_work w;
+    tkv_task task;
+    int64_t n;
+    tkv_status st;
+    if (n_parts < 1 || n_parts > TKVI_MAX_PARTS_OF_CALL || part < 0 || part >= n_parts || !workspace)
+        return TKV_ERR_ARG;
+    st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
+    if (st) return st;
+    if (bytes < tkvi_parts_bytes_of(&w)) return TKV_ERR_CAPACITY;
+    at += (64 - (uintptr_t)at % 64) % 64;
+    head = (tkvi_parts *)(void *)at;
+    c.failed = &head->failed;
+    if (w.few) w.parts = (float *)(void *)(at + tkvi_align_up(sizeof *head));
+    tkvi_share_consumers(&w, 0);
+    n = tkvi_first_pass(&c, &w, &task);
+    tkvi_run(&w, (int)(n * part / n_parts), (int)(n * (part + 1) / n_parts), 0, task);
+    if (!tkvi_is_last_part(head, n_parts)) return TKV_OK;
+    tkvi_clear_scores(&c);
+    st = tkvi_end_work(&w, 0);
+    memset(workspace, 0, TKVI_PARTS_CLEAR); /* whatever its alignment, this has the head */
+    return st;
 }
 
 TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,

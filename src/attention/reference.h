@@ -142,7 +142,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
             memset(p->scores + item * c.score_stride, 0,
                    (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++)
-            for (head = 0; head < c.plan->geometry.n_heads && !st; head++)
+            for (head = c.first_kv_head * c.heads_per_kv;
+                 head < (c.first_kv_head + c.n_kv_heads) * c.heads_per_kv && !st; head++)
                 st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
         n_before += c.rows[item].n;
     }

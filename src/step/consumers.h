@@ -27,6 +27,22 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     return tkvi_attend(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers));
 }
 
+TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes) {
+    tkvi_call c;
+    tkvi_work w;
+    tkv_status st;
+    if (!kv || !bytes) return TKV_ERR_ARG;
+    st = tkvi_plan_work((tkv_cache *)(uintptr_t)kv, p, NULL, 0, &c, &w); /* only reads */
+    if (!st) *bytes = tkvi_parts_bytes_of(&w);
+    return st;
+}
+
+TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, int part, int n_parts,
+                                   void *workspace, size_t bytes) {
+    return tkvi_attend_part(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers),
+                            part, n_parts, workspace, bytes);
+}
+
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out) {
     tkv_attend_params p;
     memset(&p, 0, sizeof p);

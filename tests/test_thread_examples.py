@@ -1,0 +1,50 @@
+#!/usr/bin/env python3
+"""The examples of threads of the host compile with the command in their first lines, and print that their bits are those of one
+call, for every number of parts."""
+import os
+import re
+import subprocess
+import tempfile
+import unittest
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+
+
+class Threads(unittest.TestCase):
+    def run_example(self, name, lines):
+        with open(os.path.join(ROOT, "examples", name), encoding="utf-8") as f:
+            command = re.search(r"^ \* (c(?:c|\+\+) .*?) && \./(\w+)$", f.read(), re.M)
+        self.assertTrue(command, "the file says how to compile it")
+        compile_it, program = command.groups()
+        with tempfile.TemporaryDirectory() as folder:
+            built = os.path.join(folder, program)
+            library = os.environ.get("LIBRARY")  # `make test` has compiled it
+            if not library:
+                library = os.path.join(folder, "tieredkv.o")
+                subprocess.run(["cc", "-O2", "-c", "examples/tieredkv.c", "-o", library], cwd=ROOT, check=True)
+            words = [built if w == program else library if w in ("tieredkv.o", "examples/tieredkv.c") else w
+                     for w in compile_it.split()]
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+            if "-fopenmp" in words and done.returncode:
+                self.skipTest("the compiler has no OpenMP")
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            out = subprocess.run([built], capture_output=True, text=True, timeout=600)
+        self.assertEqual((out.returncode, out.stderr), (0, ""))
+        self.assertEqual(out.stdout.count("the same bits as one call"), lines, out.stdout)
+        self.assertEqual(len(out.stdout.splitlines()), lines + 1, out.stdout)
+
+    def test_openmp(self):
+        self.run_example("threads_openmp.c", 4)
+
+    def test_std_thread(self):
+        self.run_example("threads_std.cpp", 3)
+
+    def test_job_queue(self):
+        self.run_example("threads_queue.c", 3)
+
+
+if __name__ == "__main__":
+    result = unittest.main(exit=False).result
+    failed = len(result.failures) + len(result.errors)
+    print("%d passed, %d failed, %d skipped" % (result.testsRun - failed - len(result.skipped), failed, len(result.skipped)))
+    raise SystemExit(failed > 0)
