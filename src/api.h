@@ -704,8 +704,14 @@ typedef struct tkv_attend_params {
     const float *sink_logits;
     /* NULL, or numbers added to the logits: mask[row * mask_stride + j] for the key with index j. NaN, and any number
      * at or below -1e30, hide the key. Numbers above 1e30 count as 1e30. Stride 0: the longest sequence's length. */
-    const float *mask;
-    ptrdiff_t mask_stride;
+    const void *mask;
+    tkv_type mask_type;
+    ptrdiff_t mask_stride; /* in elements */
+    /* NULL, or the column of the mask for each key, by index, in the place of the index itself: for engines whose masks
+     * have a column for each cell of their cache. From 0 to mask_stride - 1. Each entry of the batch has an array of
+     * mask_cells_stride numbers; 0: the longest sequence's length. */
+    const int *mask_cells;
+    ptrdiff_t mask_cells_stride;
     /* NULL, or bits for a draft tree. They cover the last n_mask_bits tokens of the sequence, at most max_tokens.
      * Bit j % 64 of mask_bits[row * mask_bits_stride + j / 64] stands for the j-th token of them. The row sees the
      * token if the bit is set. It sees all older tokens. Stride 0: the words that n_mask_bits needs. */

@@ -553,6 +553,7 @@ static void try_attention(rig *r, const char *name, attend_fn run) {
     SAFE(name, "n, non_causal", PLAIN, LENGTH, "AAAOOA", attend_non_causal(r, run, x));
     SAFE(name, "q_type", PLAIN, 3, "AAAAAA", attend_with(r, run, OF(tkv_attend_params, q_type), x));
     SAFE(name, "out_type", PLAIN, 3, "AAAAAA", attend_with(r, run, OF(tkv_attend_params, out_type), x));
+    SAFE(name, "mask_type", PLAIN, 3, "AAAAAA", attend_with(r, run, OF(tkv_attend_params, mask_type), x));
     SAFE(name, "window", PLAIN, LENGTH, "AAOOOO", attend_with(r, run, OF(tkv_attend_params, window), x));
     SAFE(name, "first_kv_head", PLAIN, 0, "AAAOAA",
          attend_with(r, run, OF(tkv_attend_params, first_kv_head), x));

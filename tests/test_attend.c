@@ -241,7 +241,7 @@ static int is_visible(const tkv_attend_params *p, int window, ptrdiff_t mask_str
     ptrdiff_t words = p->mask_bits_stride ? p->mask_bits_stride : (p->n_mask_bits + 63) / 64;
     if (!p->non_causal && j > pos) return 0;
     if (window && j <= pos - window) return 0;
-    if (p->mask && p->mask[row * mask_stride + j] <= -1e30f) return 0;
+    if (p->mask && ((const float *)p->mask)[row * mask_stride + j] <= -1e30f) return 0;
     if (p->mask_bits && bit >= 0 && !(p->mask_bits[row * words + bit / 64] >> (bit % 64) & 1u)) return 0;
     return 1;
 }
@@ -306,7 +306,7 @@ static oracle_result compute_oracle(fixture *f, const tkv_attend_params *p, int 
                     if (p->softcap > 0.0f)
                         weight[j] = (double)p->softcap * tanh(weight[j] / (double)p->softcap);
                     if (p->alibi_slopes) weight[j] += (double)p->alibi_slopes[head] * (double)(j - pos);
-                    if (p->mask) weight[j] += (double)p->mask[row * mask_stride + j];
+                    if (p->mask) weight[j] += (double)((const float *)p->mask)[row * mask_stride + j];
                     a.max_logit = larger(a.max_logit, fabs(weight[j]));
                     top = larger(top, weight[j]);
                     sees_a_key = 1;
@@ -1178,6 +1178,59 @@ static void check_masks(fixture *f, cache_kind kind) {
     free(q);
 }
 TEST(masks) { for_each_kind(check_masks); }
+
+/* The same numbers in 16 bits, or in other columns, give the same bits. */
+static void check_mask_types(fixture *f, cache_kind kind) {
+    enum { N = 5, KEYS = 340, COLUMNS = 2 * KEYS };
+    static const tkv_type types[] = {TKV_TYPE_F16, TKV_TYPE_BF16, TKV_TYPE_F32};
+    static float want[N * 4 * 48], out[N * 4 * 48], mask[N * KEYS], moved[N * COLUMNS];
+    static uint16_t half[N * COLUMNS];
+    static int cells[KEYS];
+    tkv_attend_params p;
+    void *q;
+    int i, j, t;
+    memset(&p, 0, sizeof p);
+    p.n = N;
+    q = make_queries(f, &p, N, TKV_TYPE_F32, PACKED, 1.0);
+    for (i = 0; i < N * KEYS; i++) /* numbers that both types have */
+        mask[i] = tkv_rng_below(&f->rng, 5) ? (float)(tkv_rng_below(&f->rng, 64) - 32) / 16.0f
+                                            : tkv_test_float(0xff800000u);
+    for (j = 0; j < KEYS; j++) cells[j] = j * 7 % COLUMNS; /* 7 has no factor in common with COLUMNS */
+    for (i = 0; i < N * COLUMNS; i++) moved[i] = 3.0f;
+    for (i = 0; i < N; i++)
+        for (j = 0; j < KEYS; j++) moved[i * COLUMNS + cells[j]] = mask[i * KEYS + j];
+    p.mask = mask;
+    p.mask_stride = KEYS;
+    p.out = want;
+    CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
+    for (t = 0; t < 3; t++) {
+        for (i = 0; i < N * COLUMNS; i++)
+            half[i] = moved[i] > -1e30f          ? truncate_to_half(types[t], moved[i])
+                      : types[t] == TKV_TYPE_F16 ? (uint16_t)0xfc00u /* -inf */
+                                                 : (uint16_t)0xff80u;
+        p.mask = types[t] == TKV_TYPE_F32 ? (const void *)moved : (const void *)half;
+        p.mask_type = types[t];
+        p.mask_stride = COLUMNS;
+        p.mask_cells = cells;
+        p.mask_cells_stride = KEYS;
+        p.out = out;
+        memset(out, 0, sizeof out);
+        CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
+        CHECK_MSG(memcmp(out, want, sizeof want) == 0, "%s, mask type %d", kind_name[kind], (int)types[t]);
+        memset(out, 0, sizeof out);
+        CHECK_EQ(tkv_attend_reference(f->kv, &p), TKV_OK);
+        for (i = 0; i < N * 4 * 48; i++) CHECK_NEAR(out[i], want[i], 0.2);
+    }
+    p.mask_stride = COLUMNS - 1; /* a cell is beyond it */
+    CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_ERR_ARG);
+    p.mask_stride = COLUMNS;
+    cells[3] = -1;
+    CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_ERR_ARG);
+    p.mask_type = (tkv_type)3;
+    CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_ERR_ARG);
+    free(q);
+}
+TEST(masks_of_other_types_and_cells) { for_each_kind(check_mask_types); }
 
 /* Draft trees: token i of the tree sees itself and its ancestors. */
 static void check_trees(fixture *f, cache_kind kind) {
@@ -2221,6 +2274,7 @@ int main(int argc, char **argv) {
     RUN(types_and_layouts);
     RUN(scale_softcap_alibi_sinks);
     RUN(masks);
+    RUN(masks_of_other_types_and_cells);
     RUN(trees);
     RUN(windows_and_non_causal);
     RUN(batches);

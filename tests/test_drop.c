@@ -116,7 +116,8 @@ static void check_attention(const cache_pair *pair, int seq, int layer, int n,
     CHECK_EQ(live_mask_of(pair->kv, seq, layer, 0, len, live_mask), TKV_OK);
     for (row = 0; row < n; row++)
         for (i = 0; i < len; i++) {
-            const float bias = options && options->mask ? options->mask[row * LONGEST + i] : 0.0f;
+            const float bias =
+                options && options->mask ? ((const float *)options->mask)[row * LONGEST + i] : 0.0f;
             mask[row * len + i] = is_in_mask(live_mask, i) ? bias : -1e30f;
         }
     p.mask = mask;

@@ -150,7 +150,7 @@ static void add_expected_call(tkv_cache *kv, const tkv_attend_params *q) {
                 const int bit = j - (len - q->n_mask_bits);
                 double s = 0.0;
                 seen[j] = (char)(j >= from && (q->non_causal || j <= at) && at - j < window);
-                if (q->mask && q->mask[i * len + j] < -1e29f) seen[j] = 0;
+                if (q->mask && ((const float *)q->mask)[i * len + j] < -1e29f) seen[j] = 0;
                 if (q->mask_bits && bit >= 0 && !(q->mask_bits[i] >> bit & 1)) seen[j] = 0;
                 if (!seen[j]) continue;
                 for (c = 0; c < DIM; c++)
@@ -158,7 +158,7 @@ static void add_expected_call(tkv_cache *kv, const tkv_attend_params *q) {
                 s *= (double)cfg->model.scale;
                 if (q->softcap > 0.0f) s = (double)q->softcap * tanh(s / (double)q->softcap);
                 if (q->alibi_slopes) s += (double)q->alibi_slopes[h] * (j - at);
-                if (q->mask) s += (double)q->mask[i * len + j];
+                if (q->mask) s += (double)((const float *)q->mask)[i * len + j];
                 p[j] = s;
                 max_logit = s > max_logit ? s : max_logit;
             }

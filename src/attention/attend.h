@@ -59,7 +59,7 @@ typedef struct tkvi_call {
     int tile;                      /* rows of a work tile */
     int view_rows; /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
-    ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, bits_stride, score_stride;
+    ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, cells_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
     tkvi_plain_rows *plain;  /* the task's; NULL: no token has moved */
     int *failed;             /* bits of tkvi_failure, shared by all tasks */
@@ -129,6 +129,18 @@ static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before,
     return 1;
 }
 
+/* 1 if all columns of mask_cells are in the mask. */
+static int tkvi_are_cells_valid(const tkvi_call *c) {
+    int item, j;
+    for (item = 0; item < c->n_rows; item++) {
+        const int len = tkvi_list_of(c->kv, c->rows[item].seq, c->plan->stored_layer)->len;
+        const int *cells = c->p->mask_cells + item * c->cells_stride;
+        for (j = 0; j < len; j++)
+            if (cells[j] < 0 || cells[j] >= c->mask_stride) return 0;
+    }
+    return 1;
+}
+
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
     const tkv_config *cfg;
     const tkvi_geometry *g;
@@ -179,6 +191,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     }
     if (!p->q || !p->out || (p->scores && !p->lse)) return TKV_ERR_ARG;
     if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
+    if ((unsigned)p->mask_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
     if (p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
     if (p->mask_bits && p->n_mask_bits > cfg->limits.max_tokens) return TKV_ERR_ARG;
     if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
@@ -190,6 +203,8 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->out_head = p->out_head_stride ? p->out_head_stride : g->v_head_dim;
     c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)g->n_heads * g->v_head_dim;
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
+    c->cells_stride = p->mask_cells_stride ? p->mask_cells_stride : longest;
+    if (p->mask && p->mask_cells && !tkvi_are_cells_valid(c)) return TKV_ERR_ARG;
     c->bits_stride =
         p->mask_bits_stride ? p->mask_bits_stride : p->n_mask_bits / 64 + (p->n_mask_bits % 64 > 0);
     c->score_stride = p->score_stride ? p->score_stride : longest;
@@ -681,6 +696,13 @@ static float tkvi_mask_bias(float m) {
     return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
 }
 
+/* What the call's mask adds to the logits of a row for the key with index j. */
+static float tkvi_mask_of(const tkvi_call *c, int item, int row, int j) {
+    const tkv_attend_params *p = c->p;
+    const ptrdiff_t column = p->mask_cells ? p->mask_cells[item * c->cells_stride + j] : j;
+    return tkvi_mask_bias(tkvi_element(p->mask, p->mask_type, row * c->mask_stride + column));
+}
+
 /* The score s of row r for the key with index j in a block with this shift, after softcap, ALiBi and masks. The row
  * must see the key. */
 static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int j, int shift, float s) {
@@ -690,7 +712,7 @@ static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int
     if (p->alibi_slopes)
         s += p->alibi_slopes[tkvi_head_of(u, r)] * (float)(j + shift - tkvi_row_position(u, r));
     if (p->mask) {
-        const float bias = tkvi_mask_bias(p->mask[row * u->call->mask_stride + j]);
+        const float bias = tkvi_mask_of(u->call, u->item, row, j);
         if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
         s += bias;
     }
