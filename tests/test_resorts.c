@@ -351,7 +351,7 @@ TEST(estimated_contexts_are_reached) {
     printf("\n    %d limited, %d of them to the token, at %.2f times the estimate on average, %d unlimited",
            n_limited, n_exact, ratios / n_limited, n_endless);
     CHECK(n_exact > 0 && n_endless > 3);
-    CHECK_LE(ratios / n_limited, 1.15);
+    CHECK_LE(ratios / n_limited, tkv_test_quick() ? 1.25 : 1.15); /* a quick run has 9 of 25 cases */
 }
 
 /* >>failures of the store and of the allocator */
