@@ -72,7 +72,7 @@ static inline example begin_example(void) {
     e.call.out = e.whole;
     check(tkv_attend_ex(e.kv, &e.call));
     e.call.out = e.out;
-    /* One workspace serves all calls of this shape. Its first 128 bytes are 0 before a call, and after it. */
+    /* One workspace serves all calls of this shape and length. Its first 128 bytes are 0 before a call, and after it. */
     check(tkv_get_attend_bytes(e.kv, &e.call, &e.bytes));
     e.workspace = calloc(1, e.bytes);
     if (!e.workspace) exit(1);

@@ -684,8 +684,10 @@ typedef struct tkv_attend_params {
     int n_batch;           /* entries, at most max_seqs */
     const int *first_rows; /* NULL, or the row of q, out, masks and lse of the first query of each entry */
     int first_kv_head; /* only these KV heads and their query heads are computed; the others' outputs stay. */
-    int n_kv_heads;    /* 0: all from the first one on. q, out and lse have all heads, as ever */
-    const void *q;     /* rows: the queries of all entries, one after the other */
+    /* 0: all from the first one on. q, out and lse have all heads, as ever; scores are sums over these heads alone.
+     * With 16 rows or more, bits may differ from those of a call with all heads */
+    int n_kv_heads;
+    const void *q; /* rows: the queries of all entries, one after the other */
     tkv_type q_type;
     ptrdiff_t q_row_stride, q_head_stride; /* in elements, may be negative; 0: packed */
     void *out;
@@ -743,7 +745,8 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
  * one after the other. The last one to end merges in the order of blocks. So out, lse and scores are those of
  * tkv_attend_ex, with the same bits for any number of parts. They are complete when all parts have returned.
  *
- * tkv_get_attend_bytes reports the bytes of the workspace for such a call, at most 2.2 MB. Errors: as tkv_attend_ex. */
+ * tkv_get_attend_bytes reports the bytes of the workspace for such a call, at most 2.2 MB. They grow with the number
+ * of tokens, so ask again after appends, or take 2.2 MB. Errors: as tkv_attend_ex. */
 TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes);
 /* Computes one part of a call.
  *   part, n_parts   0 .. n_parts - 1; n_parts is 1 to 65536, and need not be the number of threads
@@ -753,6 +756,8 @@ TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_pa
  * then. TKV_ERR_IO, TKV_ERR_DATA and a late TKV_ERR_NO_SOURCE come from the last part to end. And:
  *   TKV_ERR_CAPACITY   bytes is less than tkv_get_attend_bytes
  * Cost: as tkv_attend_ex, over n_parts. More than 128 parts, or than work tiles of 8 query rows, give no more speed.
+ * The last part to end makes the second passes alone: that of `scores` takes as long as a call with one thread, that
+ * of sampled attention scores (cfg.importance) less. Each part checks all of `mask_cells`.
  * Without gcc's atomics (MSVC), parts must not run at the same time. */
 TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, int part, int n_parts,
                                    void *workspace, size_t bytes);
@@ -1249,7 +1254,8 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
  * Mean and sum differ by a constant factor, so policies choose the same tokens by both. Against recency and
  * thresholds, the factor does matter. For scissorhands and persistence, mean and sum combine the heads' counts.
  * There, max counts a query if all heads gave less. Max always, and heavy_hitter also with mean or sum, combine
- * the heads of one query first. With more than 8 query heads, they combine those that run together.
+ * the heads of one query first. With more than 8 query heads (4 at 512 channels), they combine those that run
+ * together.
  *
  * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance.sample_every
  * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled

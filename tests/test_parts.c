@@ -144,6 +144,49 @@ TEST(parts_have_the_bits_of_the_call) {
     tkv_destroy(kv);
 }
 
+/* Work tiles hold whole queries when scores of tokens combine heads, so there are more tiles. The workspace has room
+ * for them. */
+TEST(workspace_of_calls_that_count_scores) {
+    static const int dims[] = {64, 512};
+    int d, n, i;
+    for (d = 0; d < COUNT(dims); d++) {
+        tkv_config cfg = make_sized_config(1, 6, 2, dims[d], 1, 128);
+        float *k, *q, *out;
+        tkv_cache *kv;
+        cfg.importance.sample_every = 1;
+        cfg.importance.heads = TKV_IMPORTANCE_MAX;
+        kv = create_cache(&cfg);
+        k = (float *)malloc((size_t)(128 * 2 * dims[d]) * sizeof *k);
+        q = (float *)malloc((size_t)(8 * 6 * dims[d]) * sizeof *q);
+        out = (float *)malloc((size_t)(2 * 8 * 6 * dims[d]) * sizeof *out);
+        tkv_rng_fill(&rng, q, (size_t)(8 * 6 * dims[d]), 1.0);
+        for (i = 0; i < 10; i++) {
+            tkv_rng_fill(&rng, k, (size_t)(128 * 2 * dims[d]), 1.0);
+            CHECK_EQ(tkv_append(kv, 0, 0, k, k, 128), TKV_OK);
+        }
+        for (n = 1; n <= 8; n++) {
+            const size_t floats = (size_t)(n * 6 * dims[d]);
+            tkv_attend_params p;
+            size_t bytes = 0;
+            memset(&p, 0, sizeof p);
+            p.n = n;
+            p.q = q;
+            p.out = out;
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+            p.out = out + floats;
+            CHECK_EQ(tkv_get_attend_bytes(kv, &p, &bytes), TKV_OK);
+            CHECK_LE(bytes, sizeof workspace);
+            memset(workspace, 0, 128);
+            CHECK_EQ(run_parts(kv, &p, 3, workspace, bytes), TKV_OK);
+            CHECK_MEM(out + floats, out, floats * sizeof *out);
+        }
+        free(k);
+        free(q);
+        free(out);
+        tkv_destroy(kv);
+    }
+}
+
 TEST(heads_of_a_range_are_those_of_all) {
     tkv_cache *kv = make_cache(NULL, 0);
     tkv_attend_params p = make_params(5, 0);
@@ -276,6 +319,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(23);
     RUN(parts_have_the_bits_of_the_call);
+    RUN(workspace_of_calls_that_count_scores);
     RUN(heads_of_a_range_are_those_of_all);
     RUN(offloaded_blocks_and_failures);
     RUN(wrong_arguments_are_refused);

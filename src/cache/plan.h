@@ -349,6 +349,9 @@ static tkv_status tkvi_validate_geometry(const tkv_config *cfg, int layer, const
             return tkvi_bad_in(reason, size, owner, names[i], given[i],
                                i < 2 ? "it must be 1 to 65536, or 0 for that of the model"
                                      : "it must be 1 to 576, or 0 for that of the model");
+        if (given[i] && c->no_cache)
+            return tkvi_bad_in(reason, size, owner, names[i], given[i],
+                               "it must be 0 with no_cache: the layer has no K and V");
         if (i > 0 && given[i] && c->share_kv)
             return tkvi_bad_in(
                 reason, size, owner, names[i], given[i],

@@ -32,7 +32,8 @@ TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_pa
     tkvi_work w;
     tkv_status st;
     if (!kv || !bytes) return TKV_ERR_ARG;
-    st = tkvi_plan_work((tkv_cache *)(uintptr_t)kv, p, NULL, 0, &c, &w); /* only reads */
+    st = tkvi_plan_work((tkv_cache *)(uintptr_t)kv, p, tkvi_consumers, /* only reads */
+                        (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers), &c, &w);
     if (!st) *bytes = tkvi_parts_bytes_of(&w);
     return st;
 }
