@@ -207,8 +207,9 @@
  *     non_causal                      every query sees every key
  *
  *   Windows. cfg.model.window sets a sliding window for all layers, cfg.layers one for each layer. A window hides the
- *   sinks, too. When every window has passed a token, the cache removes it: it has expired. An old query or a wider
- *   window that would need it gets TKV_ERR_RANGE. A window in tkv_attend_params hides keys but removes none.
+ *   sinks, too, unless window_sinks is 1. When every window has passed a token, the cache removes it: it has expired.
+ *   An old query or a wider window that would need it gets TKV_ERR_RANGE. A window in tkv_attend_params hides keys but
+ *   removes none.
  *
  *   Layers. A layer can read K and V of an earlier layer (share_kv), or have none (no_cache).
  *
@@ -1353,9 +1354,10 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
     int n_heads, n_kv_heads, head_dim, v_head_dim;
     tkv_format_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
-    int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
-    int share_kv; /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
-    int no_cache; /* 1: this layer has no K and V (a state-space layer, for example) */
+    int window;       /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
+    int window_sinks; /* as model.window_sinks; TKV_OFF: the window hides sinks */
+    int share_kv;     /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
+    int no_cache;     /* 1: this layer has no K and V (a state-space layer, for example) */
     /* RoPE of this layer's keys, where layers differ. With dim and kind 0 it is model.rope, and all fields must be 0.
      * rope.dim TKV_OFF: this layer does not rotate its keys. A layer with share_kv takes the other layer's */
     tkv_rope rope;
@@ -1552,7 +1554,10 @@ typedef struct tkv_model_config { /* the model */
     int head_dim;   /* channels of K and q; required, 1 .. 576. The cache pads it to a multiple of 16 */
     int v_head_dim; /* channels of V and out, 1 .. 576; 0: head_dim */
     int window;     /* sliding window of all layers, in tokens; 0: none */
-    float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
+    /* 1: queries see the sinks of tiers.sink_tokens also from beyond their window (StreamingLLM, arXiv 2309.17453).
+     * These sinks do not expire. 0: a window hides them as any token */
+    int window_sinks;
+    float scale; /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
     tkv_rope
         rope; /* RoPE of the keys; KVQUANT formats and tkv_seq_shift need it; layers[i].rope may differ */
 } tkv_model_config;
@@ -21506,7 +21511,9 @@ typedef struct tkvi_plan {
     int sink, window; /* tokens; window 0: none */
     /* Tokens added to the given lengths, so that layers demote at different tokens (tkvi_delay_layer). */
     int hot_delay, warm_delay;
+    int sees_sinks;     /* 1: queries see the sinks beyond their window */
     int kept_window;    /* widest window of all layers that read this layer's blocks; 0: no window */
+    int keeps_sinks;    /* 1: one of these layers sees the sinks beyond its window, so they do not expire */
     int sink_layout;    /* number of the layout of the sink block */
     tkvi_tier_spec now; /* tiers at the current level */
     /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
@@ -21681,10 +21688,18 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
     return TKV_OK;
 }
 
-static tkv_status tkvi_validate_window(int window, const char *owner, char *reason, size_t size) {
-    if (window < TKV_OFF || window > TKVI_FOREVER)
-        return tkvi_bad_in(reason, size, owner, "window", window,
+/* Checks the window of a layer, or of the model. has_sinks: 1 if it has sinks. */
+static tkv_status tkvi_validate_window(const tkv_layer_config *c, int has_sinks, const char *owner,
+                                       char *reason, size_t size) {
+    if (c->window < TKV_OFF || c->window > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, owner, "window", c->window,
                            "it must be 1 to 2^30 - 1, 0 (default) or TKV_OFF");
+    if (c->window_sinks < TKV_OFF || c->window_sinks > 1)
+        return tkvi_bad_in(reason, size, owner, "window_sinks", c->window_sinks,
+                           "it must be 1, 0 (default) or TKV_OFF");
+    if (c->window_sinks == 1 && !has_sinks)
+        return tkvi_bad_in(reason, size, owner, "window_sinks", c->window_sinks,
+                           "it needs sinks, and sink_tokens is TKV_OFF");
     return TKV_OK;
 }
 
@@ -21738,6 +21753,7 @@ static tkv_layer_config tkvi_cache_wide(const tkv_config *cfg) {
     c.hot_tokens = cfg->tiers.hot_tokens;
     c.warm_tokens = cfg->tiers.warm_tokens;
     c.window = cfg->model.window;
+    c.window_sinks = cfg->model.window_sinks;
     return c;
 }
 
@@ -21805,7 +21821,10 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         tkv_status st;
         tkvi_name_entry(owner, sizeof owner, "layers[", i);
         st = tkvi_validate_tiers(c, owner, reason, size);
-        if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
+        if (!st)
+            st =
+                tkvi_validate_window(c, (c->sink_tokens ? c->sink_tokens : cfg->tiers.sink_tokens) != TKV_OFF,
+                                     owner, reason, size);
         if (!st) st = tkvi_validate_geometry(cfg, i, owner, reason, size);
         if (!st && tkvi_has_own_kv(cfg, i))
             st = tkvi_validate_rope(tkvi_rope_of_layer(cfg, i), tkvi_layer_geometry(cfg, i).head_dim, owner,
@@ -21875,6 +21894,7 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
     p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
     p.window = tkvi_length(c->window, wide.window, TKV_OFF);
+    p.sees_sinks = p.sink && (c->window_sinks ? c->window_sinks : wide.window_sinks) == 1;
     wide.warm = tkvi_pair(level->warm, wide.warm, TKV_A40, TKV_R40);
     wide.archive = tkvi_pair(level->archive, wide.archive, TKV_A30, TKV_R30);
     pair[TKV_TIER_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
@@ -22192,10 +22212,13 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     }
     if (!h->cfg.budget.bytes) tkvi_delay_layer(p, rank, n_own);
     p->kept_window = p->window;
-    for (other = layer + 1; h->cfg.layers && p->kept_window && other < h->cfg.model.n_layers; other++)
+    p->keeps_sinks = p->sees_sinks;
+    for (other = layer + 1; h->cfg.layers && other < h->cfg.model.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
-            int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
-            p->kept_window = window && window < p->kept_window ? p->kept_window : window;
+            const tkvi_plan reader = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused);
+            if (p->kept_window && (!reader.window || reader.window > p->kept_window))
+                p->kept_window = reader.window;
+            p->keeps_sinks |= p->sink && reader.sees_sinks;
         }
     for (level = 0; level < h->n_levels; level++)
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
@@ -22459,7 +22482,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     }
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, "tiers.", reason, size);
-    if (!st) st = tkvi_validate_window(wide.window, "model.", reason, size);
+    if (!st) st = tkvi_validate_window(&wide, wide.sink_tokens != TKV_OFF, "model.", reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
     if (!st && cfg->budget.ladder) st = tkvi_validate_ladder(cfg, reason, size);
     if (!st) {
@@ -24492,6 +24515,29 @@ static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const u
     return e->end_slot ? e->end_slot : e->first_slot + tkvi_block_end(kv, list, ids, i) - e->start;
 }
 
+/* Makes the slots in use of block i a part of its entry, so that indices behind them have no token. */
+static void tkvi_end_slots(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
+    if (!e->n_packed && !e->end_slot) e->end_slot = (uint8_t)tkvi_block_tokens(kv, list, ids, i);
+}
+
+/* Index of the first block of a list that may expire: the sinks stay if queries see them beyond the window. */
+static int tkvi_first_to_expire(const tkv_cache *kv, int layer, const tkvi_list *list) {
+    return kv->tables.plan[layer].keeps_sinks ? list->sinks : 0;
+}
+
+/* Position that follows the expired tokens, for lists with blocks: it moves with the first block that may expire. */
+static int tkvi_expired_position(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
+    const int first = tkvi_min(tkvi_first_to_expire(kv, layer, list), list->n - 1);
+    return list->expired + kv->pool.entry[ids[first]].shift;
+}
+
+/* Number of tokens that have expired. Indices of sinks that stay are before `expired`, too. */
+static int tkvi_n_expired(const tkv_cache *kv, int layer, const tkvi_list *list) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return tkvi_max(0, list->expired - (p->keeps_sinks ? p->sink : 0));
+}
+
 /* Bits of the first `slots` slots, 1 .. 64. */
 static uint64_t tkvi_slots_before(int slots) { return ~(uint64_t)0 >> (TKVI_BLOCK - slots); }
 
@@ -25427,6 +25473,7 @@ typedef struct tkvi_sums {
 /* What decides which keys the queries of a call see. */
 typedef struct tkvi_sight {
     int window;      /* newest positions that a query sees; 0: all */
+    int sinks;       /* blocks at the front of the list that a query sees beyond its window */
     int non_causal;  /* 1: a query sees keys after itself */
     int first_query; /* index of the oldest query */
 } tkvi_sight;
@@ -25437,7 +25484,7 @@ typedef struct tkvi_sight {
 static void tkvi_visible_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
                             const tkvi_sight *sight, int end, int position, int *low, int *high) {
     const int shift = kv->pool.entry[ids[i]].shift;
-    *low = sight->window ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
+    *low = sight->window && i >= sight->sinks ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
     *high = end;
     if (tkvi_block_end(kv, list, ids, i) <= sight->first_query)
         *high = tkvi_max(0, tkvi_min(*high, position - shift + 1));
@@ -28432,31 +28479,34 @@ static void tkvi_recode_late(tkv_cache *kv, int layer) {
 }
 
 /* >>lists */
-/* Number of the oldest blocks of a list that have left every window, after the margin of tkvi_expiry_margin. */
+/* Number of blocks, from tkvi_first_to_expire on, that have left every window, after the margin of
+ * tkvi_expiry_margin. */
 static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first = tkvi_first_to_expire(kv, layer, list);
     int64_t oldest_kept; /* position */
-    int n = 0;
+    int i = first;
     if (!p->kept_window || !list->n) return 0;
     oldest_kept =
         (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift - p->kept_window - tkvi_expiry_margin(p);
-    while (n + 1 < list->n && tkvi_block_end(kv, list, ids, n) + kv->pool.entry[ids[n]].shift <= oldest_kept)
-        n++;
-    return n;
+    while (i + 1 < list->n && tkvi_block_end(kv, list, ids, i) + kv->pool.entry[ids[i]].shift <= oldest_kept)
+        i++;
+    return i - first;
 }
 
-/* Frees the blocks that have left every window. Sinks expire first. */
+/* Frees the blocks that have left every window. Sinks expire first, if they do. */
 static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
-    const int n_expired = tkvi_n_expiring(kv, seq, layer);
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first = tkvi_first_to_expire(kv, layer, list), end = first + tkvi_n_expiring(kv, seq, layer);
     int i;
-    if (!n_expired) return;
-    list->expired = tkvi_block_start(kv, ids, n_expired);
-    for (i = 0; i < n_expired; i++) tkvi_release_entry(&kv->pool, ids[i]);
-    tkvi_unlist_blocks(list, ids, 0, n_expired);
+    if (first == end) return;
+    if (first > 0) tkvi_end_slots(kv, list, ids, first - 1);
+    list->expired = tkvi_block_start(kv, ids, end);
+    for (i = first; i < end; i++) tkvi_release_entry(&kv->pool, ids[i]);
+    tkvi_unlist_blocks(list, ids, first, end);
 }
 
 /* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
@@ -29146,7 +29196,7 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
-        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const tkvi_block *b = tkvi_block_of(kv, ids[tkvi_first_to_expire(kv, layer, list) + i]);
         demand->entries--;
         if (b->refs == 1 && !tkvi_is_offloaded(b)) demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
@@ -29687,7 +29737,7 @@ static void tkvi_end_stretch(const tkv_cache *kv, tkvi_stretch *stretch, int end
     memset(stretch, 0, sizeof *stretch);
 }
 
-/* Number of blocks at the front of a list that the demand of a request counts as expired. */
+/* Number of blocks, from tkvi_first_to_expire on, that the demand of a request counts as expired. */
 static int tkvi_n_expired_by(const tkv_cache *kv, const tkvi_request *request, int seq, int layer) {
     int i, n = 0;
     for (i = 0; i < request->n_rows && request->layer == layer; i++)
@@ -29709,6 +29759,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
                                   int n_staying, const tkvi_choice *victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first_expired = tkvi_first_to_expire(kv, layer, list), end_expired = first_expired + n_expired;
     tkvi_stretch stretch;
     int i, t, token = 0, n_outside = 0, last_expired = -1;
     memset(&stretch, 0, sizeof stretch);
@@ -29721,10 +29772,10 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
-        if (i < n_expired) {
+        if (i >= first_expired && i < end_expired) {
             if (victims && used) last_expired = i;
             /* which one stays is unknown: one of each format */
-            if (!victims && (i + 1 == n_expired || b->layout != tkvi_block_of(kv, ids[i + 1])->layout))
+            if (!victims && (i + 1 == end_expired || b->layout != tkvi_block_of(kv, ids[i + 1])->layout))
                 tkvi_demand_again(kv, b, demand);
             continue;
         }
@@ -30380,11 +30431,12 @@ static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
 #endif
 }
 
-/* The least index that the last n tokens of a list see; below `expired` if they would see an expired token. Expired
- * tokens have positions before those of the first block. */
+/* The least index that the last n tokens of a list see, sinks beyond the window aside; below `expired` if they would
+ * see an expired token. Expired tokens have positions before those of the first block that may expire. */
 static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int window) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first = tkvi_first_to_expire(kv, layer, list);
     int i, lowest = TKVI_FOREVER, oldest = list->len;
     if (!window) return 0;
     for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > list->len - n; i--)
@@ -30392,12 +30444,12 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int 
                                       kv->pool.entry[ids[i - 1]].shift);
     lowest -= window - 1;
     if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, list->len - n + 1 - window);
-    for (i = list->n; i-- > 0;) {
+    for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
             oldest = tkvi_min(oldest, tkvi_max(start, lowest - shift));
     }
-    return list->expired + kv->pool.entry[ids[0]].shift > lowest ? list->expired - 1 : oldest;
+    return tkvi_expired_position(kv, layer, list, ids) > lowest ? list->expired - 1 : oldest;
 }
 
 /* Row of q, out, masks and lse of the first query of a batch entry. before: queries of the entries before it. */
@@ -30652,6 +30704,7 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->sight.window = c->window;
+    u->sight.sinks = c->plan->sees_sinks ? u->list->sinks : 0;
     u->sight.non_causal = c->p->non_causal;
     u->sight.first_query = u->list->len - u->n_queries;
     tkvi_place_rows(u);
@@ -30962,7 +31015,7 @@ static void tkvi_slot_indices(const tkvi_work_tile *u, int i, int *at) {
 static int tkvi_is_seen(const tkvi_work_tile *u, int i, int start, int end) {
     const int shift = u->call->kv->pool.entry[u->ids[i]].shift;
     if (end <= 0 || end > u->first_end || end + shift > u->lowest + 1) return 0;
-    return !u->sight.window || start + shift > u->highest - u->sight.window;
+    return !u->sight.window || i < u->sight.sinks || start + shift > u->highest - u->sight.window;
 }
 
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */
@@ -32339,7 +32392,7 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     double s = 0.0, add = 0.0;
     *seen = 0;
     if (!p->non_causal && (j >= end || (!by_index && of_key > of_query))) return 0.0;
-    if (c->window && of_query - of_key >= c->window) return 0.0;
+    if (c->window && of_query - of_key >= c->window && !(c->plan->sees_sinks && i < list->sinks)) return 0.0;
     if (p->mask) {
         const float bias = tkvi_mask_of(c, item, row, j);
         if (TKVI_IS_HIDDEN(bias)) return 0.0;
@@ -33051,7 +33104,7 @@ static tkv_status tkvi_check_positions(tkv_cache *kv, int seq, int layer, const 
             return tkvi_fail(kv, TKV_ERR_RANGE, "token_positions has", positions[t],
                              "; positions are 0 to 2^30 - 1");
         if (list->n && list->expired &&
-            positions[t] - (list->expired + kv->pool.entry[tkvi_ids(kv, seq, layer)[0]].shift) < window)
+            positions[t] - tkvi_expired_position(kv, layer, list, tkvi_ids(kv, seq, layer)) < window)
             return tkvi_fail(kv, TKV_ERR_RANGE, "tokens that the window of position", positions[t],
                              " reaches have expired");
         *n_jumps += positions[t] != next;
@@ -33123,7 +33176,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
  * short blocks behind. tkv_maintain() merges the others: a merge recodes a block once more. */
 static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const int needed = (list->len - list->expired + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int needed = (list->len - tkvi_n_expired(kv, layer, list) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
     if (list->n <= needed + needed / 2 + 2) return;
     for (i = list->sinks; i + 2 < list->n; i++)
@@ -33578,7 +33631,8 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const int last = tkvi_min(n_tokens, list->len) - 1;
     if (!list->is_moved || !list->n || last < 0)
         return fewest; /* a cut can leave no block, but tokens gone */
-    return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
+    return tkvi_expired_position(kv, layer, list, ids) + (int64_t)kv->tables.plan[layer].kept_window -
+           (tkvi_index_position(kv, list, ids, last) - last);
 }
 
 /* Checks that the first n_tokens of a sequence can stand alone. */
@@ -33656,7 +33710,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     tkvi_empty_buffer(&buffer, seq, layer);
-    if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
@@ -34363,12 +34417,6 @@ static void tkvi_remove_anchors(tkv_cache *kv, int seq, int layer, const tkvi_ra
     }
 }
 
-/* Makes the slots in use of block i a part of its entry, so that indices behind them have no token. */
-static void tkvi_end_slots(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    tkvi_entry *e = &kv->pool.entry[ids[i]];
-    if (!e->n_packed && !e->end_slot) e->end_slot = (uint8_t)tkvi_block_tokens(kv, list, ids, i);
-}
-
 /* Removes the tokens of a layer with positions in a range. Blocks without tokens are freed, but not the last one. */
 static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -34595,7 +34643,7 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
     }
     if (st) return st;
     if (!list->n || !list->expired) return TKV_OK;
-    first = (int64_t)list->expired + kv->pool.entry[ids[0]].shift;
+    first = tkvi_expired_position(kv, layer, list, ids);
     last = (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift;
     if (first >= move->range.first && first < move->range.end) first += move->delta;
     if (last > move->range.first && last <= move->range.end) last += move->delta;
@@ -34753,7 +34801,7 @@ static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *cop
     const tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     tkv_status st = TKV_OK;
     int i, from, to;
-    if (list->n && list->expired && list->expired + kv->pool.entry[ids[0]].shift > copy->range.first)
+    if (list->n && list->expired && tkvi_expired_position(kv, layer, list, ids) > copy->range.first)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of the range have expired: layer", layer, "");
     if (dst->expired)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of dst have expired, so it takes none: layer", layer, "");
@@ -35355,7 +35403,7 @@ TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) 
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     list = tkvi_list_of(kv, seq, layer);
-    if (position < list->expired || position >= list->len)
+    if (position < 0 || position >= list->len)
         return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held with index", position, "");
     i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
     place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
@@ -36304,8 +36352,8 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));
     }
-    out->expired = list->expired;
-    out->evicted = list->len - list->expired - tkvi_n_live(kv, seq, layer);
+    out->expired = tkvi_n_expired(kv, layer, list);
+    out->evicted = list->len - out->expired - tkvi_n_live(kv, seq, layer);
 }
 
 /* The formats of a tier's new blocks at the present level. */
@@ -36370,7 +36418,8 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int64_t most_r
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
     s.tokens[TKV_TIER_HOT] += rest;
     s.blocks[TKV_TIER_HOT] += rest > 0;
-    s.sink_tokens = p->kept_window && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
+    s.sink_tokens =
+        p->kept_window && !p->keeps_sinks && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
     return s;
 }
 
@@ -36730,7 +36779,8 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (list->n && list->len == list->expired)
         return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
-    if (list->n && tkvi_block_start(kv, ids, 0) < list->expired)
+    i = tkvi_first_to_expire(kv, layer, list);
+    if (i < list->n && tkvi_block_start(kv, ids, i) < list->expired)
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
@@ -37647,6 +37697,7 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, tiers.hot_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_config, tiers.warm_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_config, model.window, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_config, model.window_sinks, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_config, tiers.hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_config, tiers.warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_config, tiers.archive, TKVI_PAIR, NULL),
@@ -37687,6 +37738,7 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, hot_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_layer_config, warm_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_layer_config, window, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_layer_config, window_sinks, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_layer_config, hot, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),

@@ -232,9 +232,10 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
     int n_heads, n_kv_heads, head_dim, v_head_dim;
     tkv_format_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
-    int window;   /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
-    int share_kv; /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
-    int no_cache; /* 1: this layer has no K and V (a state-space layer, for example) */
+    int window;       /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
+    int window_sinks; /* as model.window_sinks; TKV_OFF: the window hides sinks */
+    int share_kv;     /* 1 + index of an earlier layer: this layer reads its K and V and accepts no appends */
+    int no_cache;     /* 1: this layer has no K and V (a state-space layer, for example) */
     /* RoPE of this layer's keys, where layers differ. With dim and kind 0 it is model.rope, and all fields must be 0.
      * rope.dim TKV_OFF: this layer does not rotate its keys. A layer with share_kv takes the other layer's */
     tkv_rope rope;
@@ -431,7 +432,10 @@ typedef struct tkv_model_config { /* the model */
     int head_dim;   /* channels of K and q; required, 1 .. 576. The cache pads it to a multiple of 16 */
     int v_head_dim; /* channels of V and out, 1 .. 576; 0: head_dim */
     int window;     /* sliding window of all layers, in tokens; 0: none */
-    float scale;    /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
+    /* 1: queries see the sinks of tiers.sink_tokens also from beyond their window (StreamingLLM, arXiv 2309.17453).
+     * These sinks do not expire. 0: a window hides them as any token */
+    int window_sinks;
+    float scale; /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
     tkv_rope
         rope; /* RoPE of the keys; KVQUANT formats and tkv_seq_shift need it; layers[i].rope may differ */
 } tkv_model_config;

@@ -205,8 +205,9 @@
  *     non_causal                      every query sees every key
  *
  *   Windows. cfg.model.window sets a sliding window for all layers, cfg.layers one for each layer. A window hides the
- *   sinks, too. When every window has passed a token, the cache removes it: it has expired. An old query or a wider
- *   window that would need it gets TKV_ERR_RANGE. A window in tkv_attend_params hides keys but removes none.
+ *   sinks, too, unless window_sinks is 1. When every window has passed a token, the cache removes it: it has expired.
+ *   An old query or a wider window that would need it gets TKV_ERR_RANGE. A window in tkv_attend_params hides keys but
+ *   removes none.
  *
  *   Layers. A layer can read K and V of an earlier layer (share_kv), or have none (no_cache).
  *

@@ -46,7 +46,8 @@ static double relative_difference(const double *a, const double *b, int n) {
 enum { MAX_SEQUENCES = 8 };
 
 typedef struct model_sequence { /* one layer of one sequence, [len][n_kv_heads][dim] */
-    int len, expired;           /* tokens before `expired` have left the window */
+    int len, expired;           /* tokens after the first `sinks` that have left the window */
+    int sinks;                  /* tokens that a window does not hide */
     float *k, *v;               /* appended */
     float *dk, *dv;             /* decoded */
 } model_sequence;
@@ -169,10 +170,18 @@ static void record_tier_formats(fixture *f, int layer, tkv_tier tier) {
     record_format(f, of_layer->v ? of_layer->v : of_cache->v ? of_cache->v : standard[tier]);
 }
 
+/* Number of first tokens that queries of a layer see beyond its window. */
+static int n_window_sinks(const fixture *f, int layer) {
+    const tkv_layer_config *l = &f->layers[layer];
+    const int sinks = f->layers[kv_layer_of(f, layer)].sink_tokens;
+    const int n = sinks ? sinks : f->cfg.tiers.sink_tokens ? f->cfg.tiers.sink_tokens : 4;
+    return (l->window_sinks ? l->window_sinks : f->cfg.model.window_sinks) == 1 && n != TKV_OFF ? n : 0;
+}
+
 /* Reads everything back. Expired tokens become huge numbers, so that any use of them shows. */
 static void read_fixture_back(fixture *f) {
-    int seq, layer, tier, i, rk = f->cfg.model.n_kv_heads * f->cfg.model.head_dim,
-                             rv = f->cfg.model.n_kv_heads * f->cfg.model.v_head_dim;
+    int seq, layer, tier, i, from, rk = f->cfg.model.n_kv_heads * f->cfg.model.head_dim,
+                                   rv = f->cfg.model.n_kv_heads * f->cfg.model.v_head_dim;
     f->has_tiles = f->has_16_bit_floats = 0;
     for (seq = 0; seq < f->cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < f->cfg.model.n_layers; layer++) {
@@ -184,14 +193,22 @@ static void read_fixture_back(fixture *f) {
                 if (info.tokens[tier]) record_tier_formats(f, layer, (tkv_tier)tier);
             CHECK_EQ(tkv_get_length(f->kv, seq, layer), s->len);
             s->expired = info.expired;
+            s->sinks = 0;
+            if (s->expired) { /* a layer that reads this one's keys can keep the sinks */
+                uint8_t tier[64];
+                CHECK_EQ(tkv_get_tiers(f->kv, seq, layer, 0, 64, tier), TKV_OK);
+                while (tier[s->sinks] != TKV_TOKEN_GONE) s->sinks++;
+            }
+            from = s->sinks + s->expired;
             free(s->dk);
             free(s->dv);
             s->dk = allocate_floats(s->len * rk);
             s->dv = allocate_floats(s->len * rv);
-            for (i = 0; i < s->expired * rk; i++) s->dk[i] = 1e30f;
-            for (i = 0; i < s->expired * rv; i++) s->dv[i] = 1e30f;
-            CHECK_EQ(tkv_read(f->kv, seq, layer, s->expired, s->len - s->expired, s->dk + s->expired * rk,
-                              s->dv + s->expired * rv),
+            for (i = 0; i < from * rk; i++) s->dk[i] = 1e30f;
+            for (i = 0; i < from * rv; i++) s->dv[i] = 1e30f;
+            if (from) CHECK_EQ(tkv_read(f->kv, seq, layer, 0, s->sinks, s->dk, s->dv), TKV_OK);
+            if (from) CHECK_EQ(tkv_read(f->kv, seq, layer, from - 1, 1, s->dk, s->dv), TKV_ERR_RANGE);
+            CHECK_EQ(tkv_read(f->kv, seq, layer, from, s->len - from, s->dk + from * rk, s->dv + from * rv),
                      TKV_OK);
         }
 }
@@ -235,12 +252,12 @@ static double read_element(const void *data, tkv_type type, ptrdiff_t at) {
     return float_of_half(type, ((const uint16_t *)data)[at]);
 }
 
-static int is_visible(const tkv_attend_params *p, int window, ptrdiff_t mask_stride, int row, int pos, int j,
-                      int len) {
+static int is_visible(const tkv_attend_params *p, int window, int sinks, ptrdiff_t mask_stride, int row,
+                      int pos, int j, int len) {
     int bit = j - (len - p->n_mask_bits);
     ptrdiff_t words = p->mask_bits_stride ? p->mask_bits_stride : (p->n_mask_bits + 63) / 64;
     if (!p->non_causal && j > pos) return 0;
-    if (window && j <= pos - window) return 0;
+    if (window && j <= pos - window && j >= sinks) return 0;
     if (p->mask && ((const float *)p->mask)[row * mask_stride + j] <= -1e30f) return 0;
     if (p->mask_bits && bit >= 0 && !(p->mask_bits[row * words + bit / 64] >> (bit % 64) & 1u)) return 0;
     return 1;
@@ -299,7 +316,9 @@ static oracle_result compute_oracle(fixture *f, const tkv_attend_params *p, int 
                 for (j = 0; j < sequence->len; j++) {
                     const float *key = k + j * f->cfg.model.n_kv_heads * dk;
                     weight[j] = -1e300;
-                    if (!is_visible(p, window, mask_stride, row, pos, j, sequence->len)) continue;
+                    if (!is_visible(p, window, n_window_sinks(f, p->layer), mask_stride, row, pos, j,
+                                    sequence->len))
+                        continue;
                     weight[j] = 0.0;
                     for (c = 0; c < dk; c++) weight[j] += q[c] * (double)key[c];
                     weight[j] *= scale;
@@ -1636,6 +1655,65 @@ TEST(merge_with_empty_parts) { /* rows: first empty, second empty, both empty, l
 }
 
 /* >>layers that differ: formats, windows, shared K and V, no cache */
+/* Queries see the sinks beyond the window: one query and many, a layer without this, and a layer that reads the keys
+ * of another. */
+TEST(sinks_beyond_windows) {
+    tkv_layer_config layers[4];
+    tkv_config cfg = make_config(4, 2, 48, 64);
+    tkv_attend_params p;
+    tkv_layer_info info;
+    fixture f;
+    int layer, n, i;
+    memset(layers, 0, sizeof layers);
+    layers[0].sink_tokens = 20;
+    layers[1].window_sinks = TKV_OFF; /* but the layer that reads its keys sees them */
+    layers[2].share_kv = 2;
+    layers[3].window_sinks = TKV_OFF;
+    cfg.model.n_layers = 4;
+    cfg.layers = layers;
+    cfg.tiers.warm_tokens = 64;
+    cfg.model.window = 100;
+    cfg.model.window_sinks = 1;
+    if (!open_fixture(&f, &cfg, 21)) return;
+    for (layer = 0; layer < 4; layer++)
+        if (layer != 2) append_random_tokens(&f, 0, layer, 500, 33);
+    read_fixture_back(&f);
+    for (layer = 0; layer < 4; layer++) {
+        uint8_t tier[500];
+        const int sinks = layer == 0 ? 20 : layer == 3 ? 0 : 4;
+        CHECK_EQ(tkv_get_layer(f.kv, 0, layer, &info), TKV_OK);
+        CHECK(info.expired > 200);
+        CHECK_EQ(info.evicted, 0);
+        CHECK_EQ(tkv_get_tiers(f.kv, 0, layer, 0, 500, tier), TKV_OK);
+        for (i = 0; i < 500; i++) CHECK_EQ(tier[i] == TKV_TOKEN_GONE, i >= sinks && i < sinks + info.expired);
+        for (n = 1; n < 50; n += 39) {
+            void *q;
+            memset(&p, 0, sizeof p);
+            p.layer = layer;
+            p.n = n;
+            q = make_queries(&f, &p, p.n, TKV_TYPE_F32, PACKED, 1.0);
+            (void)check_call(&f, &p, LSE | SCORES | REFERENCE, "sinks beyond a window");
+            (void)check_call(&f, &p, 0, "sinks beyond a window, no scores");
+            p.window = 30;
+            (void)check_call(&f, &p, LSE | SCORES, "sinks beyond a narrow window");
+            free(q);
+        }
+    }
+    CHECK_EQ(tkv_seq_truncate(f.kv, 0, 300), TKV_ERR_RANGE); /* the last one would see expired tokens */
+    CHECK_EQ(tkv_check(f.kv, NULL, 0), TKV_OK);
+    close_fixture(&f);
+    layers[0].sink_tokens = TKV_OFF;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_OK); /* the layer does not ask for it itself */
+    layers[0].window_sinks = 1;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    layers[0].window_sinks = 2;
+    layers[0].sink_tokens = 0;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    layers[0].window_sinks = 0;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
+}
+
 TEST(layers_that_differ) {
     tkv_config cfg = make_config(4, 2, 48, 64);
     tkv_layer_config layers[4];
@@ -2285,6 +2363,7 @@ int main(int argc, char **argv) {
     RUN(attend_equals_attend_ex);
     RUN(merge);
     RUN(merge_with_empty_parts);
+    RUN(sinks_beyond_windows);
     RUN(layers_that_differ);
     RUN(extreme_queries);
     RUN(nonfinite_queries);

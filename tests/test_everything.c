@@ -146,6 +146,12 @@ static void reset_model(int seq) {
 
 static int window_of(int layer) { return cfg.model.window ? cfg.model.window : cfg.layers[layer].window; }
 
+/* Number of first tokens that queries see beyond a window. */
+static int n_window_sinks(void) {
+    if (!cfg.model.window_sinks) return 0;
+    return cfg.tiers.sink_tokens ? cfg.tiers.sink_tokens : 4;
+}
+
 static void run_backwards(void *user, int n_tasks, tkv_task task, void *ctx) {
     (void)user;
     while (n_tasks-- > 0) task(ctx, n_tasks);
@@ -300,7 +306,7 @@ static void check_layer(int seq, int layer) {
                                                               : EXPIRED);
         CHECK(tier[i] < TKV_TIER_COUNT || tier[i] == TKV_TOKEN_DISCARDED || tier[i] == TKV_TOKEN_GONE);
         if (state[i] == EXPIRED)
-            CHECK_MSG(window_of(layer) && (i < s->len - WINDOW || has_moved[seq]),
+            CHECK_MSG(window_of(layer) && ((i < s->len - WINDOW && i >= n_window_sinks()) || has_moved[seq]),
                       "sequence %d, layer %d: token %d vanished without an event", seq, layer, i);
         if (has_bit(s->evicted_mask, i))
             CHECK_MSG(state[i] == EVICTED, "sequence %d, layer %d: evicted token %d is live", seq, layer, i);
@@ -863,7 +869,7 @@ static double weights[LONGEST];
 static int sees_key(const model_sequence *s, int layer, int first, int at, int i) {
     const int window = window_of(layer) ? WINDOW : 1 << 30;
     return i <= at && (i >= first || s->position[i] <= s->position[at]) &&
-           s->position[at] - s->position[i] < window;
+           (s->position[at] - s->position[i] < window || i < n_window_sinks());
 }
 
 /* Attention over the live tokens, from the given K and V. first: index of the oldest query of the call. */
@@ -922,7 +928,8 @@ static tkv_status call_attend(int seq, int layer) {
         out_of_order |= i < s->len - n && s->position[i] > s->position[s->len - n];
         if (!is_seen) continue;
         sees_discarded |= has_bit(s->discarded_mask, i) && !cfg.recompute.compute;
-        sees_expired |= i < info.expired; /* also where the token had been evicted before */
+        /* also where the token had been evicted before */
+        sees_expired |= info.expired && i >= n_window_sinks() && i < info.expired + n_window_sinks();
     }
     for (at = s->len - n; at < s->len; at++)
         out_of_order |= at > s->len - n && s->position[at] < s->position[at - 1];
@@ -936,6 +943,8 @@ static tkv_status call_attend(int seq, int layer) {
     if (st || n == 0) return st;
     /* Queries in a block see its older tokens by index (api.h). The model does not know blocks. */
     if (out_of_order) return st;
+    /* It does not know either which copied tokens came from sinks. */
+    if (n_window_sinks() && has_moved[seq]) return st;
     CHECK_EQ(store.n_failed, failed);
     store.fail_read = store.corrupt_read = fail_at_row = 0;
     for (i = 0; i < s->len; i++)
@@ -1446,6 +1455,7 @@ static void choose_config(uint64_t seed) {
     if (!cfg.tiers.n_anchors && rand_below(4) == 0) {
         if (rand_below(2)) cfg.model.window = WINDOW;
         else layers[1].window = WINDOW;
+        cfg.model.window_sinks = seed % 8 < 5 && cfg.tiers.sink_tokens != TKV_OFF; /* no random number */
     }
     if (!exact_only && rand_below(4) == 0) {
         layers[0].hot_tokens = rand_below(2) ? TKV_UNLIMITED : 30;

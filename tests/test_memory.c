@@ -1042,6 +1042,7 @@ TEST(estimate_of_layers_that_differ) {
     layers[2].window = 150;
     layers[3].hot_tokens = TKV_UNLIMITED;
     layers[3].hot.k = TKV_F32;
+    layers[2].window_sinks = 1;
     layers[4].sink_tokens = 30;
     layers[4].warm.k = TKV_Q8;
     cfg.layers = layers;

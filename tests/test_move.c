@@ -1413,6 +1413,65 @@ TEST(a_sequence_slides_without_end) {
     CHECK(slid > 20 * 500);
 }
 
+/* Sinks beyond a window, while the sequence slides, is forked and cut: attention is that of a cache without a window,
+ * with a mask. */
+TEST(sinks_beyond_a_window_stay_in_front) {
+    enum { SINKS = 6, SEEN = 100, N = 700 };
+    static float k[64 * 256], q[4 * 256], out[2][4 * 256], mask[4 * N];
+    tkv_rng rng = tkv_rng_seed(31);
+    tkv_cache *kv[2];
+    int c, round, i, r, n_expired = 0, n_slid = 0;
+    for (c = 0; c < 2; c++) {
+        tkv_config cfg = make_move_config(3);
+        cfg.tiers.hot.k = cfg.tiers.hot.v = cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k =
+            cfg.tiers.archive.v = TKV_F32;
+        cfg.tiers.sink_tokens = SINKS;
+        cfg.limits.max_tokens = N;
+        cfg.limits.max_append = 64;
+        cfg.model.window = c ? TKV_OFF : SEEN;
+        cfg.model.window_sinks = !c;
+        kv[c] = create_cache(&cfg);
+    }
+    for (round = 0; round < 120; round++) {
+        const int n = 1 + tkv_rng_below(&rng, 64), seq = round % 5 == 4 ? round / 5 % 2 + 1 : 0;
+        int len = tkv_get_length(kv[0], 0, 0), removed[2];
+        const int cut = len > 400 ? len - tkv_rng_below(&rng, 30) : len;
+        tkv_layer_info info;
+        tkv_attend_params p;
+        tkv_rng_fill(&rng, k, (size_t)(64 * 256), 1.0);
+        tkv_rng_fill(&rng, q, (size_t)(4 * 256), 1.0);
+        for (c = 0; c < 2; c++) {
+            if (seq) CHECK_EQ(tkv_seq_fork(kv[c], 0, seq, len), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv[c], seq, cut), TKV_OK);
+            CHECK_EQ(tkv_seq_slide(kv[c], seq, n, &removed[c]), TKV_OK);
+            CHECK_EQ(tkv_append(kv[c], seq, 0, k, k, n), TKV_OK);
+            check_cache(kv[c]);
+        }
+        CHECK_EQ(removed[0], removed[1]);
+        n_slid += removed[0];
+        len = tkv_get_length(kv[0], seq, 0);
+        CHECK_EQ(tkv_get_layer(kv[0], seq, 0, &info), TKV_OK);
+        n_expired += info.expired;
+        memset(&p, 0, sizeof p);
+        p.seq = seq;
+        p.n = tkv_rng_below(&rng, 4) + 1;
+        p.n = p.n < len ? p.n : len;
+        p.q = q;
+        for (r = 0; r < p.n; r++)
+            for (i = 0; i < len; i++)
+                mask[r * len + i] = i >= SINKS && i <= len - p.n + r - SEEN ? -(float)HUGE_VAL : 0.0f;
+        for (c = 0; c < 2; c++) {
+            p.out = out[c];
+            p.mask = c ? mask : NULL;
+            CHECK_EQ(tkv_attend_ex(kv[c], &p), TKV_OK);
+        }
+        for (i = 0; i < p.n * 2 * KV_HEADS * V_DIM; i++) CHECK_NEAR(out[0][i], out[1][i], 1e-5);
+    }
+    CHECK(n_slid > 1000);
+    CHECK(n_expired > 10000);
+    for (c = 0; c < 2; c++) tkv_destroy(kv[c]);
+}
+
 /* Slides among cuts, removals, forks and jumps of positions, and with tokens evicted in the middle. */
 TEST(slides_of_torn_sequences) {
     static plain_sequence s;
@@ -1918,6 +1977,7 @@ int main(int argc, char **argv) {
     RUN(copies_are_refused_with_a_reason);
     RUN(empty_sequences_are_cut_and_moved);
     RUN(a_sequence_slides_without_end);
+    RUN(sinks_beyond_a_window_stay_in_front);
     RUN(slides_of_torn_sequences);
     RUN(slides_behind_removed_tokens);
     RUN(copied_sinks_end_where_sinks_end);

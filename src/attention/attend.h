@@ -93,11 +93,12 @@ static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
 #endif
 }
 
-/* The least index that the last n tokens of a list see; below `expired` if they would see an expired token. Expired
- * tokens have positions before those of the first block. */
+/* The least index that the last n tokens of a list see, sinks beyond the window aside; below `expired` if they would
+ * see an expired token. Expired tokens have positions before those of the first block that may expire. */
 static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int window) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first = tkvi_first_to_expire(kv, layer, list);
     int i, lowest = TKVI_FOREVER, oldest = list->len;
     if (!window) return 0;
     for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > list->len - n; i--)
@@ -105,12 +106,12 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int 
                                       kv->pool.entry[ids[i - 1]].shift);
     lowest -= window - 1;
     if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, list->len - n + 1 - window);
-    for (i = list->n; i-- > 0;) {
+    for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
             oldest = tkvi_min(oldest, tkvi_max(start, lowest - shift));
     }
-    return list->expired + kv->pool.entry[ids[0]].shift > lowest ? list->expired - 1 : oldest;
+    return tkvi_expired_position(kv, layer, list, ids) > lowest ? list->expired - 1 : oldest;
 }
 
 /* Row of q, out, masks and lse of the first query of a batch entry. before: queries of the entries before it. */
@@ -365,6 +366,7 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->sight.window = c->window;
+    u->sight.sinks = c->plan->sees_sinks ? u->list->sinks : 0;
     u->sight.non_causal = c->p->non_causal;
     u->sight.first_query = u->list->len - u->n_queries;
     tkvi_place_rows(u);
@@ -675,7 +677,7 @@ static void tkvi_slot_indices(const tkvi_work_tile *u, int i, int *at) {
 static int tkvi_is_seen(const tkvi_work_tile *u, int i, int start, int end) {
     const int shift = u->call->kv->pool.entry[u->ids[i]].shift;
     if (end <= 0 || end > u->first_end || end + shift > u->lowest + 1) return 0;
-    return !u->sight.window || start + shift > u->highest - u->sight.window;
+    return !u->sight.window || i < u->sight.sinks || start + shift > u->highest - u->sight.window;
 }
 
 /* Must scores of block i be hidden? Some rows may not see all its tokens, or some slots have no live token. */

@@ -24,7 +24,7 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     double s = 0.0, add = 0.0;
     *seen = 0;
     if (!p->non_causal && (j >= end || (!by_index && of_key > of_query))) return 0.0;
-    if (c->window && of_query - of_key >= c->window) return 0.0;
+    if (c->window && of_query - of_key >= c->window && !(c->plan->sees_sinks && i < list->sinks)) return 0.0;
     if (p->mask) {
         const float bias = tkvi_mask_of(c, item, row, j);
         if (TKVI_IS_HIDDEN(bias)) return 0.0;

@@ -294,6 +294,29 @@ static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const u
     return e->end_slot ? e->end_slot : e->first_slot + tkvi_block_end(kv, list, ids, i) - e->start;
 }
 
+/* Makes the slots in use of block i a part of its entry, so that indices behind them have no token. */
+static void tkvi_end_slots(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    tkvi_entry *e = &kv->pool.entry[ids[i]];
+    if (!e->n_packed && !e->end_slot) e->end_slot = (uint8_t)tkvi_block_tokens(kv, list, ids, i);
+}
+
+/* Index of the first block of a list that may expire: the sinks stay if queries see them beyond the window. */
+static int tkvi_first_to_expire(const tkv_cache *kv, int layer, const tkvi_list *list) {
+    return kv->tables.plan[layer].keeps_sinks ? list->sinks : 0;
+}
+
+/* Position that follows the expired tokens, for lists with blocks: it moves with the first block that may expire. */
+static int tkvi_expired_position(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
+    const int first = tkvi_min(tkvi_first_to_expire(kv, layer, list), list->n - 1);
+    return list->expired + kv->pool.entry[ids[first]].shift;
+}
+
+/* Number of tokens that have expired. Indices of sinks that stay are before `expired`, too. */
+static int tkvi_n_expired(const tkv_cache *kv, int layer, const tkvi_list *list) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    return tkvi_max(0, list->expired - (p->keeps_sinks ? p->sink : 0));
+}
+
 /* Bits of the first `slots` slots, 1 .. 64. */
 static uint64_t tkvi_slots_before(int slots) { return ~(uint64_t)0 >> (TKVI_BLOCK - slots); }
 

@@ -31,6 +31,7 @@ typedef struct tkvi_sums {
 /* What decides which keys the queries of a call see. */
 typedef struct tkvi_sight {
     int window;      /* newest positions that a query sees; 0: all */
+    int sinks;       /* blocks at the front of the list that a query sees beyond its window */
     int non_causal;  /* 1: a query sees keys after itself */
     int first_query; /* index of the oldest query */
 } tkvi_sight;
@@ -41,7 +42,7 @@ typedef struct tkvi_sight {
 static void tkvi_visible_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
                             const tkvi_sight *sight, int end, int position, int *low, int *high) {
     const int shift = kv->pool.entry[ids[i]].shift;
-    *low = sight->window ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
+    *low = sight->window && i >= sight->sinks ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
     *high = end;
     if (tkvi_block_end(kv, list, ids, i) <= sight->first_query)
         *high = tkvi_max(0, tkvi_min(*high, position - shift + 1));

@@ -69,7 +69,9 @@ typedef struct tkvi_plan {
     int sink, window; /* tokens; window 0: none */
     /* Tokens added to the given lengths, so that layers demote at different tokens (tkvi_delay_layer). */
     int hot_delay, warm_delay;
+    int sees_sinks;     /* 1: queries see the sinks beyond their window */
     int kept_window;    /* widest window of all layers that read this layer's blocks; 0: no window */
+    int keeps_sinks;    /* 1: one of these layers sees the sinks beyond its window, so they do not expire */
     int sink_layout;    /* number of the layout of the sink block */
     tkvi_tier_spec now; /* tiers at the current level */
     /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
@@ -244,10 +246,18 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
     return TKV_OK;
 }
 
-static tkv_status tkvi_validate_window(int window, const char *owner, char *reason, size_t size) {
-    if (window < TKV_OFF || window > TKVI_FOREVER)
-        return tkvi_bad_in(reason, size, owner, "window", window,
+/* Checks the window of a layer, or of the model. has_sinks: 1 if it has sinks. */
+static tkv_status tkvi_validate_window(const tkv_layer_config *c, int has_sinks, const char *owner,
+                                       char *reason, size_t size) {
+    if (c->window < TKV_OFF || c->window > TKVI_FOREVER)
+        return tkvi_bad_in(reason, size, owner, "window", c->window,
                            "it must be 1 to 2^30 - 1, 0 (default) or TKV_OFF");
+    if (c->window_sinks < TKV_OFF || c->window_sinks > 1)
+        return tkvi_bad_in(reason, size, owner, "window_sinks", c->window_sinks,
+                           "it must be 1, 0 (default) or TKV_OFF");
+    if (c->window_sinks == 1 && !has_sinks)
+        return tkvi_bad_in(reason, size, owner, "window_sinks", c->window_sinks,
+                           "it needs sinks, and sink_tokens is TKV_OFF");
     return TKV_OK;
 }
 
@@ -301,6 +311,7 @@ static tkv_layer_config tkvi_cache_wide(const tkv_config *cfg) {
     c.hot_tokens = cfg->tiers.hot_tokens;
     c.warm_tokens = cfg->tiers.warm_tokens;
     c.window = cfg->model.window;
+    c.window_sinks = cfg->model.window_sinks;
     return c;
 }
 
@@ -368,7 +379,10 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         tkv_status st;
         tkvi_name_entry(owner, sizeof owner, "layers[", i);
         st = tkvi_validate_tiers(c, owner, reason, size);
-        if (!st) st = tkvi_validate_window(c->window, owner, reason, size);
+        if (!st)
+            st =
+                tkvi_validate_window(c, (c->sink_tokens ? c->sink_tokens : cfg->tiers.sink_tokens) != TKV_OFF,
+                                     owner, reason, size);
         if (!st) st = tkvi_validate_geometry(cfg, i, owner, reason, size);
         if (!st && tkvi_has_own_kv(cfg, i))
             st = tkvi_validate_rope(tkvi_rope_of_layer(cfg, i), tkvi_layer_geometry(cfg, i).head_dim, owner,
@@ -438,6 +452,7 @@ static tkvi_plan tkvi_resolve(const tkv_config *cfg, const tkv_level *level, int
     p.now.hot = tkvi_length(c->hot_tokens, level->hot_tokens ? level->hot_tokens : wide.hot_tokens, 64);
     p.now.warm = tkvi_length(c->warm_tokens, level->warm_tokens ? level->warm_tokens : wide.warm_tokens, 448);
     p.window = tkvi_length(c->window, wide.window, TKV_OFF);
+    p.sees_sinks = p.sink && (c->window_sinks ? c->window_sinks : wide.window_sinks) == 1;
     wide.warm = tkvi_pair(level->warm, wide.warm, TKV_A40, TKV_R40);
     wide.archive = tkvi_pair(level->archive, wide.archive, TKV_A30, TKV_R30);
     pair[TKV_TIER_HOT] = tkvi_pair(c->hot, wide.hot, TKV_F16, TKV_F16);
@@ -755,10 +770,13 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
     }
     if (!h->cfg.budget.bytes) tkvi_delay_layer(p, rank, n_own);
     p->kept_window = p->window;
-    for (other = layer + 1; h->cfg.layers && p->kept_window && other < h->cfg.model.n_layers; other++)
+    p->keeps_sinks = p->sees_sinks;
+    for (other = layer + 1; h->cfg.layers && other < h->cfg.model.n_layers; other++)
         if (h->cfg.layers[other].share_kv == layer + 1) {
-            int window = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused).window;
-            p->kept_window = window && window < p->kept_window ? p->kept_window : window;
+            const tkvi_plan reader = tkvi_resolve(&h->cfg, &h->ladder[0], other, unused);
+            if (p->kept_window && (!reader.window || reader.window > p->kept_window))
+                p->kept_window = reader.window;
+            p->keeps_sinks |= p->sink && reader.sees_sinks;
         }
     for (level = 0; level < h->n_levels; level++)
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
@@ -1022,7 +1040,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     }
     wide = tkvi_cache_wide(cfg);
     st = tkvi_validate_tiers(&wide, "tiers.", reason, size);
-    if (!st) st = tkvi_validate_window(wide.window, "model.", reason, size);
+    if (!st) st = tkvi_validate_window(&wide, wide.sink_tokens != TKV_OFF, "model.", reason, size);
     if (!st && cfg->layers) st = tkvi_validate_layers(cfg, reason, size);
     if (!st && cfg->budget.ladder) st = tkvi_validate_ladder(cfg, reason, size);
     if (!st) {

@@ -105,6 +105,13 @@ static int tkvcu_has_mixed_layers(const tkv_config *cfg) {
     return 0;
 }
 
+/* 1 if a layer sees its sinks beyond its window. */
+static int tkvcu_has_window_sinks(const tkv_config *cfg) {
+    int i, has = cfg->model.window_sinks == 1;
+    for (i = 0; cfg->layers && i < cfg->model.n_layers; i++) has |= cfg->layers[i].window_sinks == 1;
+    return has;
+}
+
 static const char *tkvcu_check_config(const tkv_config *cfg) {
     const struct {
         int wrong;
@@ -124,6 +131,7 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
          "eviction and anchors have no GPU kernels"},
         {cfg->offload.write != NULL || cfg->budget.discard || cfg->recompute.compute != NULL,
          "offloading and recomputation have no GPU kernels"},
+        {tkvcu_has_window_sinks(cfg), "sinks beyond a window have no GPU kernels"},
         {cfg->meter.heads != 0, "quality meters have no GPU kernels"},
     };
     size_t i;

@@ -210,31 +210,34 @@ static void tkvi_recode_late(tkv_cache *kv, int layer) {
 }
 
 /* >>lists */
-/* Number of the oldest blocks of a list that have left every window, after the margin of tkvi_expiry_margin. */
+/* Number of blocks, from tkvi_first_to_expire on, that have left every window, after the margin of
+ * tkvi_expiry_margin. */
 static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first = tkvi_first_to_expire(kv, layer, list);
     int64_t oldest_kept; /* position */
-    int n = 0;
+    int i = first;
     if (!p->kept_window || !list->n) return 0;
     oldest_kept =
         (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift - p->kept_window - tkvi_expiry_margin(p);
-    while (n + 1 < list->n && tkvi_block_end(kv, list, ids, n) + kv->pool.entry[ids[n]].shift <= oldest_kept)
-        n++;
-    return n;
+    while (i + 1 < list->n && tkvi_block_end(kv, list, ids, i) + kv->pool.entry[ids[i]].shift <= oldest_kept)
+        i++;
+    return i - first;
 }
 
-/* Frees the blocks that have left every window. Sinks expire first. */
+/* Frees the blocks that have left every window. Sinks expire first, if they do. */
 static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
-    const int n_expired = tkvi_n_expiring(kv, seq, layer);
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first = tkvi_first_to_expire(kv, layer, list), end = first + tkvi_n_expiring(kv, seq, layer);
     int i;
-    if (!n_expired) return;
-    list->expired = tkvi_block_start(kv, ids, n_expired);
-    for (i = 0; i < n_expired; i++) tkvi_release_entry(&kv->pool, ids[i]);
-    tkvi_unlist_blocks(list, ids, 0, n_expired);
+    if (first == end) return;
+    if (first > 0) tkvi_end_slots(kv, list, ids, first - 1);
+    list->expired = tkvi_block_start(kv, ids, end);
+    for (i = first; i < end; i++) tkvi_release_entry(&kv->pool, ids[i]);
+    tkvi_unlist_blocks(list, ids, first, end);
 }
 
 /* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age

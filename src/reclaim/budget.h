@@ -225,7 +225,7 @@ static void tkvi_end_stretch(const tkv_cache *kv, tkvi_stretch *stretch, int end
     memset(stretch, 0, sizeof *stretch);
 }
 
-/* Number of blocks at the front of a list that the demand of a request counts as expired. */
+/* Number of blocks, from tkvi_first_to_expire on, that the demand of a request counts as expired. */
 static int tkvi_n_expired_by(const tkv_cache *kv, const tkvi_request *request, int seq, int layer) {
     int i, n = 0;
     for (i = 0; i < request->n_rows && request->layer == layer; i++)
@@ -247,6 +247,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
                                   int n_staying, const tkvi_choice *victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int first_expired = tkvi_first_to_expire(kv, layer, list), end_expired = first_expired + n_expired;
     tkvi_stretch stretch;
     int i, t, token = 0, n_outside = 0, last_expired = -1;
     memset(&stretch, 0, sizeof stretch);
@@ -259,10 +260,10 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
-        if (i < n_expired) {
+        if (i >= first_expired && i < end_expired) {
             if (victims && used) last_expired = i;
             /* which one stays is unknown: one of each format */
-            if (!victims && (i + 1 == n_expired || b->layout != tkvi_block_of(kv, ids[i + 1])->layout))
+            if (!victims && (i + 1 == end_expired || b->layout != tkvi_block_of(kv, ids[i + 1])->layout))
                 tkvi_demand_again(kv, b, demand);
             continue;
         }

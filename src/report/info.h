@@ -275,8 +275,8 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));
     }
-    out->expired = list->expired;
-    out->evicted = list->len - list->expired - tkvi_n_live(kv, seq, layer);
+    out->expired = tkvi_n_expired(kv, layer, list);
+    out->evicted = list->len - out->expired - tkvi_n_live(kv, seq, layer);
 }
 
 /* The formats of a tier's new blocks at the present level. */
@@ -341,7 +341,8 @@ static tkvi_layer_sum tkvi_layer_after(const tkvi_plan *p, int n, int64_t most_r
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) s.tokens[tier] = s.blocks[tier] * TKVI_BLOCK;
     s.tokens[TKV_TIER_HOT] += rest;
     s.blocks[TKV_TIER_HOT] += rest > 0;
-    s.sink_tokens = p->kept_window && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
+    s.sink_tokens =
+        p->kept_window && !p->keeps_sinks && tokens > 0 && due >= margin ? 0 : tkvi_min(n, p->sink);
     return s;
 }
 
@@ -701,7 +702,8 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (list->n && list->len == list->expired)
         return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
-    if (list->n && tkvi_block_start(kv, ids, 0) < list->expired)
+    i = tkvi_first_to_expire(kv, layer, list);
+    if (i < list->n && tkvi_block_start(kv, ids, i) < list->expired)
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);

@@ -114,12 +114,6 @@ static void tkvi_remove_anchors(tkv_cache *kv, int seq, int layer, const tkvi_ra
     }
 }
 
-/* Makes the slots in use of block i a part of its entry, so that indices behind them have no token. */
-static void tkvi_end_slots(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    tkvi_entry *e = &kv->pool.entry[ids[i]];
-    if (!e->n_packed && !e->end_slot) e->end_slot = (uint8_t)tkvi_block_tokens(kv, list, ids, i);
-}
-
 /* Removes the tokens of a layer with positions in a range. Blocks without tokens are freed, but not the last one. */
 static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -346,7 +340,7 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
     }
     if (st) return st;
     if (!list->n || !list->expired) return TKV_OK;
-    first = (int64_t)list->expired + kv->pool.entry[ids[0]].shift;
+    first = tkvi_expired_position(kv, layer, list, ids);
     last = (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift;
     if (first >= move->range.first && first < move->range.end) first += move->delta;
     if (last > move->range.first && last <= move->range.end) last += move->delta;
@@ -504,7 +498,7 @@ static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *cop
     const tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     tkv_status st = TKV_OK;
     int i, from, to;
-    if (list->n && list->expired && list->expired + kv->pool.entry[ids[0]].shift > copy->range.first)
+    if (list->n && list->expired && tkvi_expired_position(kv, layer, list, ids) > copy->range.first)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of the range have expired: layer", layer, "");
     if (dst->expired)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of dst have expired, so it takes none: layer", layer, "");

@@ -367,7 +367,7 @@ static tkv_status tkvi_check_positions(tkv_cache *kv, int seq, int layer, const 
             return tkvi_fail(kv, TKV_ERR_RANGE, "token_positions has", positions[t],
                              "; positions are 0 to 2^30 - 1");
         if (list->n && list->expired &&
-            positions[t] - (list->expired + kv->pool.entry[tkvi_ids(kv, seq, layer)[0]].shift) < window)
+            positions[t] - tkvi_expired_position(kv, layer, list, tkvi_ids(kv, seq, layer)) < window)
             return tkvi_fail(kv, TKV_ERR_RANGE, "tokens that the window of position", positions[t],
                              " reaches have expired");
         *n_jumps += positions[t] != next;
@@ -439,7 +439,7 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
  * short blocks behind. tkv_maintain() merges the others: a merge recodes a block once more. */
 static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const int needed = (list->len - list->expired + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int needed = (list->len - tkvi_n_expired(kv, layer, list) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
     if (list->n <= needed + needed / 2 + 2) return;
     for (i = list->sinks; i + 2 < list->n; i++)
@@ -894,7 +894,8 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const int last = tkvi_min(n_tokens, list->len) - 1;
     if (!list->is_moved || !list->n || last < 0)
         return fewest; /* a cut can leave no block, but tokens gone */
-    return fewest + kv->pool.entry[ids[0]].shift - (tkvi_index_position(kv, list, ids, last) - last);
+    return tkvi_expired_position(kv, layer, list, ids) + (int64_t)kv->tables.plan[layer].kept_window -
+           (tkvi_index_position(kv, list, ids, last) - last);
 }
 
 /* Checks that the first n_tokens of a sequence can stand alone. */
@@ -972,7 +973,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
     tkvi_empty_buffer(&buffer, seq, layer);
-    if (start < list->expired || start > list->len || n > list->len - start) return TKV_ERR_RANGE;
+    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in the sinks' block */
