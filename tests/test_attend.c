@@ -195,9 +195,9 @@ static void read_fixture_back(fixture *f) {
             s->expired = info.expired;
             s->sinks = 0;
             if (s->expired) { /* a layer that reads this one's keys can keep the sinks */
-                uint8_t tier[64];
-                CHECK_EQ(tkv_get_tiers(f->kv, seq, layer, 0, 64, tier), TKV_OK);
-                while (tier[s->sinks] != TKV_TOKEN_GONE) s->sinks++;
+                uint8_t tiers[64];
+                CHECK_EQ(tkv_get_tiers(f->kv, seq, layer, 0, 64, tiers), TKV_OK);
+                while (tiers[s->sinks] != TKV_TOKEN_GONE) s->sinks++;
             }
             from = s->sinks + s->expired;
             free(s->dk);
