@@ -21817,6 +21817,7 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
     int i, cached = 0;
     for (i = 0; i < cfg->model.n_layers; i++) {
         const tkv_layer_config *c = &cfg->layers[i];
+        tkvi_geometry g;
         char owner[32];
         tkv_status st;
         tkvi_name_entry(owner, sizeof owner, "layers[", i);
@@ -21826,9 +21827,6 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
                 tkvi_validate_window(c, (c->sink_tokens ? c->sink_tokens : cfg->tiers.sink_tokens) != TKV_OFF,
                                      owner, reason, size);
         if (!st) st = tkvi_validate_geometry(cfg, i, owner, reason, size);
-        if (!st && tkvi_has_own_kv(cfg, i))
-            st = tkvi_validate_rope(tkvi_rope_of_layer(cfg, i), tkvi_layer_geometry(cfg, i).head_dim, owner,
-                                    reason, size);
         if (st) return st;
         if (!tkvi_has_own_rope(c) &&
             (c->rope.interleaved || c->rope.base > 0.0f || c->rope.scale > 0.0f || c->rope.frequencies))
@@ -21844,12 +21842,13 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
             (c->no_cache || cfg->layers[c->share_kv - 1].no_cache || cfg->layers[c->share_kv - 1].share_kv))
             return tkvi_bad_in(reason, size, owner, "share_kv", c->share_kv,
                                "both layers need a cache, and the other one its own");
-        {
-            const tkvi_geometry g = tkvi_layer_geometry(cfg, i);
-            if (g.n_heads % g.n_kv_heads)
-                return tkvi_bad_in(reason, size, owner, "n_heads", g.n_heads,
-                                   "it must be a multiple of n_kv_heads");
-        }
+        g = tkvi_layer_geometry(cfg, i); /* share_kv is in range */
+        if (g.n_heads % g.n_kv_heads)
+            return tkvi_bad_in(reason, size, owner, "n_heads", g.n_heads,
+                               "it must be a multiple of n_kv_heads");
+        st = tkvi_validate_rope(tkvi_has_own_kv(cfg, i) ? tkvi_rope_of_layer(cfg, i) : &c->rope, g.head_dim,
+                                owner, reason, size);
+        if (st) return st;
         cached += !c->no_cache;
     }
     if (!cached)

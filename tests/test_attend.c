@@ -1306,6 +1306,7 @@ static void check_windows(fixture *f, cache_kind kind) {
         else (void)check_call(f, &p, LSE | SCORES, label);
         p.non_causal = 1;
         (void)check_call(f, &p, LSE, label);
+        (void)check_call(f, &p, LSE | SCORES, label);
     }
     p = plain;
     p.window = TKV_OFF;

@@ -468,6 +468,16 @@ TEST(wrong_shapes_are_refused) {
     c.rope.dim = 64;
     c.head_dim = 32;
     check_refused(&c, "layers[1].rope.dim is 64; it must be even, 2 to head_dim, TKV_OFF, or 0 for none");
+    c.head_dim = 0;
+    c.rope.dim = 66;
+    c.share_kv = 1;
+    check_refused(&c, "layers[1].rope.dim is 66; it must be even, 2 to head_dim, TKV_OFF, or 0 for none");
+    c.share_kv = 0;
+    c.no_cache = 1;
+    check_refused(&c, "layers[1].rope.dim is 66; it must be even, 2 to head_dim, TKV_OFF, or 0 for none");
+    c.rope.dim = 0;
+    c.head_dim = 64;
+    check_refused(&c, "layers[1].head_dim is 64; it must be 0 with no_cache: the layer has no K and V");
 }
 
 TEST(texts_keep_the_shapes) {
