@@ -4158,6 +4158,11 @@ static tkvi_geometry tkvi_layer_geometry(const tkv_config *cfg, int layer) {
     return g;
 }
 
+/* 1 if two layers have K and V of the same shape. Their query heads may differ. */
+static int tkvi_is_same_geometry(const tkvi_geometry *a, const tkvi_geometry *b) {
+    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+}
+
 /* Makes each number of *most at least that of g. */
 static void tkvi_widen_geometry(tkvi_geometry *most, const tkvi_geometry *g) {
     most->n_heads = tkvi_max(most->n_heads, g->n_heads);
@@ -21595,7 +21600,6 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads of the widest layer] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_geometry widest;    /* as in tkvi_derived_config */
     tkvi_places end;         /* of all layers */
     tkvi_rope *rope;         /* [n_ropes] distinct ropes of the layers (tkvi_plan.rope) */
     int n_ropes;
@@ -22572,6 +22576,23 @@ static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     return tkvi_version_sizes_of(h->own_heads, &h->end, h->any_shared, &s);
 }
 
+/* The arrays of one head in a version of a layer's table, to be filled in. */
+typedef struct tkvi_head_arrays {
+    uint8_t *importance, *order; /* [k_pad]; tkvi_order_bytes */
+    float *mean;                 /* [k_pad] */
+} tkvi_head_arrays;
+
+static tkvi_head_arrays tkvi_head_arrays_of(const tkvi_tables *t, int layer, int version, int head) {
+    const tkvi_version *v = &t->version[version];
+    const tkvi_plan *p = &t->plan[layer];
+    const size_t at = p->at.pads + (size_t)head * (size_t)p->geometry.k_pad;
+    tkvi_head_arrays to;
+    to.importance = v->importance + at;
+    to.order = v->channel + p->at.orders + (size_t)head * tkvi_order_bytes(p->geometry.k_pad);
+    to.mean = v->mean + at;
+    return to;
+}
+
 /* Places the arrays of a version in `mem`, version_bytes of zeros. */
 static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
@@ -22595,11 +22616,11 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &t->plan[layer];
         for (head = 0; head < p->geometry.n_kv_heads; head++) {
-            const size_t at = p->at.pads + (size_t)head * (size_t)p->geometry.k_pad;
+            const tkvi_head_arrays to = tkvi_head_arrays_of(t, layer, version, head);
             tkvi_head *h = &v->head[p->at.heads + (size_t)head];
-            h->importance = v->importance + at;
-            h->order = v->channel + p->at.orders + (size_t)head * tkvi_order_bytes(p->geometry.k_pad);
-            h->mean = v->mean + at;
+            h->importance = to.importance;
+            h->order = to.order;
+            h->mean = to.mean;
         }
     }
 }
@@ -22713,7 +22734,6 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     memset(&end, 0, sizeof end);
     (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
-    t->widest = h->widest;
     t->end = h->end;
     t->n_keys = h->n_keys;
     t->n_layouts = h->n_layouts;
@@ -26660,12 +26680,8 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     const tkvi_geometry *geometry = tkvi_geometry_of(kv, layer);
     const int dim = geometry->head_dim, pad = geometry->k_pad;
     int c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
-    const tkvi_version *to = &kv->tables.version[version];
-    const size_t at = kv->tables.plan[layer].at.pads + (size_t)head * (size_t)pad;
+    const tkvi_head_arrays to = tkvi_head_arrays_of(&kv->tables, layer, version, head);
     tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
-    uint8_t *importance = to->importance + at,
-            *order = to->channel + kv->tables.plan[layer].at.orders + (size_t)head * tkvi_order_bytes(pad);
-    float *mean = to->mean + at;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
     float k_most = 0.0f, least, range; /* k_most: largest |k| of an element */
@@ -26692,12 +26708,12 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         for (c = 0; c < dim && p < dim; c++)
             if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
         if (best < 0) best = p;
-        tkvi_set_order(order, pad, p, best);
-        importance[p] = p < dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
-        mean[p] = 0.0f;
+        tkvi_set_order(to.order, pad, p, best);
+        to.importance[p] = p < dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
+        to.mean[p] = 0.0f;
         if (p < dim && g.tokens) {
             float m = (float)((double)g.channel[best].sum / (double)g.tokens) * tkvi_power_of_two(g.down);
-            mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
+            to.mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
         }
         if (p < dim) rank[best] = -2000000;
     }
@@ -27046,10 +27062,6 @@ static size_t tkvi_head_bytes(const tkvi_geometry *g) {
     return 6u + (tkvi_index_bytes(g) + 3u) * (size_t)g->head_dim;
 }
 
-static int tkvi_is_same_geometry(const tkvi_geometry *a, const tkvi_geometry *b) {
-    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
-}
-
 /* The version of the file that a cache writes. */
 static int tkvi_calibration_version(const tkv_cache *kv) {
     int layer;
@@ -27257,10 +27269,7 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
     const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     const uint8_t *order = at + 6, *importance = order + tkvi_index_bytes(g) * (size_t)g->head_dim,
                   *mean = importance + g->head_dim;
-    const tkvi_version *to = &kv->tables.version[version];
-    const size_t n = kv->tables.plan[layer].at.pads + (size_t)head * (size_t)g->k_pad;
-    uint8_t *to_order =
-        to->channel + kv->tables.plan[layer].at.orders + (size_t)head * tkvi_order_bytes(g->k_pad);
+    const tkvi_head_arrays to = tkvi_head_arrays_of(&kv->tables, layer, version, head);
     tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
     int i;
     h->reach = tkvi_signed16(tkvi_load16(at));
@@ -27269,9 +27278,9 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
     h->v_top = tkvi_signed_byte(at[5]);
     for (i = 0; i < g->k_pad; i++) {
         const int used = i < g->head_dim;
-        tkvi_set_order(to_order, g->k_pad, i, used ? tkvi_saved_channel(g, order, i) : i);
-        to->importance[n + (size_t)i] = used ? importance[i] : (uint8_t)0;
-        to->mean[n + (size_t)i] = used ? tkvi_f16_to_f32(tkvi_load16(mean + 2 * i)) : 0.0f;
+        tkvi_set_order(to.order, g->k_pad, i, used ? tkvi_saved_channel(g, order, i) : i);
+        to.importance[i] = used ? importance[i] : (uint8_t)0;
+        to.mean[i] = used ? tkvi_f16_to_f32(tkvi_load16(mean + 2 * i)) : 0.0f;
     }
 }
 
@@ -32504,10 +32513,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     int item, query, head, n_before = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
+    tkvi_clear_scores(&c);
     for (item = 0; item < c.n_rows; item++) {
-        if (p->scores)
-            memset(p->scores + item * c.score_stride, 0,
-                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++)
             for (head = c.first_kv_head * c.heads_per_kv;
                  head < (c.first_kv_head + c.n_kv_heads) * c.heads_per_kv && !st; head++)
@@ -32536,12 +32543,13 @@ static const tkvi_consumer *const tkvi_consumers[] = {
     &tkvi_score_output_consumer, /* the call's own output of attention scores (attention/score_output.h) */
 };
 
+enum { TKVI_N_CONSUMERS = sizeof tkvi_consumers / sizeof *tkvi_consumers };
+
 /* Fails to compile if there are more rows than attention can serve. */
-typedef char
-    tkvi_consumers_fit[sizeof tkvi_consumers / sizeof *tkvi_consumers <= TKVI_MAX_CONSUMERS ? 1 : -1];
+typedef char tkvi_consumers_fit[TKVI_N_CONSUMERS <= TKVI_MAX_CONSUMERS ? 1 : -1];
 
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
-    return tkvi_attend(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers));
+    return tkvi_attend(kv, p, tkvi_consumers, TKVI_N_CONSUMERS);
 }
 
 TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes) {
@@ -32549,16 +32557,15 @@ TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_pa
     tkvi_work w;
     tkv_status st;
     if (!kv || !bytes) return TKV_ERR_ARG;
-    st = tkvi_plan_work((tkv_cache *)(uintptr_t)kv, p, tkvi_consumers, /* only reads */
-                        (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers), &c, &w);
+    st = tkvi_plan_work((tkv_cache *)(uintptr_t)kv, p, tkvi_consumers, TKVI_N_CONSUMERS, &c,
+                        &w); /* only reads */
     if (!st) *bytes = tkvi_parts_bytes_of(&w);
     return st;
 }
 
 TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, int part, int n_parts,
                                    void *workspace, size_t bytes) {
-    return tkvi_attend_part(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers),
-                            part, n_parts, workspace, bytes);
+    return tkvi_attend_part(kv, p, tkvi_consumers, TKVI_N_CONSUMERS, part, n_parts, workspace, bytes);
 }
 
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out) {

@@ -297,6 +297,18 @@ TEST(a_budget_holds) {
     }
 }
 
+/* A cache with tables, and its calibration in saved. *size: out. */
+static tkv_cache *save_tables(const model_shapes *m, const tkv_config *cfg, uint8_t *saved, size_t room,
+                              size_t *size) {
+    tkv_cache *kv;
+    fill_tokens(m);
+    kv = create_cache(cfg);
+    append_tokens(kv, m, 0, TOKENS);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, saved, room, size), TKV_OK);
+    return kv;
+}
+
 /* A calibration of mixed layers has version 2 and serves only its model; one of equal layers keeps version 1. */
 TEST(calibrations_know_the_shapes) {
     static uint8_t saved[1 << 20], again[1 << 20];
@@ -305,11 +317,7 @@ TEST(calibrations_know_the_shapes) {
     tkv_config cfg = config_of(mixed, layers);
     tkv_cache *kv, *other;
     size_t size = 0, n = 0, i;
-    fill_tokens(mixed);
-    kv = create_cache(&cfg);
-    append_tokens(kv, mixed, 0, TOKENS);
-    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
-    CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &size), TKV_OK);
+    kv = save_tables(mixed, &cfg, saved, sizeof saved, &size);
     CHECK_EQ(saved[4], 2);
     other = create_cache(&cfg);
     CHECK_EQ(tkv_load_calibration(other, saved, size), TKV_OK);
@@ -331,11 +339,7 @@ TEST(calibrations_know_the_shapes) {
               "the calibration is of another model: layers, KV heads or head_dim differ");
     tkv_destroy(kv);
     cfg = config_of(equal, layers);
-    fill_tokens(equal);
-    kv = create_cache(&cfg);
-    append_tokens(kv, equal, 0, TOKENS);
-    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
-    CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &size), TKV_OK);
+    kv = save_tables(equal, &cfg, saved, sizeof saved, &size);
     CHECK_EQ(saved[4], 1);
     tkv_destroy(kv);
 }

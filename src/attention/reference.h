@@ -137,10 +137,8 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     int item, query, head, n_before = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return st;
+    tkvi_clear_scores(&c);
     for (item = 0; item < c.n_rows; item++) {
-        if (p->scores)
-            memset(p->scores + item * c.score_stride, 0,
-                   (size_t)tkvi_list_of(kv, c.rows[item].seq, c.plan->stored_layer)->len * sizeof(float));
         for (query = 0; query < c.rows[item].n; query++)
             for (head = c.first_kv_head * c.heads_per_kv;
                  head < (c.first_kv_head + c.n_kv_heads) * c.heads_per_kv && !st; head++)

@@ -153,7 +153,6 @@ typedef struct tkvi_tables {
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
     int *split;              /* [n_kv_heads of the widest layer] work space; NULL: no heads share bytes */
     int8_t *current_version; /* [n_layers] version that new blocks are coded with; -1: no table yet */
-    tkvi_geometry widest;    /* as in tkvi_derived_config */
     tkvi_places end;         /* of all layers */
     tkvi_rope *rope;         /* [n_ropes] distinct ropes of the layers (tkvi_plan.rope) */
     int n_ropes;
@@ -1130,6 +1129,23 @@ static size_t tkvi_version_bytes(const tkvi_derived_config *h) {
     return tkvi_version_sizes_of(h->own_heads, &h->end, h->any_shared, &s);
 }
 
+/* The arrays of one head in a version of a layer's table, to be filled in. */
+typedef struct tkvi_head_arrays {
+    uint8_t *importance, *order; /* [k_pad]; tkvi_order_bytes */
+    float *mean;                 /* [k_pad] */
+} tkvi_head_arrays;
+
+static tkvi_head_arrays tkvi_head_arrays_of(const tkvi_tables *t, int layer, int version, int head) {
+    const tkvi_version *v = &t->version[version];
+    const tkvi_plan *p = &t->plan[layer];
+    const size_t at = p->at.pads + (size_t)head * (size_t)p->geometry.k_pad;
+    tkvi_head_arrays to;
+    to.importance = v->importance + at;
+    to.order = v->channel + p->at.orders + (size_t)head * tkvi_order_bytes(p->geometry.k_pad);
+    to.mean = v->mean + at;
+    return to;
+}
+
 /* Places the arrays of a version in `mem`, version_bytes of zeros. */
 static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     tkvi_version *v = &t->version[version];
@@ -1153,11 +1169,11 @@ static void tkvi_version_build(tkvi_tables *t, int version, uint8_t *mem) {
     for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
         const tkvi_plan *p = &t->plan[layer];
         for (head = 0; head < p->geometry.n_kv_heads; head++) {
-            const size_t at = p->at.pads + (size_t)head * (size_t)p->geometry.k_pad;
+            const tkvi_head_arrays to = tkvi_head_arrays_of(t, layer, version, head);
             tkvi_head *h = &v->head[p->at.heads + (size_t)head];
-            h->importance = v->importance + at;
-            h->order = v->channel + p->at.orders + (size_t)head * tkvi_order_bytes(p->geometry.k_pad);
-            h->mean = v->mean + at;
+            h->importance = to.importance;
+            h->order = to.order;
+            h->mean = to.mean;
         }
     }
 }
@@ -1271,7 +1287,6 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     memset(&end, 0, sizeof end);
     (void)tkvi_table_sizes_of(h, &s);
     t->cfg = h->cfg;
-    t->widest = h->widest;
     t->end = h->end;
     t->n_keys = h->n_keys;
     t->n_layouts = h->n_layouts;

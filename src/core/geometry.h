@@ -72,6 +72,11 @@ static tkvi_geometry tkvi_layer_geometry(const tkv_config *cfg, int layer) {
     return g;
 }
 
+/* 1 if two layers have K and V of the same shape. Their query heads may differ. */
+static int tkvi_is_same_geometry(const tkvi_geometry *a, const tkvi_geometry *b) {
+    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+}
+
 /* Makes each number of *most at least that of g. */
 static void tkvi_widen_geometry(tkvi_geometry *most, const tkvi_geometry *g) {
     most->n_heads = tkvi_max(most->n_heads, g->n_heads);

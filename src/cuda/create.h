@@ -98,9 +98,7 @@ static int tkvcu_has_mixed_layers(const tkv_config *cfg) {
     int i;
     for (i = 0; cfg->layers && i < cfg->model.n_layers; i++) {
         const tkvi_geometry g = tkvi_layer_geometry(cfg, i);
-        if (g.n_heads != model.n_heads || g.n_kv_heads != model.n_kv_heads || g.head_dim != model.head_dim ||
-            g.v_head_dim != model.v_head_dim)
-            return 1;
+        if (g.n_heads != model.n_heads || !tkvi_is_same_geometry(&g, &model)) return 1;
     }
     return 0;
 }
@@ -373,20 +371,18 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
 /* Makes tables that treat all heads and channels equally. */
 static int tkvcu_make_equal_tables(tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
-    const size_t pad = (size_t)cfg->model.head_dim;
-    tkvi_version *to = &kv->tables.version[0];
-    size_t h, c;
-    int layer;
+    int layer, head, c;
     if (!kv->tables.any_shared) return 1;
     if (!tkvi_allocate_version(kv, 0)) return 0;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
         if (!kv->tables.plan[layer].allocates) continue;
-        for (h = 0; h < (size_t)cfg->model.n_kv_heads; h++) {
-            const size_t at = ((size_t)layer * (size_t)cfg->model.n_kv_heads + h);
-            to->head[at].k_top = to->head[at].v_top = TKVI_LOG_TOP_DEFAULT;
-            for (c = 0; c < pad; c++) {
-                to->importance[at * pad + c] = 1;
-                to->channel[at * pad + c] = (uint8_t)c;
+        for (head = 0; head < cfg->model.n_kv_heads; head++) {
+            const tkvi_head_arrays to = tkvi_head_arrays_of(&kv->tables, layer, 0, head);
+            tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, 0)[head];
+            h->k_top = h->v_top = TKVI_LOG_TOP_DEFAULT;
+            for (c = 0; c < cfg->model.head_dim; c++) {
+                to.importance[c] = 1;
+                tkvi_set_order(to.order, cfg->model.head_dim, c, c);
             }
         }
         tkvi_table_use(kv, layer, 0);

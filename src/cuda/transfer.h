@@ -13,8 +13,7 @@ static const char *tkvcu_find_difference(const tkvi_tables *a, const tkvi_tables
     const tkvi_plan *p = &a->plan[layer], *q = &b->plan[layer];
     const tkvi_geometry *g = &p->geometry, *h = &q->geometry;
     int r;
-    if (p->stored_layer != q->stored_layer || g->n_heads != h->n_heads || g->n_kv_heads != h->n_kv_heads ||
-        g->head_dim != h->head_dim || g->v_head_dim != h->v_head_dim)
+    if (p->stored_layer != q->stored_layer || g->n_heads != h->n_heads || !tkvi_is_same_geometry(g, h))
         return "cfg.layers";
     if (p->stored_layer != layer) return NULL;
     if (p->sink != q->sink || p->now.hot != q->now.hot || p->now.warm != q->now.warm)

@@ -29,10 +29,6 @@ static size_t tkvi_head_bytes(const tkvi_geometry *g) {
     return 6u + (tkvi_index_bytes(g) + 3u) * (size_t)g->head_dim;
 }
 
-static int tkvi_is_same_geometry(const tkvi_geometry *a, const tkvi_geometry *b) {
-    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
-}
-
 /* The version of the file that a cache writes. */
 static int tkvi_calibration_version(const tkv_cache *kv) {
     int layer;
@@ -240,10 +236,7 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
     const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     const uint8_t *order = at + 6, *importance = order + tkvi_index_bytes(g) * (size_t)g->head_dim,
                   *mean = importance + g->head_dim;
-    const tkvi_version *to = &kv->tables.version[version];
-    const size_t n = kv->tables.plan[layer].at.pads + (size_t)head * (size_t)g->k_pad;
-    uint8_t *to_order =
-        to->channel + kv->tables.plan[layer].at.orders + (size_t)head * tkvi_order_bytes(g->k_pad);
+    const tkvi_head_arrays to = tkvi_head_arrays_of(&kv->tables, layer, version, head);
     tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
     int i;
     h->reach = tkvi_signed16(tkvi_load16(at));
@@ -252,9 +245,9 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
     h->v_top = tkvi_signed_byte(at[5]);
     for (i = 0; i < g->k_pad; i++) {
         const int used = i < g->head_dim;
-        tkvi_set_order(to_order, g->k_pad, i, used ? tkvi_saved_channel(g, order, i) : i);
-        to->importance[n + (size_t)i] = used ? importance[i] : (uint8_t)0;
-        to->mean[n + (size_t)i] = used ? tkvi_f16_to_f32(tkvi_load16(mean + 2 * i)) : 0.0f;
+        tkvi_set_order(to.order, g->k_pad, i, used ? tkvi_saved_channel(g, order, i) : i);
+        to.importance[i] = used ? importance[i] : (uint8_t)0;
+        to.mean[i] = used ? tkvi_f16_to_f32(tkvi_load16(mean + 2 * i)) : 0.0f;
     }
 }
 

@@ -154,12 +154,8 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     const tkvi_geometry *geometry = tkvi_geometry_of(kv, layer);
     const int dim = geometry->head_dim, pad = geometry->k_pad;
     int c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
-    const tkvi_version *to = &kv->tables.version[version];
-    const size_t at = kv->tables.plan[layer].at.pads + (size_t)head * (size_t)pad;
+    const tkvi_head_arrays to = tkvi_head_arrays_of(&kv->tables, layer, version, head);
     tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
-    uint8_t *importance = to->importance + at,
-            *order = to->channel + kv->tables.plan[layer].at.orders + (size_t)head * tkvi_order_bytes(pad);
-    float *mean = to->mean + at;
     const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
     int64_t any = 0;
     float k_most = 0.0f, least, range; /* k_most: largest |k| of an element */
@@ -186,12 +182,12 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         for (c = 0; c < dim && p < dim; c++)
             if (rank[c] > -1000000 && (best < 0 || rank[c] > rank[best])) best = c;
         if (best < 0) best = p;
-        tkvi_set_order(order, pad, p, best);
-        importance[p] = p < dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
-        mean[p] = 0.0f;
+        tkvi_set_order(to.order, pad, p, best);
+        to.importance[p] = p < dim ? (uint8_t)tkvi_max(1, 255 + rank[best] - most) : (uint8_t)0;
+        to.mean[p] = 0.0f;
         if (p < dim && g.tokens) {
             float m = (float)((double)g.channel[best].sum / (double)g.tokens) * tkvi_power_of_two(g.down);
-            mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
+            to.mean[p] = tkvi_f16_to_f32(tkvi_f32_to_f16(m));
         }
         if (p < dim) rank[best] = -2000000;
     }

@@ -19,12 +19,13 @@ static const tkvi_consumer *const tkvi_consumers[] = {
     &tkvi_score_output_consumer, /* the call's own output of attention scores (attention/score_output.h) */
 };
 
+enum { TKVI_N_CONSUMERS = sizeof tkvi_consumers / sizeof *tkvi_consumers };
+
 /* Fails to compile if there are more rows than attention can serve. */
-typedef char
-    tkvi_consumers_fit[sizeof tkvi_consumers / sizeof *tkvi_consumers <= TKVI_MAX_CONSUMERS ? 1 : -1];
+typedef char tkvi_consumers_fit[TKVI_N_CONSUMERS <= TKVI_MAX_CONSUMERS ? 1 : -1];
 
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
-    return tkvi_attend(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers));
+    return tkvi_attend(kv, p, tkvi_consumers, TKVI_N_CONSUMERS);
 }
 
 TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes) {
@@ -32,16 +33,15 @@ TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_pa
     tkvi_work w;
     tkv_status st;
     if (!kv || !bytes) return TKV_ERR_ARG;
-    st = tkvi_plan_work((tkv_cache *)(uintptr_t)kv, p, tkvi_consumers, /* only reads */
-                        (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers), &c, &w);
+    st = tkvi_plan_work((tkv_cache *)(uintptr_t)kv, p, tkvi_consumers, TKVI_N_CONSUMERS, &c,
+                        &w); /* only reads */
     if (!st) *bytes = tkvi_parts_bytes_of(&w);
     return st;
 }
 
 TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, int part, int n_parts,
                                    void *workspace, size_t bytes) {
-    return tkvi_attend_part(kv, p, tkvi_consumers, (int)(sizeof tkvi_consumers / sizeof *tkvi_consumers),
-                            part, n_parts, workspace, bytes);
+    return tkvi_attend_part(kv, p, tkvi_consumers, TKVI_N_CONSUMERS, part, n_parts, workspace, bytes);
 }
 
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out) {
