@@ -815,7 +815,7 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute. Where tokens have moved it uses 24 KiB more. Give worker threads that much.
+ *   cfg.recompute. Where tokens have moved it uses 44 KiB more. Give worker threads that much.
  *
  *   An engine with jobs of its own calls tkv_attend_part instead. A call is n parts, with any n: each job computes one,
  *   in any order, and the last one to end merges. The parts share a workspace of yours (tkv_get_attend_bytes), which is
@@ -1792,7 +1792,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB, and 24 KiB more where tokens have moved). */
+ * with cfg.recompute 68 KiB, and 44 KiB more where tokens have moved). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (index) and head h results from these steps, in this order:
  *   s = scale * q.k
@@ -8197,11 +8197,11 @@ static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_l
 /* Heads of more than 256 channels are multiplied in parts of 256 positions: sums then fit 32 bits. */
 #define TKVI_K_PART 256
 
-/* The positions from `first` on, as a side of their own. *at: in and out, their codes. */
-static tkvi_side tkvi_part_of_k(const tkvi_side *s, int first, const uint8_t **at) {
+/* The positions from `first` on, at most `most`, as a side of their own. *at: in and out, their codes. */
+static tkvi_side tkvi_part_of_k(const tkvi_side *s, int first, int most, const uint8_t **at) {
     tkvi_side part = *s;
     int width, skip = first / 4, left;
-    part.pad = (int16_t)tkvi_min(TKVI_K_PART, s->pad - first);
+    part.pad = (int16_t)tkvi_min(most, s->pad - first);
     left = part.pad / 4;
     memset(&part.tiles, 0, sizeof part.tiles);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
@@ -8222,7 +8222,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const 
     all->format->side[TKV_K].meta(all, src, &tkvi_simd_ops_scalar, scale, zero);
     for (first = 0; first < all->pad; first += TKVI_K_PART) {
         const uint8_t *codes = src;
-        const tkvi_side s = tkvi_part_of_k(all, first, &codes);
+        const tkvi_side s = tkvi_part_of_k(all, first, TKVI_K_PART, &codes);
         for (r = 0; r < rows; r++)
             for (g = 0; g < s.groups; g++) {
                 const float *x = q + r * all->pad + first, *by = scale + g * all->pad + first,
@@ -10161,9 +10161,11 @@ static int64_t tkvi_code_rows_start(const tkvi_code_rows *r) {
 #define TKVI_KERNELS_PREFILL_H
 
 
-#define TKVI_PREFILL 32          /* the most rows */
-#define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
-#define TKVI_PREFILL_DIM (TKVI_PREFILL_FLOATS / 16) /* the most channels */
+#define TKVI_PREFILL 32 /* the most rows */
+/* 16 rows beyond 128 channels, so that the stack stays small: the most rows x channels */
+#define TKVI_PREFILL_FLOATS (16 * TKV_MAX_HEAD_DIM)
+#define TKVI_PREFILL_PART 128     /* positions of K that are multiplied at once */
+#define TKVI_PREFILL_WEIGHTS 1024 /* the most rows x quads of positions or tokens */
 #define TKVI_MAX_SLACK 8.0f /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
 /* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
@@ -10179,13 +10181,10 @@ typedef struct tkvi_softmax_args {
 
 /* Rows of queries. */
 typedef struct tkvi_prefill_queries {
-    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel, not reordered][lanes] */
-    TKVI_ALIGNED float ref[TKVI_PREFILL_DIM];
+    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [position][lanes] */
+    TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
     int lanes;
-    /* The same in the order of positions, which most blocks of a head share. */
-    TKVI_ALIGNED float sorted_q[TKVI_PREFILL_FLOATS];
-    TKVI_ALIGNED float sorted_ref[TKVI_PREFILL_DIM];
-    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: nothing is sorted */
+    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: positions are channels */
 } tkvi_prefill_queries;
 
 typedef struct tkvi_prefill {
@@ -10203,13 +10202,13 @@ typedef struct tkvi_prefill {
 } tkvi_prefill;
 
 /* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
-enum { TKVI_PREFILL_KEY_STRIDE = TKVI_PREFILL_DIM + 16 };
+enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
 
 /* Folded and rounded weights of all rows. An answer is wide_by * sum of the products of two limbs + by * sum of those
  * of one limb + rest. */
 typedef struct tkvi_prefill_fold {
     /* [quad of channels or tokens][lanes]: four bytes of one limb, or two weights of two limbs; odd_w: the others */
-    TKVI_ALIGNED int32_t w[TKVI_PREFILL_FLOATS / 4], odd_w[TKVI_PREFILL_FLOATS / 4];
+    TKVI_ALIGNED int32_t w[TKVI_PREFILL_WEIGHTS], odd_w[TKVI_PREFILL_WEIGHTS];
     TKVI_ALIGNED float by[TKVI_PREFILL], wide_by[TKVI_PREFILL], rest[TKVI_PREFILL];
     int n_wide; /* the first quads have two limbs */
 } tkvi_prefill_fold;
@@ -10227,9 +10226,9 @@ typedef struct tkvi_prefill_products {
 
 /* One group of tokens of a block. */
 typedef struct tkvi_prefill_k_args {
-    const float *q;            /* [position][lanes] */
-    const float *scale, *zero; /* by position. zero: less the reference, plus the centre of the codes */
-    int lanes, pad;
+    const float *q;              /* [position][lanes] */
+    const float *scale, *zero;   /* by position. zero: less the reference, plus the centre of the codes */
+    int lanes, pad, stride;      /* stride: of scale and zero, from one group to the next */
     int end[TKVI_MAX_WIDTH + 1]; /* end of the positions with codes of so many bits; widest first */
     int wide, n_limbs;           /* the first `wide` positions have two limbs; n_limbs: see tkvi_n_limbs */
     float coarse;                /* see tkvi_coarse_k */
@@ -10244,23 +10243,41 @@ typedef struct tkvi_prefill_v_args {
     float coarse;                  /* see tkvi_coarse_v */
 } tkvi_prefill_v_args;
 
-static int tkvi_prefill_lanes(int pad) {
-    return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
-}
+static int tkvi_prefill_lanes(int pad) { return pad <= TKVI_PREFILL_PART ? TKVI_PREFILL : 16; }
 
 #ifdef TKVI_VECTORS
 static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
-/* Sorts queries and reference by position. */
-static void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
-    int c;
-    if (!s->order || q->order == s->order) return;
-    q->order = s->order;
-    for (c = 0; c < s->pad; c++) {
-        memcpy(q->sorted_q + c * q->lanes, q->q + tkvi_channel(s, c) * q->lanes,
-               (size_t)q->lanes * sizeof *q->q);
-        q->sorted_ref[c] = q->ref[tkvi_channel(s, c)];
+/* Moves the position `from` of queries and reference to the position `to`. */
+static void tkvi_prefill_move(tkvi_prefill_queries *q, int to, int from) {
+    memcpy(q->q + to * q->lanes, q->q + from * q->lanes, (size_t)q->lanes * sizeof *q->q);
+    q->ref[to] = q->ref[from];
+}
+
+/* Sorts queries and reference into the order of a side, in place: cycle by cycle. Most blocks of a head have the same
+ * order. */
+static TKVI_NOINLINE void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
+    int16_t position[TKV_MAX_HEAD_DIM], from[TKV_MAX_HEAD_DIM];
+    float row[TKVI_PREFILL], ref;
+    int i, to, next;
+    if (q->order == s->order) return;
+    for (i = 0; i < s->pad; i++)
+        position[q->order ? tkvi_order_at(q->order, s->pad, i) : i] = (int16_t)i; /* of each channel */
+    for (i = 0; i < s->pad; i++) from[i] = position[tkvi_channel(s, i)];
+    for (i = 0; i < s->pad; i++) {
+        if (from[i] == i) continue;
+        memcpy(row, q->q + i * q->lanes, (size_t)q->lanes * sizeof *row);
+        ref = q->ref[i];
+        for (to = i; from[to] != i; to = next) {
+            next = from[to];
+            tkvi_prefill_move(q, to, next);
+            from[to] = (int16_t)to;
+        }
+        from[to] = (int16_t)to;
+        memcpy(q->q + to * q->lanes, row, (size_t)q->lanes * sizeof *row);
+        q->ref[to] = ref;
     }
+    q->order = s->order;
 }
 
 /* Adds n quads to a list of runs. each: the most that a quad adds to a sum; room: what fits into the last run. */
@@ -12824,7 +12841,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     for (first = 0; first < s->pad; first += TKVI_K_PART) {
         const uint8_t *codes = src;
-        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, &codes) : *s;
+        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, TKVI_K_PART, &codes) : *s;
         a.ref = ref + first;
         a.centre2 = centre2 + first;
         d.codes = codes;
@@ -13058,13 +13075,13 @@ TKVI_ROW_INSTANCES_(_half, 1, 1, 1)
 #define TKVI_PASS_(f, ...) TKVI_N(f##_pass)(__VA_ARGS__)
 #endif
 
-/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
+/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, added to out if `add`. */
 TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_products *d, const int32_t *x,
-                                  int n, const int is_key, float *out) {
+                                  int n, const int is_key, int add, float *out) {
     const int lanes = d->lanes;
     int i, lane;
     for (lane = 0; f->n_wide && lane < lanes; lane += TKVI_WIDE_VECTORS * TKVI_VF) {
-        d->add = !is_key;
+        d->add = add;
         d->w = f->w + lane;
         d->odd_w = f->odd_w + lane;
         d->wide_by = f->wide_by + lane;
@@ -13073,7 +13090,7 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
     }
     x += d->n_wide * d->step;
     for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_NARROW_VECTORS * TKVI_VF) {
-        d->add = !is_key || d->n_wide;
+        d->add = add || d->n_wide;
         d->w = f->w + d->n_wide * lanes + lane;
         d->by = f->by + lane;
         d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
@@ -13257,22 +13274,18 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     run[1] = 0;
 }
 
-TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKVI_PREFILL_DIM], zero[2 * TKVI_PREFILL_DIM];
-    TKVI_ALIGNED float centre[TKVI_PREFILL_DIM + TKVI_VF];
-    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_DIM / 4]; /* [tile][64 tokens]; odd codes */
-    uint8_t run[TKVI_PREFILL_DIM / 4 + 1];                        /* one more than tiles */
-    const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
-    const float *ref = s->order ? q->sorted_ref : q->ref;
-    const uint8_t *tile = src;
+/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero, q and
+ * a->stride: of the part's first position. */
+TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
+                                        tkvi_prefill_k_args *a, float *scale, float *zero, const float *ref,
+                                        int add, float *scores) {
+    TKVI_ALIGNED float centre[TKVI_PREFILL_PART + TKVI_VF];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_PART / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKVI_PREFILL_PART / 4 + 1];                        /* one more than tiles */
+    const int tokens = TKVI_BLOCK / s->groups, lanes = a->lanes;
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
-    tkvi_prefill_k_args a;
     int width, g, i, c = 0;
-    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
-    tkvi_prefill_sort(s, q);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
         const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
@@ -13282,30 +13295,44 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
         }
         for (; c < end; c += 4)
             tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
-        a.end[width] = end;
+        a->end[width] = end;
     }
-    for (g = 0; g < s->groups * s->pad; g += s->pad)
-        for (c = 0; c < s->pad; c += TKVI_VF)
-            tkvi_vf_store(zero + g + c,
-                          tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + g + c),
-                                       tkvi_vf_sub(tkvi_vf_load(zero + g + c), tkvi_vf_load(ref + c))));
-    a.q = s->order ? q->sorted_q : q->q;
-    a.lanes = lanes;
-    a.pad = s->pad;
-    a.wide = tkvi_n_wide_positions(s);
-    a.n_limbs = n_limbs;
-    a.coarse = tkvi_coarse_k(s);
+    a->pad = s->pad;
+    a->wide = tkvi_n_wide_positions(s);
+    a->coarse = tkvi_coarse_k(s);
     d.lanes = lanes;
     d.step = TKVI_BLOCK;
     d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
     d.run = run;
-    for (g = 0; g < s->groups; g++) {
-        a.scale = scale + g * s->pad;
-        a.zero = zero + g * s->pad;
-        TKVI_N(prefill_fold_k)(&a, &f);
+    for (g = 0; g < s->groups; g++, scale += a->stride, zero += a->stride) {
+        for (c = 0; c < s->pad; c += TKVI_VF)
+            tkvi_vf_store(zero + c, tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + c),
+                                                 tkvi_vf_sub(tkvi_vf_load(zero + c), tkvi_vf_load(ref + c))));
+        a->scale = scale;
+        a->zero = zero;
+        TKVI_N(prefill_fold_k)(a, &f);
         d.n_wide = f.n_wide;
-        TKVI_N(prefill_runs_k)(&a, &d, x[0] + g * tokens, tokens, run);
-        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, scores + g * tokens * lanes);
+        TKVI_N(prefill_runs_k)(a, &d, x[0] + g * tokens, tokens, run);
+        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, add, scores + g * tokens * lanes);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    tkvi_prefill_k_args a;
+    int first;
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    a.lanes = q->lanes;
+    a.stride = s->pad;
+    a.n_limbs = n_limbs;
+    for (first = 0; first < s->pad; first += TKVI_PREFILL_PART) {
+        const uint8_t *codes = src;
+        const tkvi_side part = tkvi_part_of_k(s, first, TKVI_PREFILL_PART, &codes);
+        a.q = q->q + first * q->lanes;
+        TKVI_N(prefill_part_k)
+        (&part, codes, ahead, &a, scale + first, zero + first, q->ref + first, first > 0, scores);
     }
 }
 
@@ -13419,7 +13446,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
             TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
             if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width);
             for (k = 0; k < slabs; k++, out += 16 * lanes)
-                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
+                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, 1, out);
         }
     }
 }
@@ -13534,6 +13561,7 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
     const uintptr_t ahead = tkvi_next_distance(src, next);
+    tkvi_prefill_sort(s, q);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
     else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
 }
@@ -15752,7 +15780,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     for (first = 0; first < s->pad; first += TKVI_K_PART) {
         const uint8_t *codes = src;
-        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, &codes) : *s;
+        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, TKVI_K_PART, &codes) : *s;
         a.ref = ref + first;
         a.centre2 = centre2 + first;
         d.codes = codes;
@@ -15986,13 +16014,13 @@ TKVI_ROW_INSTANCES_(_half, 1, 1, 1)
 #define TKVI_PASS_(f, ...) TKVI_N(f##_pass)(__VA_ARGS__)
 #endif
 
-/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
+/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, added to out if `add`. */
 TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_products *d, const int32_t *x,
-                                  int n, const int is_key, float *out) {
+                                  int n, const int is_key, int add, float *out) {
     const int lanes = d->lanes;
     int i, lane;
     for (lane = 0; f->n_wide && lane < lanes; lane += TKVI_WIDE_VECTORS * TKVI_VF) {
-        d->add = !is_key;
+        d->add = add;
         d->w = f->w + lane;
         d->odd_w = f->odd_w + lane;
         d->wide_by = f->wide_by + lane;
@@ -16001,7 +16029,7 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
     }
     x += d->n_wide * d->step;
     for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_NARROW_VECTORS * TKVI_VF) {
-        d->add = !is_key || d->n_wide;
+        d->add = add || d->n_wide;
         d->w = f->w + d->n_wide * lanes + lane;
         d->by = f->by + lane;
         d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
@@ -16185,22 +16213,18 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     run[1] = 0;
 }
 
-TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKVI_PREFILL_DIM], zero[2 * TKVI_PREFILL_DIM];
-    TKVI_ALIGNED float centre[TKVI_PREFILL_DIM + TKVI_VF];
-    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_DIM / 4]; /* [tile][64 tokens]; odd codes */
-    uint8_t run[TKVI_PREFILL_DIM / 4 + 1];                        /* one more than tiles */
-    const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
-    const float *ref = s->order ? q->sorted_ref : q->ref;
-    const uint8_t *tile = src;
+/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero, q and
+ * a->stride: of the part's first position. */
+TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
+                                        tkvi_prefill_k_args *a, float *scale, float *zero, const float *ref,
+                                        int add, float *scores) {
+    TKVI_ALIGNED float centre[TKVI_PREFILL_PART + TKVI_VF];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_PART / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKVI_PREFILL_PART / 4 + 1];                        /* one more than tiles */
+    const int tokens = TKVI_BLOCK / s->groups, lanes = a->lanes;
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
-    tkvi_prefill_k_args a;
     int width, g, i, c = 0;
-    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
-    tkvi_prefill_sort(s, q);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
         const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
@@ -16210,30 +16234,44 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
         }
         for (; c < end; c += 4)
             tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
-        a.end[width] = end;
+        a->end[width] = end;
     }
-    for (g = 0; g < s->groups * s->pad; g += s->pad)
-        for (c = 0; c < s->pad; c += TKVI_VF)
-            tkvi_vf_store(zero + g + c,
-                          tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + g + c),
-                                       tkvi_vf_sub(tkvi_vf_load(zero + g + c), tkvi_vf_load(ref + c))));
-    a.q = s->order ? q->sorted_q : q->q;
-    a.lanes = lanes;
-    a.pad = s->pad;
-    a.wide = tkvi_n_wide_positions(s);
-    a.n_limbs = n_limbs;
-    a.coarse = tkvi_coarse_k(s);
+    a->pad = s->pad;
+    a->wide = tkvi_n_wide_positions(s);
+    a->coarse = tkvi_coarse_k(s);
     d.lanes = lanes;
     d.step = TKVI_BLOCK;
     d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
     d.run = run;
-    for (g = 0; g < s->groups; g++) {
-        a.scale = scale + g * s->pad;
-        a.zero = zero + g * s->pad;
-        TKVI_N(prefill_fold_k)(&a, &f);
+    for (g = 0; g < s->groups; g++, scale += a->stride, zero += a->stride) {
+        for (c = 0; c < s->pad; c += TKVI_VF)
+            tkvi_vf_store(zero + c, tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + c),
+                                                 tkvi_vf_sub(tkvi_vf_load(zero + c), tkvi_vf_load(ref + c))));
+        a->scale = scale;
+        a->zero = zero;
+        TKVI_N(prefill_fold_k)(a, &f);
         d.n_wide = f.n_wide;
-        TKVI_N(prefill_runs_k)(&a, &d, x[0] + g * tokens, tokens, run);
-        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, scores + g * tokens * lanes);
+        TKVI_N(prefill_runs_k)(a, &d, x[0] + g * tokens, tokens, run);
+        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, add, scores + g * tokens * lanes);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    tkvi_prefill_k_args a;
+    int first;
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    a.lanes = q->lanes;
+    a.stride = s->pad;
+    a.n_limbs = n_limbs;
+    for (first = 0; first < s->pad; first += TKVI_PREFILL_PART) {
+        const uint8_t *codes = src;
+        const tkvi_side part = tkvi_part_of_k(s, first, TKVI_PREFILL_PART, &codes);
+        a.q = q->q + first * q->lanes;
+        TKVI_N(prefill_part_k)
+        (&part, codes, ahead, &a, scale + first, zero + first, q->ref + first, first > 0, scores);
     }
 }
 
@@ -16347,7 +16385,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
             TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
             if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width);
             for (k = 0; k < slabs; k++, out += 16 * lanes)
-                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
+                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, 1, out);
         }
     }
 }
@@ -16462,6 +16500,7 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
     const uintptr_t ahead = tkvi_next_distance(src, next);
+    tkvi_prefill_sort(s, q);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
     else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
 }
@@ -19011,7 +19050,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     for (first = 0; first < s->pad; first += TKVI_K_PART) {
         const uint8_t *codes = src;
-        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, &codes) : *s;
+        const tkvi_side part = s->pad > TKVI_K_PART ? tkvi_part_of_k(s, first, TKVI_K_PART, &codes) : *s;
         a.ref = ref + first;
         a.centre2 = centre2 + first;
         d.codes = codes;
@@ -19245,13 +19284,13 @@ TKVI_ROW_INSTANCES_(_half, 1, 1, 1)
 #define TKVI_PASS_(f, ...) TKVI_N(f##_pass)(__VA_ARGS__)
 #endif
 
-/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, in V added to out. */
+/* Answers of all rows for n tokens (K) or channels (V): by * sum + rest, added to out if `add`. */
 TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_products *d, const int32_t *x,
-                                  int n, const int is_key, float *out) {
+                                  int n, const int is_key, int add, float *out) {
     const int lanes = d->lanes;
     int i, lane;
     for (lane = 0; f->n_wide && lane < lanes; lane += TKVI_WIDE_VECTORS * TKVI_VF) {
-        d->add = !is_key;
+        d->add = add;
         d->w = f->w + lane;
         d->odd_w = f->odd_w + lane;
         d->wide_by = f->wide_by + lane;
@@ -19260,7 +19299,7 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
     }
     x += d->n_wide * d->step;
     for (lane = 0; (*d->run || !d->n_wide) && lane < lanes; lane += TKVI_NARROW_VECTORS * TKVI_VF) {
-        d->add = !is_key || d->n_wide;
+        d->add = add || d->n_wide;
         d->w = f->w + d->n_wide * lanes + lane;
         d->by = f->by + lane;
         d->rest = d->n_wide ? tkvi_prefill_zeros : f->rest + lane;
@@ -19444,22 +19483,18 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     run[1] = 0;
 }
 
-TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
-    TKVI_ALIGNED float scale[2 * TKVI_PREFILL_DIM], zero[2 * TKVI_PREFILL_DIM];
-    TKVI_ALIGNED float centre[TKVI_PREFILL_DIM + TKVI_VF];
-    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_DIM / 4]; /* [tile][64 tokens]; odd codes */
-    uint8_t run[TKVI_PREFILL_DIM / 4 + 1];                        /* one more than tiles */
-    const int tokens = TKVI_BLOCK / s->groups, lanes = q->lanes;
-    const float *ref = s->order ? q->sorted_ref : q->ref;
-    const uint8_t *tile = src;
+/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero, q and
+ * a->stride: of the part's first position. */
+TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
+                                        tkvi_prefill_k_args *a, float *scale, float *zero, const float *ref,
+                                        int add, float *scores) {
+    TKVI_ALIGNED float centre[TKVI_PREFILL_PART + TKVI_VF];
+    TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_PART / 4]; /* [tile][64 tokens]; odd codes */
+    uint8_t run[TKVI_PREFILL_PART / 4 + 1];                        /* one more than tiles */
+    const int tokens = TKVI_BLOCK / s->groups, lanes = a->lanes;
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
-    tkvi_prefill_k_args a;
     int width, g, i, c = 0;
-    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
-    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
-    tkvi_prefill_sort(s, q);
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
         const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
@@ -19469,30 +19504,44 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
         }
         for (; c < end; c += 4)
             tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
-        a.end[width] = end;
+        a->end[width] = end;
     }
-    for (g = 0; g < s->groups * s->pad; g += s->pad)
-        for (c = 0; c < s->pad; c += TKVI_VF)
-            tkvi_vf_store(zero + g + c,
-                          tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + g + c),
-                                       tkvi_vf_sub(tkvi_vf_load(zero + g + c), tkvi_vf_load(ref + c))));
-    a.q = s->order ? q->sorted_q : q->q;
-    a.lanes = lanes;
-    a.pad = s->pad;
-    a.wide = tkvi_n_wide_positions(s);
-    a.n_limbs = n_limbs;
-    a.coarse = tkvi_coarse_k(s);
+    a->pad = s->pad;
+    a->wide = tkvi_n_wide_positions(s);
+    a->coarse = tkvi_coarse_k(s);
     d.lanes = lanes;
     d.step = TKVI_BLOCK;
     d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
     d.run = run;
-    for (g = 0; g < s->groups; g++) {
-        a.scale = scale + g * s->pad;
-        a.zero = zero + g * s->pad;
-        TKVI_N(prefill_fold_k)(&a, &f);
+    for (g = 0; g < s->groups; g++, scale += a->stride, zero += a->stride) {
+        for (c = 0; c < s->pad; c += TKVI_VF)
+            tkvi_vf_store(zero + c, tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + c),
+                                                 tkvi_vf_sub(tkvi_vf_load(zero + c), tkvi_vf_load(ref + c))));
+        a->scale = scale;
+        a->zero = zero;
+        TKVI_N(prefill_fold_k)(a, &f);
         d.n_wide = f.n_wide;
-        TKVI_N(prefill_runs_k)(&a, &d, x[0] + g * tokens, tokens, run);
-        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, scores + g * tokens * lanes);
+        TKVI_N(prefill_runs_k)(a, &d, x[0] + g * tokens, tokens, run);
+        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, add, scores + g * tokens * lanes);
+    }
+}
+
+TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
+                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    tkvi_prefill_k_args a;
+    int first;
+    s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
+    tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
+    a.lanes = q->lanes;
+    a.stride = s->pad;
+    a.n_limbs = n_limbs;
+    for (first = 0; first < s->pad; first += TKVI_PREFILL_PART) {
+        const uint8_t *codes = src;
+        const tkvi_side part = tkvi_part_of_k(s, first, TKVI_PREFILL_PART, &codes);
+        a.q = q->q + first * q->lanes;
+        TKVI_N(prefill_part_k)
+        (&part, codes, ahead, &a, scale + first, zero + first, q->ref + first, first > 0, scores);
     }
 }
 
@@ -19606,7 +19655,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
             TKVI_N(prefill_unpack_v)(s, width, slabs, tile, x[0]);
             if (d.n_wide) TKVI_N(split_codes)(&d, x[0], slabs * TKVI_TILE_CODES, width);
             for (k = 0; k < slabs; k++, out += 16 * lanes)
-                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, out);
+                TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, 1, out);
         }
     }
 }
@@ -19721,6 +19770,7 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
                                    tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
     const uintptr_t ahead = tkvi_next_distance(src, next);
+    tkvi_prefill_sort(s, q);
     if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
     else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
 }
@@ -30380,14 +30430,22 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
 #define TKVI_ATTENTION_ATTEND_H
 
 
+/* The reference key. A block whose tokens have moved sees it turned back, as it sees the queries. */
+typedef struct tkvi_reference {
+    float newest[TKV_MAX_HEAD_DIM]; /* as the newest block sees it */
+    float moved[TKV_MAX_HEAD_DIM];  /* at its present place in the sequence */
+    int turned;                     /* of the newest block */
+} tkvi_reference;
+
 /* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
  * present place, in an order of channels. Rows of queries that are not finite are 0. */
 typedef struct tkvi_plain_rows {
     int is_set;
     const uint8_t *order; /* NULL: of the model */
     uint8_t pair[TKV_MAX_HEAD_DIM];
+    tkvi_reference reference; /* with prefill kernels */
     /* plain, then partner: [rows + 1][k_pad] each, as tkvi_turned_rows. With prefill kernels: [channel][lanes] */
-    float rows[2 * TKVI_ROW_FLOATS];
+    float rows[TKVI_PREFILL_FLOATS];
     int hint; /* place in the cache's table of rotations */
 } tkvi_plain_rows;
 
@@ -30719,13 +30777,6 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->changes = c->p->softcap > 0.0f || c->p->alibi_slopes || c->p->mask || c->p->mask_bits;
     u->far_rows = c->want_far ? tkvi_far_rows(u) : 0;
 }
-
-/* The reference key. A block whose tokens have moved sees it turned back, as it sees the queries. */
-typedef struct tkvi_reference {
-    float newest[TKV_MAX_HEAD_DIM]; /* as the newest block sees it */
-    float moved[TKV_MAX_HEAD_DIM];  /* at its present place in the sequence */
-    int turned;                     /* of the newest block */
-} tkvi_reference;
 
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
@@ -31613,10 +31664,9 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
     int lanes;
 } tkvi_prefill_sums;
 
-/* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
+/* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. rows: [16][k_pad] work space. */
 static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
-                                          int lanes, float *q, float *origin) {
-    TKVI_ALIGNED float rows[16 * TKVI_PREFILL_DIM];
+                                          int lanes, float *rows, float *q, float *origin) {
     int first, r;
     for (first = 0; first < lanes; first += 16) {
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
@@ -31630,13 +31680,13 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_an
  * finite. */
 static TKVI_NOINLINE void tkvi_set_plain_lanes(const tkvi_work_tile *u, int n_lanes, const float *origin,
                                                float *lanes) {
-    TKVI_ALIGNED float rows[16 * TKVI_PREFILL_DIM];
-    int first, r;
-    for (first = 0; first < n_lanes; first += 16) {
-        memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
-        for (r = first; r < tkvi_min(first + 16, u->rows); r++)
-            if (tkvi_is_finite(origin[r])) tkvi_copy_query(u, r, rows + (r - first) * u->k_pad);
-        u->call->many->transpose(rows, u->k_pad, u->k_pad, lanes + first, n_lanes);
+    float row[TKV_MAX_HEAD_DIM];
+    int r, i;
+    memset(lanes, 0, (size_t)(n_lanes * u->k_pad) * sizeof *lanes);
+    for (r = 0; r < u->rows; r++) {
+        if (!tkvi_is_finite(origin[r])) continue;
+        tkvi_copy_query(u, r, row);
+        for (i = 0; i < u->k_pad; i++) lanes[i * n_lanes + r] = row[i];
     }
 }
 
@@ -31664,17 +31714,33 @@ static TKVI_NOINLINE void tkvi_turn_lanes(const tkvi_work_tile *u, const tkvi_an
     }
 }
 
-/* Loads the queries as blocks that moved by `turned` see them. is_first 0: turns them, and origins stay. */
-static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
-                              int is_first, tkvi_prefill_queries *q, float *origin) {
+/* Loads the queries as the newest block sees them. rows: work space, as for tkvi_load_lanes. Returns the block's
+ * `turned`. */
+static TKVI_NOINLINE int tkvi_prefill_load(const tkvi_work_tile *u, float *rows, tkvi_prefill_queries *q,
+                                           float *origin) {
+    tkvi_plain_rows *plain = u->call->plain;
+    tkvi_reference here, *reference = plain ? &plain->reference : &here;
     tkvi_turn room;
     tkvi_angles turn = {NULL, NULL};
     int hint = 0;
-    if (TKVI_HAS_MOVES && turned) turn = tkvi_turn_back(u, turned, &hint, &room);
-    tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
-    if (is_first) tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
-    else if (TKVI_HAS_MOVES) tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
-    if (is_first && u->call->plain) u->call->plain->is_set = 0;
+    tkvi_reference_init(u, reference);
+    if (TKVI_HAS_MOVES && reference->turned) turn = tkvi_turn_back(u, reference->turned, &hint, &room);
+    memcpy(q->ref, reference->newest, sizeof q->ref);
+    tkvi_load_lanes(u, reference->turned ? &turn : NULL, q->ref, q->lanes, rows, q->q, origin);
+    if (plain) plain->is_set = 0;
+    q->order = NULL;
+    return reference->turned;
+}
+
+/* Turns the queries for blocks that moved by `turned`. Origins stay. */
+static TKVI_NOINLINE void tkvi_prefill_turn(const tkvi_work_tile *u, int turned, const float *origin,
+                                            tkvi_prefill_queries *q) {
+    tkvi_turn room;
+    tkvi_angles turn = {NULL, NULL};
+    int hint = 0;
+    if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
+    tkvi_turn_reference(u, &u->call->plain->reference, turned, turned ? &turn : NULL, q->ref);
+    tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
     q->order = NULL;
 }
 
@@ -31732,13 +31798,10 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
     tkvi_prefill_queries q;
-    tkvi_reference reference;
     tkvi_softmax_args w;
     int i, r, rotated, turned;
     q.lanes = lanes;
-    tkvi_reference_init(u, &reference);
-    turned = reference.turned;
-    tkvi_prefill_turn(u, &reference, turned, 1, &q, sums->origin);
+    turned = tkvi_prefill_load(u, sums->o, &q, sums->origin);
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
     for (r = 0; r < TKVI_PREFILL; r++) {
         sums->m[r] = TKVI_HIDDEN;
@@ -31766,7 +31829,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (!bytes) return;
             if (TKVI_HAS_MOVES && e->turned != turned) {
                 turned = e->turned;
-                tkvi_prefill_turn(u, &reference, turned, 0, &q, sums->origin);
+                tkvi_prefill_turn(u, turned, sums->origin, &q);
             }
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
             if (u->changes || !tkvi_has_all_slots(e))
@@ -31873,7 +31936,6 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
     if (c->observing[TKVI_OBSERVES_CALL]) return NULL;
-    if (tkvi_max(c->plan->geometry.k_pad, c->plan->geometry.v_pad) > TKVI_PREFILL_DIM) return NULL;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
@@ -32002,7 +32064,7 @@ static int tkvi_first_pass(tkvi_call *c, const tkvi_work *w, tkv_task *task) {
     *task = tkvi_run_work_tile;
     if (w->few || !(c->many = tkvi_prefill_for(c))) return w->n_units;
     c->tile = tkvi_prefill_lanes(tkvi_max(c->plan->geometry.head_dim, c->plan->geometry.v_head_dim));
-    c->tile -= c->tile % c->view_rows;
+    if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
     *task = tkvi_run_prefill;
     return tkvi_count_work_tiles(c);
 }

@@ -573,7 +573,7 @@ enum {
     STACK_LIMIT = 128 << 10,
     OFFLOAD_STACK = 36 << 10,
     RECOMPUTE_STACK = 68 << 10,
-    MOVED_STACK = 24 << 10,
+    MOVED_STACK = 44 << 10,
     WIDE = 256,
     WIDEST = TKV_MAX_HEAD_DIM,
     LESS_WIDE = 240, /* not a power of 2: rotations take more memory */

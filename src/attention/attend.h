@@ -34,14 +34,22 @@
 #include "kernels/dispatch.h"
 #include "reclaim/discard.h"
 
+/* The reference key. A block whose tokens have moved sees it turned back, as it sees the queries. */
+typedef struct tkvi_reference {
+    float newest[TKV_MAX_HEAD_DIM]; /* as the newest block sees it */
+    float moved[TKV_MAX_HEAD_DIM];  /* at its present place in the sequence */
+    int turned;                     /* of the newest block */
+} tkvi_reference;
+
 /* Rows that are turned again for each run of blocks that moved alike: the queries as given and the reference key at its
  * present place, in an order of channels. Rows of queries that are not finite are 0. */
 typedef struct tkvi_plain_rows {
     int is_set;
     const uint8_t *order; /* NULL: of the model */
     uint8_t pair[TKV_MAX_HEAD_DIM];
+    tkvi_reference reference; /* with prefill kernels */
     /* plain, then partner: [rows + 1][k_pad] each, as tkvi_turned_rows. With prefill kernels: [channel][lanes] */
-    float rows[2 * TKVI_ROW_FLOATS];
+    float rows[TKVI_PREFILL_FLOATS];
     int hint; /* place in the cache's table of rotations */
 } tkvi_plain_rows;
 
@@ -373,13 +381,6 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->changes = c->p->softcap > 0.0f || c->p->alibi_slopes || c->p->mask || c->p->mask_bits;
     u->far_rows = c->want_far ? tkvi_far_rows(u) : 0;
 }
-
-/* The reference key. A block whose tokens have moved sees it turned back, as it sees the queries. */
-typedef struct tkvi_reference {
-    float newest[TKV_MAX_HEAD_DIM]; /* as the newest block sees it */
-    float moved[TKV_MAX_HEAD_DIM];  /* at its present place in the sequence */
-    int turned;                     /* of the newest block */
-} tkvi_reference;
 
 /* Query rows of a work tile, scaled and padded with zeros; the reference key; each row's origin. */
 typedef struct tkvi_queries {
@@ -1267,10 +1268,9 @@ typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin:
     int lanes;
 } tkvi_prefill_sums;
 
-/* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. */
+/* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. rows: [16][k_pad] work space. */
 static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
-                                          int lanes, float *q, float *origin) {
-    TKVI_ALIGNED float rows[16 * TKVI_PREFILL_DIM];
+                                          int lanes, float *rows, float *q, float *origin) {
     int first, r;
     for (first = 0; first < lanes; first += 16) {
         memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
@@ -1284,13 +1284,13 @@ static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_an
  * finite. */
 static TKVI_NOINLINE void tkvi_set_plain_lanes(const tkvi_work_tile *u, int n_lanes, const float *origin,
                                                float *lanes) {
-    TKVI_ALIGNED float rows[16 * TKVI_PREFILL_DIM];
-    int first, r;
-    for (first = 0; first < n_lanes; first += 16) {
-        memset(rows, 0, (size_t)(16 * u->k_pad) * sizeof *rows);
-        for (r = first; r < tkvi_min(first + 16, u->rows); r++)
-            if (tkvi_is_finite(origin[r])) tkvi_copy_query(u, r, rows + (r - first) * u->k_pad);
-        u->call->many->transpose(rows, u->k_pad, u->k_pad, lanes + first, n_lanes);
+    float row[TKV_MAX_HEAD_DIM];
+    int r, i;
+    memset(lanes, 0, (size_t)(n_lanes * u->k_pad) * sizeof *lanes);
+    for (r = 0; r < u->rows; r++) {
+        if (!tkvi_is_finite(origin[r])) continue;
+        tkvi_copy_query(u, r, row);
+        for (i = 0; i < u->k_pad; i++) lanes[i * n_lanes + r] = row[i];
     }
 }
 
@@ -1318,17 +1318,33 @@ static TKVI_NOINLINE void tkvi_turn_lanes(const tkvi_work_tile *u, const tkvi_an
     }
 }
 
-/* Loads the queries as blocks that moved by `turned` see them. is_first 0: turns them, and origins stay. */
-static void tkvi_prefill_turn(const tkvi_work_tile *u, const tkvi_reference *reference, int turned,
-                              int is_first, tkvi_prefill_queries *q, float *origin) {
+/* Loads the queries as the newest block sees them. rows: work space, as for tkvi_load_lanes. Returns the block's
+ * `turned`. */
+static TKVI_NOINLINE int tkvi_prefill_load(const tkvi_work_tile *u, float *rows, tkvi_prefill_queries *q,
+                                           float *origin) {
+    tkvi_plain_rows *plain = u->call->plain;
+    tkvi_reference here, *reference = plain ? &plain->reference : &here;
     tkvi_turn room;
     tkvi_angles turn = {NULL, NULL};
     int hint = 0;
-    if (TKVI_HAS_MOVES && turned) turn = tkvi_turn_back(u, turned, &hint, &room);
-    tkvi_turn_reference(u, reference, turned, turned ? &turn : NULL, q->ref);
-    if (is_first) tkvi_load_lanes(u, turned ? &turn : NULL, q->ref, q->lanes, q->q, origin);
-    else if (TKVI_HAS_MOVES) tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
-    if (is_first && u->call->plain) u->call->plain->is_set = 0;
+    tkvi_reference_init(u, reference);
+    if (TKVI_HAS_MOVES && reference->turned) turn = tkvi_turn_back(u, reference->turned, &hint, &room);
+    memcpy(q->ref, reference->newest, sizeof q->ref);
+    tkvi_load_lanes(u, reference->turned ? &turn : NULL, q->ref, q->lanes, rows, q->q, origin);
+    if (plain) plain->is_set = 0;
+    q->order = NULL;
+    return reference->turned;
+}
+
+/* Turns the queries for blocks that moved by `turned`. Origins stay. */
+static TKVI_NOINLINE void tkvi_prefill_turn(const tkvi_work_tile *u, int turned, const float *origin,
+                                            tkvi_prefill_queries *q) {
+    tkvi_turn room;
+    tkvi_angles turn = {NULL, NULL};
+    int hint = 0;
+    if (turned) turn = tkvi_turn_back(u, turned, &hint, &room);
+    tkvi_turn_reference(u, &u->call->plain->reference, turned, turned ? &turn : NULL, q->ref);
+    tkvi_turn_lanes(u, turned ? &turn : NULL, origin, q);
     q->order = NULL;
 }
 
@@ -1386,13 +1402,10 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
     const tkvi_prefill *many = u->call->many;
     const int lanes = sums->lanes;
     tkvi_prefill_queries q;
-    tkvi_reference reference;
     tkvi_softmax_args w;
     int i, r, rotated, turned;
     q.lanes = lanes;
-    tkvi_reference_init(u, &reference);
-    turned = reference.turned;
-    tkvi_prefill_turn(u, &reference, turned, 1, &q, sums->origin);
+    turned = tkvi_prefill_load(u, sums->o, &q, sums->origin);
     memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
     for (r = 0; r < TKVI_PREFILL; r++) {
         sums->m[r] = TKVI_HIDDEN;
@@ -1420,7 +1433,7 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_pref
             if (!bytes) return;
             if (TKVI_HAS_MOVES && e->turned != turned) {
                 turned = e->turned;
-                tkvi_prefill_turn(u, &reference, turned, 0, &q, sums->origin);
+                tkvi_prefill_turn(u, turned, sums->origin, &q);
             }
             many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
             if (u->changes || !tkvi_has_all_slots(e))
@@ -1527,7 +1540,6 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
     if (c->observing[TKVI_OBSERVES_CALL]) return NULL;
-    if (tkvi_max(c->plan->geometry.k_pad, c->plan->geometry.v_pad) > TKVI_PREFILL_DIM) return NULL;
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
@@ -1656,7 +1668,7 @@ static int tkvi_first_pass(tkvi_call *c, const tkvi_work *w, tkv_task *task) {
     *task = tkvi_run_work_tile;
     if (w->few || !(c->many = tkvi_prefill_for(c))) return w->n_units;
     c->tile = tkvi_prefill_lanes(tkvi_max(c->plan->geometry.head_dim, c->plan->geometry.v_head_dim));
-    c->tile -= c->tile % c->view_rows;
+    if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
     *task = tkvi_run_prefill;
     return tkvi_count_work_tiles(c);
 }

@@ -21,9 +21,11 @@
 #include "kernels/wasm.h"
 #include "kernels/x86.h"
 
-#define TKVI_PREFILL 32          /* the most rows */
-#define TKVI_PREFILL_FLOATS 4096 /* rows x channels, to keep the stack small: 16 rows beyond 128 channels */
-#define TKVI_PREFILL_DIM (TKVI_PREFILL_FLOATS / 16) /* the most channels */
+#define TKVI_PREFILL 32 /* the most rows */
+/* 16 rows beyond 128 channels, so that the stack stays small: the most rows x channels */
+#define TKVI_PREFILL_FLOATS (16 * TKV_MAX_HEAD_DIM)
+#define TKVI_PREFILL_PART 128     /* positions of K that are multiplied at once */
+#define TKVI_PREFILL_WEIGHTS 1024 /* the most rows x quads of positions or tokens */
 #define TKVI_MAX_SLACK 8.0f /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
 /* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
@@ -39,13 +41,10 @@ typedef struct tkvi_softmax_args {
 
 /* Rows of queries. */
 typedef struct tkvi_prefill_queries {
-    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [channel, not reordered][lanes] */
-    TKVI_ALIGNED float ref[TKVI_PREFILL_DIM];
+    TKVI_ALIGNED float q[TKVI_PREFILL_FLOATS]; /* [position][lanes] */
+    TKVI_ALIGNED float ref[TKV_MAX_HEAD_DIM];
     int lanes;
-    /* The same in the order of positions, which most blocks of a head share. */
-    TKVI_ALIGNED float sorted_q[TKVI_PREFILL_FLOATS];
-    TKVI_ALIGNED float sorted_ref[TKVI_PREFILL_DIM];
-    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: nothing is sorted */
+    const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: positions are channels */
 } tkvi_prefill_queries;
 
 typedef struct tkvi_prefill {
@@ -63,13 +62,13 @@ typedef struct tkvi_prefill {
 } tkvi_prefill;
 
 /* Floats from one exact key to the next. A power of 2 would put the same channel of all keys into one cache set. */
-enum { TKVI_PREFILL_KEY_STRIDE = TKVI_PREFILL_DIM + 16 };
+enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
 
 /* Folded and rounded weights of all rows. An answer is wide_by * sum of the products of two limbs + by * sum of those
  * of one limb + rest. */
 typedef struct tkvi_prefill_fold {
     /* [quad of channels or tokens][lanes]: four bytes of one limb, or two weights of two limbs; odd_w: the others */
-    TKVI_ALIGNED int32_t w[TKVI_PREFILL_FLOATS / 4], odd_w[TKVI_PREFILL_FLOATS / 4];
+    TKVI_ALIGNED int32_t w[TKVI_PREFILL_WEIGHTS], odd_w[TKVI_PREFILL_WEIGHTS];
     TKVI_ALIGNED float by[TKVI_PREFILL], wide_by[TKVI_PREFILL], rest[TKVI_PREFILL];
     int n_wide; /* the first quads have two limbs */
 } tkvi_prefill_fold;
@@ -87,9 +86,9 @@ typedef struct tkvi_prefill_products {
 
 /* One group of tokens of a block. */
 typedef struct tkvi_prefill_k_args {
-    const float *q;            /* [position][lanes] */
-    const float *scale, *zero; /* by position. zero: less the reference, plus the centre of the codes */
-    int lanes, pad;
+    const float *q;              /* [position][lanes] */
+    const float *scale, *zero;   /* by position. zero: less the reference, plus the centre of the codes */
+    int lanes, pad, stride;      /* stride: of scale and zero, from one group to the next */
     int end[TKVI_MAX_WIDTH + 1]; /* end of the positions with codes of so many bits; widest first */
     int wide, n_limbs;           /* the first `wide` positions have two limbs; n_limbs: see tkvi_n_limbs */
     float coarse;                /* see tkvi_coarse_k */
@@ -104,23 +103,41 @@ typedef struct tkvi_prefill_v_args {
     float coarse;                  /* see tkvi_coarse_v */
 } tkvi_prefill_v_args;
 
-static int tkvi_prefill_lanes(int pad) {
-    return pad <= TKVI_PREFILL_FLOATS / TKVI_PREFILL ? TKVI_PREFILL : 16;
-}
+static int tkvi_prefill_lanes(int pad) { return pad <= TKVI_PREFILL_PART ? TKVI_PREFILL : 16; }
 
 #ifdef TKVI_VECTORS
 static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
 
-/* Sorts queries and reference by position. */
-static void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
-    int c;
-    if (!s->order || q->order == s->order) return;
-    q->order = s->order;
-    for (c = 0; c < s->pad; c++) {
-        memcpy(q->sorted_q + c * q->lanes, q->q + tkvi_channel(s, c) * q->lanes,
-               (size_t)q->lanes * sizeof *q->q);
-        q->sorted_ref[c] = q->ref[tkvi_channel(s, c)];
+/* Moves the position `from` of queries and reference to the position `to`. */
+static void tkvi_prefill_move(tkvi_prefill_queries *q, int to, int from) {
+    memcpy(q->q + to * q->lanes, q->q + from * q->lanes, (size_t)q->lanes * sizeof *q->q);
+    q->ref[to] = q->ref[from];
+}
+
+/* Sorts queries and reference into the order of a side, in place: cycle by cycle. Most blocks of a head have the same
+ * order. */
+static TKVI_NOINLINE void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_queries *q) {
+    int16_t position[TKV_MAX_HEAD_DIM], from[TKV_MAX_HEAD_DIM];
+    float row[TKVI_PREFILL], ref;
+    int i, to, next;
+    if (q->order == s->order) return;
+    for (i = 0; i < s->pad; i++)
+        position[q->order ? tkvi_order_at(q->order, s->pad, i) : i] = (int16_t)i; /* of each channel */
+    for (i = 0; i < s->pad; i++) from[i] = position[tkvi_channel(s, i)];
+    for (i = 0; i < s->pad; i++) {
+        if (from[i] == i) continue;
+        memcpy(row, q->q + i * q->lanes, (size_t)q->lanes * sizeof *row);
+        ref = q->ref[i];
+        for (to = i; from[to] != i; to = next) {
+            next = from[to];
+            tkvi_prefill_move(q, to, next);
+            from[to] = (int16_t)to;
+        }
+        from[to] = (int16_t)to;
+        memcpy(q->q + to * q->lanes, row, (size_t)q->lanes * sizeof *row);
+        q->ref[to] = ref;
     }
+    q->order = s->order;
 }
 
 /* Adds n quads to a list of runs. each: the most that a quad adds to a sum; room: what fits into the last run. */

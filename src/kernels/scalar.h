@@ -243,11 +243,11 @@ static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_l
 /* Heads of more than 256 channels are multiplied in parts of 256 positions: sums then fit 32 bits. */
 #define TKVI_K_PART 256
 
-/* The positions from `first` on, as a side of their own. *at: in and out, their codes. */
-static tkvi_side tkvi_part_of_k(const tkvi_side *s, int first, const uint8_t **at) {
+/* The positions from `first` on, at most `most`, as a side of their own. *at: in and out, their codes. */
+static tkvi_side tkvi_part_of_k(const tkvi_side *s, int first, int most, const uint8_t **at) {
     tkvi_side part = *s;
     int width, skip = first / 4, left;
-    part.pad = (int16_t)tkvi_min(TKVI_K_PART, s->pad - first);
+    part.pad = (int16_t)tkvi_min(most, s->pad - first);
     left = part.pad / 4;
     memset(&part.tiles, 0, sizeof part.tiles);
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
@@ -268,7 +268,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const 
     all->format->side[TKV_K].meta(all, src, &tkvi_simd_ops_scalar, scale, zero);
     for (first = 0; first < all->pad; first += TKVI_K_PART) {
         const uint8_t *codes = src;
-        const tkvi_side s = tkvi_part_of_k(all, first, &codes);
+        const tkvi_side s = tkvi_part_of_k(all, first, TKVI_K_PART, &codes);
         for (r = 0; r < rows; r++)
             for (g = 0; g < s.groups; g++) {
                 const float *x = q + r * all->pad + first, *by = scale + g * all->pad + first,
