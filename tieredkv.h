@@ -1334,6 +1334,7 @@ typedef struct tkv_rope {
     /* NULL, or dim/2 numbers from 0 to 1 that replace the powers of base; read during the call, not kept */
     const float *frequencies;
     tkv_rope_kind kind; /* other than TKV_ROPE_FIXED: the rest is not used */
+    int first; /* the first rotated channel: 512 where RoPE turns the last 64 of 576 (DeepSeek). Not with KVQUANT */
 } tkv_rope;
 /* Turns a head's vector by a number of positions, in place, as RoPE does. It is the arithmetic of tkv_seq_shift:
  * attention to tokens that all moved by d is, bit for bit, that with queries turned by -d.
@@ -1352,6 +1353,7 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
      * layers). v_head_dim 0 is head_dim, if the layer sets that. A layer with share_kv may set n_heads alone. With
      * model.scale 0, scores of a layer are scaled by 1/sqrt(its head_dim). */
     int n_heads, n_kv_heads, head_dim, v_head_dim;
+    int v_in_k; /* as model.v_in_k; TKV_OFF: V is stored */
     tkv_format_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
     int window;       /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
@@ -1539,7 +1541,8 @@ typedef int (*tkv_compute_rows)(void *user, int seq, int layer, int head, const 
                                 float *k, float *v);
 typedef struct tkv_recompute_config {
     /* gives K and V of n tokens (1 to 16) of a KV head of a layer, as they were appended. `positions` has their
-     * indices. k is [n][head_dim], v [n][v_head_dim], or NULL if not needed. Evicted tokens may be among them.
+     * indices. k is [n][head_dim], v [n][v_head_dim], or NULL if not needed, as v with v_in_k. Evicted tokens may be
+     * among them.
      * NULL: no model */
     tkv_compute_rows compute;
     void *user;
@@ -1553,7 +1556,11 @@ typedef struct tkv_model_config { /* the model */
     int n_kv_heads;               /* heads of K and V; 0: n_heads (plain multi-head attention) */
     int head_dim;   /* channels of K and q; required, 1 .. 576. The cache pads it to a multiple of 16 */
     int v_head_dim; /* channels of V and out, 1 .. 576; 0: head_dim */
-    int window;     /* sliding window of all layers, in tokens; 0: none */
+    /* 1: V is the first v_head_dim channels of K, and is not stored: latents of MLA (DeepSeek: one KV head, head_dim
+     * 576, v_head_dim 512). Appends take k alone; v may be NULL. The format of K holds both: an exact one, Q8, KIVI
+     * or A. */
+    int v_in_k;
+    int window; /* sliding window of all layers, in tokens; 0: none */
     /* 1: queries see the sinks of tiers.sink_tokens also from beyond their window (StreamingLLM, arXiv 2309.17453).
      * These sinks do not expire. 0: a window hides them as any token */
     int window_sinks;
@@ -2269,6 +2276,7 @@ TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *
 /* One layer of one sequence. `length` is the sum of tokens, expired, evicted and discarded. */
 typedef struct tkv_layer_info {
     int n_heads, n_kv_heads, head_dim, v_head_dim;
+    int v_in_k;                             /* 1: V is stored as the first channels of K */
     int length;                             /* in tokens */
     int tokens[TKV_TIER_COUNT];             /* tokens per tier; sinks count as HOT */
     int blocks[TKV_TIER_COUNT];             /* blocks per tier */
@@ -4096,6 +4104,7 @@ static void tkvi_rotate_back(float *x, int dim) {
 typedef struct tkvi_geometry {
     int n_heads, n_kv_heads;
     int head_dim, v_head_dim; /* channels of K and of V */
+    int v_in_k;               /* 1: V is the first channels of K, and is not stored */
     int k_pad, v_pad;         /* the same, rounded up to 16 */
     float scale;              /* of scores, if a call gives none */
 } tkvi_geometry;
@@ -4137,6 +4146,7 @@ static tkvi_geometry tkvi_model_geometry(const tkv_model_config *m) {
     g.n_kv_heads = m->n_kv_heads ? m->n_kv_heads : m->n_heads;
     g.head_dim = m->head_dim;
     g.v_head_dim = m->v_head_dim ? m->v_head_dim : m->head_dim;
+    g.v_in_k = m->v_in_k == 1;
     g.scale = m->scale;
     tkvi_set_pads(&g);
     return g;
@@ -4152,6 +4162,7 @@ static tkvi_geometry tkvi_layer_geometry(const tkv_config *cfg, int layer) {
         if (stored->n_kv_heads) g.n_kv_heads = stored->n_kv_heads;
         if (stored->head_dim) g.head_dim = g.v_head_dim = stored->head_dim;
         if (stored->v_head_dim) g.v_head_dim = stored->v_head_dim;
+        if (stored->v_in_k) g.v_in_k = stored->v_in_k == 1;
         tkvi_set_pads(&g);
     }
     if (!(g.scale > 0.0f)) g.scale = (float)(1.0 / sqrt((double)g.head_dim));
@@ -4160,7 +4171,8 @@ static tkvi_geometry tkvi_layer_geometry(const tkv_config *cfg, int layer) {
 
 /* 1 if two layers have K and V of the same shape. Their query heads may differ. */
 static int tkvi_is_same_geometry(const tkvi_geometry *a, const tkvi_geometry *b) {
-    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim &&
+           a->v_in_k == b->v_in_k;
 }
 
 /* Makes each number of *most at least that of g. */
@@ -4254,6 +4266,10 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
         return "it must be even, 2 to head_dim, TKV_OFF, or 0 for none";
     if (r->dim > 512 || (r->dim == 512 && head_dim > 512)) /* a pair has a byte (tkvi_turned_rows) */
         return "it must be at most 510, or 512 with head_dim 512";
+    *field = "rope.first";
+    *value = (double)r->first;
+    if (r->first < 0 || r->first > head_dim - (r->dim > 0 ? r->dim : 0))
+        return "it must be 0 to head_dim - rope.dim";
     *field = "rope.kind";
     *value = (double)(int)r->kind;
     if ((unsigned)r->kind >= TKV_ROPE_COUNT) return "it must be a tkv_rope_kind";
@@ -4287,8 +4303,9 @@ static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
-    int pairs, apart, step; /* pair j is channels j * step and j * step + apart */
-    int row;                /* pairs, rounded up to 16: floats for a cosine or a sine of each pair */
+    int pairs, apart, step; /* pair j is channels first + j * step and first + j * step + apart */
+    int first;
+    int row;             /* pairs, rounded up to 16: floats for a cosine or a sine of each pair */
     int lanes;           /* the same with a lane for channels without a pair, if there are any (tkvi_turn) */
     uint64_t *frequency; /* [pairs] */
     /* [17][row] by position 0 .. 16, for kernels of formats that undo RoPE: tkvi_cos_sin would take longer than the
@@ -4307,7 +4324,8 @@ static float tkvi_rope_base(const tkv_rope *r) { return r->base > 0.0f ? r->base
 /* 1 if two descriptors that are known have the same frequencies and pairs. */
 static int tkvi_is_same_rope(const tkv_rope *a, const tkv_rope *b) {
     if (a == b) return 1;
-    if (a->dim != b->dim || a->interleaved != b->interleaved || !a->frequencies != !b->frequencies) return 0;
+    if (a->dim != b->dim || a->first != b->first || a->interleaved != b->interleaved) return 0;
+    if (!a->frequencies != !b->frequencies) return 0;
     if (tkvi_bits(tkvi_rope_scale(a)) != tkvi_bits(tkvi_rope_scale(b))) return 0;
     if (a->frequencies)
         return memcmp(a->frequencies, b->frequencies, (size_t)(a->dim / 2) * sizeof(float)) == 0;
@@ -4333,6 +4351,7 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int head_dim, int
     memset(rope, 0, sizeof *rope);
     memset(memory, 0, tkvi_rope_bytes(r, with_rows));
     rope->pairs = r->dim / 2;
+    rope->first = r->first;
     rope->row = tkvi_round_up(rope->pairs, 16);
     rope->lanes = tkvi_rope_lanes(r, head_dim);
     rope->step = r->interleaved ? 2 : 1;
@@ -4422,6 +4441,7 @@ static void tkvi_turn_apply(const tkvi_rope *rope, const float *cosine, const fl
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
     int j, n = rope->pairs;
     if (n < 1) return;
+    x += rope->first;
     for (j = 0; j < n; j++) {
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
@@ -4459,11 +4479,11 @@ typedef struct tkvi_turned_rows {
 /* The channel that channel c of a rope is paired with, and its pair. *sign: of its sine. A channel without a pair has
  * the first lane behind the pairs, whose sine is 0. */
 static int tkvi_partner_of(const tkvi_rope *rope, int c, int *pair, float *sign) {
-    const int is_second = rope->step == 2 ? c & 1 : c >= rope->apart;
+    const int at = c - rope->first, is_second = rope->step == 2 ? at & 1 : at >= rope->apart;
     *pair = rope->pairs;
     *sign = 1.0f;
-    if (c >= 2 * rope->pairs) return c;
-    *pair = rope->step == 2 ? c / 2 : c - (is_second ? rope->apart : 0);
+    if (at < 0 || at >= 2 * rope->pairs) return c;
+    *pair = rope->step == 2 ? at / 2 : at - (is_second ? rope->apart : 0);
     *sign = is_second ? 1.0f : -1.0f;
     return is_second ? c - rope->apart : c + rope->apart;
 }
@@ -5595,6 +5615,21 @@ static int tkvi_is_exact(const tkvi_format *f) { return f->stored < TKVI_AS_TILE
 
 static int tkvi_format_stores(const tkvi_format *f, tkv_side which) { return f->side[which].layout != NULL; }
 
+/* V inside K: a view of K's bytes as V. It has the layout of K and the channels of V, and no bytes of its own. */
+static void tkvi_view_k_as_v(tkvi_side *v, const tkvi_side *k, int v_dim) {
+    *v = *k;
+    v->dim = (int16_t)v_dim;
+    v->bytes = 0;
+}
+
+TKVI_FN int tkvi_is_view(const tkvi_side *s) { return s->bytes == 0; }
+
+/* Writes one token into an exact side. Views take none: their tokens are those of K. */
+static void tkvi_put_token(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token,
+                           uint8_t *dst) {
+    if (!tkvi_is_view(s)) s->format->side[s->which].put(s, ops, x, token, dst);
+}
+
 /* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. */
 static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
                            const tkv_format_options *options, int tabled, const tkvi_share *share) {
@@ -5627,9 +5662,10 @@ static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side whi
     tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share);
 }
 
+/* Views are encoded with their K. */
 static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
-    s->format->side[s->which].encode(s, ops, x, stride, n, dst);
+    if (!tkvi_is_view(s)) s->format->side[s->which].encode(s, ops, x, stride, n, dst);
 }
 
 /* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */
@@ -7841,6 +7877,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
     if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     *options = c->options;
     tkvi_fill_options(options);
+    if (c->side == TKV_K && c->rope.first && tkvi_formats[c->format].family->undoes_rope) return 0;
     tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, options, 0, NULL);
     s->start = c->position;
     return 1;
@@ -8394,6 +8431,35 @@ static int tkvi_softmax_step_scalar(const float *s, int rows, float *m, float *s
 static void tkvi_scale_add_scalar(float *x, float a, const float *y, float b, int n) {
     int i;
     for (i = 0; i < n; i++) x[i] = y ? a * x[i] + b * y[i] : a * x[i];
+}
+
+/* V inside K: out[row][pad of V] += sum_t p[row][t] v[t], as tkvi_v_kernel, where s is a view of K (tkvi_view_k_as_v).
+ * Decodes 16 tokens at a time, and multiplies them as F32. It serves machines without vectors, and second passes: other
+ * rows have the kernels of kernels/prefill.h, which do not decode. The scalar decoder takes least of the stack. */
+static void tkvi_add_viewed_values(const tkvi_kernels *kernels, const tkvi_side *s, const uint8_t *src,
+                                   const float *p, int rows, int n, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    tkvi_side f32;
+    int from;
+    memset(&f32, 0, sizeof f32);
+    f32.format = &tkvi_formats[TKV_F32];
+    f32.which = TKV_V;
+    f32.dim = s->dim;
+    f32.pad = (int16_t)tkvi_round_up(s->dim, 16);
+    f32.tokens = TKVI_BLOCK;
+    memset(x, 0, sizeof x);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_decode_side(s, src, from, count, x, (size_t)f32.pad);
+        kernels->v[TKVI_AS_F32](&f32, (const uint8_t *)x, NULL, p + from, rows, count, 1, out);
+    }
+}
+
+/* out[row][pad of V] += sum_t p[row][t] v[t], stored as V or inside K. Parameters as tkvi_v_kernel. */
+static void tkvi_add_values(const tkvi_kernels *kernels, const tkvi_side *s, const uint8_t *src,
+                            const uint8_t *next, const float *p, int rows, int n, int precise, float *out) {
+    if (tkvi_is_view(s)) tkvi_add_viewed_values(kernels, s, src, p, rows, n, out);
+    else kernels->v[s->format->stored](s, src, next, p, rows, n, tkvi_n_limbs(s, precise), out);
 }
 
 static const tkvi_kernels tkvi_kernels_scalar = {
@@ -10166,6 +10232,8 @@ static int64_t tkvi_code_rows_start(const tkvi_code_rows *r) {
 #define TKVI_PREFILL_FLOATS (16 * TKV_MAX_HEAD_DIM)
 #define TKVI_PREFILL_PART 128     /* positions of K that are multiplied at once */
 #define TKVI_PREFILL_WEIGHTS 1024 /* the most rows x quads of positions or tokens */
+#define TKVI_PREFILL_GROUPS 8     /* the most groups of rows */
+#define TKVI_GROUP_ROWS 128       /* the most rows of all groups */
 #define TKVI_MAX_SLACK 8.0f /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
 /* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
@@ -10187,13 +10255,28 @@ typedef struct tkvi_prefill_queries {
     const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: positions are channels */
 } tkvi_prefill_queries;
 
+typedef struct tkvi_prefill_sums { /* of the online softmax. m, l, far_attention, origin: [lanes] */
+    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS]; /* [v_pad][lanes] */
+    TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
+    int lanes;
+} tkvi_prefill_sums;
+
+/* Memory for groups of rows that share unpacked codes: too large for a stack. */
+typedef struct tkvi_prefill_area {
+    tkvi_prefill_queries q[TKVI_PREFILL_GROUPS];
+    tkvi_prefill_sums sums[TKVI_PREFILL_GROUPS];
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_GROUP_ROWS];
+} tkvi_prefill_area;
+
 typedef struct tkvi_prefill {
-    /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. scores: [64][lanes] */
-    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
-              int n_limbs, float *scores);
-    /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
-    void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
-              int n_limbs, float *out);
+    /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. Groups of rows have queries and sums of their own, and
+     * share codes that are unpacked once. They have equal lanes and the same reference key.
+     * q: [n_groups]; scores: [n_groups][64][lanes] */
+    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *const *q,
+              int n_groups, int n, int n_limbs, float *scores);
+    /* p: [n_groups][64][lanes], zero beyond n; out: [n_groups], each [channel][lanes]. s may be a view of K */
+    void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes,
+              int n_groups, int n, int precise, float *const *out);
     int (*softmax_step)(const tkvi_softmax_args *w); /* returns 1 if w->shrink must be applied to outputs */
     void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
     void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
@@ -10208,10 +10291,17 @@ enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
  * of one limb + rest. */
 typedef struct tkvi_prefill_fold {
     /* [quad of channels or tokens][lanes]: four bytes of one limb, or two weights of two limbs; odd_w: the others */
-    TKVI_ALIGNED int32_t w[TKVI_PREFILL_WEIGHTS], odd_w[TKVI_PREFILL_WEIGHTS];
+    int32_t *w, *odd_w;
     TKVI_ALIGNED float by[TKVI_PREFILL], wide_by[TKVI_PREFILL], rest[TKVI_PREFILL];
     int n_wide; /* the first quads have two limbs */
 } tkvi_prefill_fold;
+
+/* V inside K: the weights p of one group of rows and one group of tokens. */
+typedef struct tkvi_viewed_weights {
+    tkvi_prefill_fold fold[2]; /* of one limb, of two limbs; without `rest` */
+    TKVI_ALIGNED float sum_w[2][TKVI_PREFILL], sum_p[TKVI_PREFILL];
+    int needs_two; /* 1: no tile may have one limb */
+} tkvi_viewed_weights;
 
 /* The products of a pass: a few vectors of rows. */
 typedef struct tkvi_prefill_products {
@@ -13104,45 +13194,48 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
 /* >>exact tiers */
 /* 8 tokens at a time. Tokens beyond n repeat the last one. */
 TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         const float *q, const float *ref, int lanes, int n, float *scores) {
+                                         tkvi_prefill_queries *const *q, int n_groups, int n, float *scores) {
     TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
-    const int row_bytes = s->pad * s->format->bits / 8;
-    int t, j, c, lane;
+    const int row_bytes = s->pad * s->format->bits / 8, lanes = q[0]->lanes;
+    int t, j, c, lane, i;
     for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
-        if (t >= n) {
-            memset(scores, 0, (size_t)(8 * lanes) * sizeof(float));
-            continue;
-        }
+        for (i = 0; t >= n && i < n_groups; i++)
+            memset(scores + i * TKVI_BLOCK * lanes, 0, (size_t)(8 * lanes) * sizeof(float));
+        if (t >= n) continue;
         for (j = 0; j < 8; j++) {
             const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
             tkvi_ahead(row, row_bytes, ahead);
             for (c = 0; c < s->pad; c += TKVI_VF)
                 tkvi_vf_store(
                     x + j * TKVI_PREFILL_KEY_STRIDE + c,
-                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
+                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(q[0]->ref + c)));
         }
-        for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
-                TKVI_PASS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
-                           scores + j * lanes + lane);
+        for (i = 0; i < n_groups; i++)
+            for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
+                for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                    TKVI_PASS_(rows_key, q[i]->q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                               scores + (i * TKVI_BLOCK + j) * lanes + lane);
     }
 }
 
+/* p: [n_groups][64][lanes] */
 TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         const float *p, int lanes, int n, float *out) {
+                                         const float *p, int lanes, int n_groups, int n, float *const *out) {
     TKVI_ALIGNED float x[16 * TKVI_BLOCK];
     const int row_bytes = s->pad * s->format->bits / 8;
-    int t, c, j, lane;
-    for (c = 0; c < s->pad; c += 16, out += 16 * lanes) {
+    int t, c, j, lane, i;
+    for (c = 0; c < s->dim; c += 16) {
         for (t = 0; t < n; t++) {
             for (j = 0; j < 16; j += TKVI_VF)
                 tkvi_vf_store(x + 16 * t + j,
                               TKVI_N(load_values)(s->format->stored, src + t * row_bytes, c + j));
             tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
         }
-        for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
-                TKVI_PASS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+        for (i = 0; i < n_groups; i++)
+            for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
+                for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                    TKVI_PASS_(rows_value, p + i * TKVI_BLOCK * lanes + lane, lanes, x + j, n,
+                               out[i] + (c + j) * lanes + lane);
     }
 }
 
@@ -13259,14 +13352,15 @@ TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x,
     }
 }
 
-/* Codes and weights of a group are there: splits codes for wide weights, and lists the runs of the others. */
+/* Codes and weights of a group of tokens are there: splits codes for wide weights, from quad `first` on, and lists the
+ * runs of the others. */
 TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi_prefill_products *d,
-                                        int32_t *x, int tokens, uint8_t *run) {
+                                        int first, int32_t *x, int tokens, uint8_t *run) {
     int width, i = 0, room = TKVI_SUM_MAX;
     *run = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
-            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
+            if (i >= first) TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
         run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
                                    TKVI_SUM_MAX, &room);
         i = a->end[width] / 4;
@@ -13274,29 +13368,41 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     run[1] = 0;
 }
 
-/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero, q and
- * a->stride: of the part's first position. */
+/* Unpacks the tiles of a part. x: [tile][64 tokens] */
+TKVI_KERNEL void TKVI_N(prefill_unpack_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
+                                          int32_t *x) {
+    int width, i;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, tile += TKVI_TILE_BYTES(width), x += TKVI_BLOCK) {
+            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(unpack_tile)(tile, width, (uint8_t *)x);
+        }
+}
+
+/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero and
+ * a->stride: of the part, which begins at position `first`. */
 TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
-                                        tkvi_prefill_k_args *a, float *scale, float *zero, const float *ref,
-                                        int add, float *scores) {
+                                        tkvi_prefill_k_args *a, float *scale, float *zero, int first,
+                                        tkvi_prefill_queries *const *q, int n_groups, float *scores) {
     TKVI_ALIGNED float centre[TKVI_PREFILL_PART + TKVI_VF];
     TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_PART / 4]; /* [tile][64 tokens]; odd codes */
     uint8_t run[TKVI_PREFILL_PART / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = a->lanes;
+    const float *ref = q[0]->ref + first; /* all groups of rows have the same */
+    TKVI_ALIGNED int32_t w[2][TKVI_PREFILL_WEIGHTS];
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
     int width, g, i, c = 0;
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
         const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
-        for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
-            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
-            TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
-        }
         for (; c < end; c += 4)
             tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
         a->end[width] = end;
     }
+    TKVI_N(prefill_unpack_k)(s, tile, ahead, x[0]);
+    f.w = w[0];
+    f.odd_w = w[1];
     a->pad = s->pad;
     a->wide = tkvi_n_wide_positions(s);
     a->coarse = tkvi_coarse_k(s);
@@ -13305,34 +13411,44 @@ TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile,
     d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
     d.run = run;
     for (g = 0; g < s->groups; g++, scale += a->stride, zero += a->stride) {
+        int n_split = 0;
         for (c = 0; c < s->pad; c += TKVI_VF)
             tkvi_vf_store(zero + c, tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + c),
                                                  tkvi_vf_sub(tkvi_vf_load(zero + c), tkvi_vf_load(ref + c))));
         a->scale = scale;
         a->zero = zero;
-        TKVI_N(prefill_fold_k)(a, &f);
-        d.n_wide = f.n_wide;
-        TKVI_N(prefill_runs_k)(a, &d, x[0] + g * tokens, tokens, run);
-        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, add, scores + g * tokens * lanes);
+        for (i = 0; i < n_groups; i++) {
+            a->q = q[i]->q + first * lanes;
+            TKVI_N(prefill_fold_k)(a, &f);
+            d.n_wide = f.n_wide;
+            if (n_split > d.n_wide) { /* the rows before needed two limbs in more places, which is rare */
+                TKVI_N(prefill_unpack_k)(s, tile, 0, x[0]);
+                n_split = 0;
+            }
+            TKVI_N(prefill_runs_k)(a, &d, n_split, x[0] + g * tokens, tokens, run);
+            n_split = d.n_wide;
+            TKVI_N(rows_dot)
+            (&f, &d, x[0] + g * tokens, tokens, 1, first > 0, scores + (i * TKVI_BLOCK + g * tokens) * lanes);
+        }
     }
 }
 
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+                                         tkvi_prefill_queries *const *q, int n_groups, int n_limbs,
+                                         float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     tkvi_prefill_k_args a;
     int first;
     s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
-    a.lanes = q->lanes;
+    a.lanes = q[0]->lanes;
     a.stride = s->pad;
     a.n_limbs = n_limbs;
     for (first = 0; first < s->pad; first += TKVI_PREFILL_PART) {
         const uint8_t *codes = src;
         const tkvi_side part = tkvi_part_of_k(s, first, TKVI_PREFILL_PART, &codes);
-        a.q = q->q + first * q->lanes;
         TKVI_N(prefill_part_k)
-        (&part, codes, ahead, &a, scale + first, zero + first, q->ref + first, first > 0, scores);
+        (&part, codes, ahead, &a, scale + first, zero + first, first, q, n_groups, scores);
     }
 }
 
@@ -13411,10 +13527,13 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
     uint8_t run[TKVI_BLOCK / 4 + 1];
     const uint8_t *tile = src;
     const int quads = (n + 15) / 16 * 4;
+    TKVI_ALIGNED int32_t w[2][TKVI_BLOCK / 4 * TKVI_PREFILL];
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
     tkvi_prefill_v_args a;
     int width, i, k, slab = 0;
+    f.w = w[0];
+    f.odd_w = w[1];
     s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     a.p = p;
@@ -13449,6 +13568,203 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
                 TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, 1, out);
         }
     }
+}
+
+/* >>V inside K: tiles of K as V. out[c] = scale_c sum p code + zero_c sum p */
+/* Rounds the weights p of n tokens: once to one limb, once to two. */
+TKVI_KERNEL void TKVI_N(prefill_fold_viewed)(const float *p, int lanes, int n, float coarse,
+                                             tkvi_viewed_weights *v) {
+    const int measures = coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V);
+    int32_t *const w = v->fold[0].w, *const even = v->fold[1].w, *const odd = v->fold[1].odd_w;
+    int lane, t, j;
+    v->needs_two = !TKVI_HAS_NARROW;
+    v->fold[0].n_wide = 0;
+    v->fold[1].n_wide = n / 4;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *x = p + lane;
+        tkvi_vf top = tkvi_vf_splat(0.0f), squares = top, sum = top, by[2];
+        tkvi_vi one[4], two[4], all = tkvi_vi_splat(0), all_two = all;
+        for (t = 0; t < n; t++, x += lanes) {
+            const tkvi_vf y = tkvi_vf_load(x);
+            top = tkvi_vf_max(top, y);
+            sum = tkvi_vf_add(sum, y);
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (measures) v->needs_two |= TKVI_N(rows_need_two)(coarse, top, squares, TKVI_LIMB_MAX_V);
+        by[0] = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_V);
+        by[1] = TKVI_N(rows_inverse)(top, (float)TKVI_TWO_LIMBS_MAX);
+        for (t = 0, x = p + lane; t < n; t += 4) {
+            const int at = t / 4 * lanes + lane;
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++, x += lanes) {
+                const tkvi_vf y = tkvi_vf_load(x);
+                one[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by[0]));
+                two[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by[1]));
+                all = tkvi_vi_add(all, one[j]);
+                all_two = tkvi_vi_add(all_two, two[j]);
+            }
+            tkvi_vb_store((uint8_t *)(w + at), tkvi_pack_rows_v(one));
+            tkvi_vb_store((uint8_t *)(even + at), tkvi_pack_rows_even(two));
+            tkvi_vb_store((uint8_t *)(odd + at), tkvi_pack_rows_odd(two));
+        }
+        tkvi_vf_store(v->sum_p + lane, sum);
+        tkvi_vf_store(v->sum_w[0] + lane, tkvi_vi_to_float(all));
+        tkvi_vf_store(v->sum_w[1] + lane, tkvi_vi_to_float(all_two));
+        tkvi_vf_store(v->fold[0].by + lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_LIMB_MAX_V)));
+        tkvi_vf_store(v->fold[1].wide_by + lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_TWO_LIMBS_MAX)));
+    }
+}
+
+/* Unpacks n tiles of K, at most 4, as a slab of V: [quad of tokens][16 positions][4 tokens]. */
+TKVI_KERNEL void TKVI_N(prefill_unpack_viewed)(const uint8_t *tile, int width, int n, int32_t *x) {
+    static const int8_t by_channel[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const tkvi_vb table = tkvi_vb_table(by_channel);
+    int i, j;
+    for (i = 0; i < n; i++, tile += TKVI_TILE_BYTES(width), x += 4) {
+        TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+        TKVI_N(unpack_tile)(tile, width, code);
+        for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB) /* 16 bytes: four tokens of four channels */
+            tkvi_vb_scatter4((uint8_t *)(x + j), 64, tkvi_vb_look_up(tkvi_vb_load(code + j), table));
+    }
+}
+
+/* Adds n positions of a slab to the outputs of one group of rows. limbs: 0: one, 1: two. scale, zero: of the first
+ * position. */
+TKVI_KERNEL void TKVI_N(prefill_add_viewed)(const tkvi_side *s, int position, int n, int width, int limbs,
+                                            tkvi_viewed_weights *v, tkvi_prefill_products *d,
+                                            const int32_t *x, const float *scale, const float *zero,
+                                            float *out) {
+    TKVI_ALIGNED float sums[16 * TKVI_PREFILL];
+    tkvi_prefill_fold *f = &v->fold[limbs];
+    const float *unit = limbs ? f->wide_by : f->by;
+    const float centre = 0.5f * (float)((1 << width) - 1);
+    const float middle =
+        centre - (width == 8 ? (float)TKVI_BIAS : 0.0f); /* of the codes as they are multiplied */
+    const int lanes = d->lanes;
+    int lane, i;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const tkvi_vf w = tkvi_vf_mul(tkvi_vf_load(v->sum_w[limbs] + lane), tkvi_vf_splat(-middle));
+        tkvi_vf_store(f->rest + lane,
+                      tkvi_vf_madd(tkvi_vf_load(unit + lane), w,
+                                   tkvi_vf_mul(tkvi_vf_load(v->sum_p + lane), tkvi_vf_splat(centre))));
+    }
+    d->n_wide = f->n_wide;
+    TKVI_N(rows_dot)(f, d, x, tkvi_round_up(n, TKVI_ROW_TOKENS), 0, 0, sums);
+    for (i = 0; i < n; i++) {
+        const int c = tkvi_channel(s, position + i);
+        const tkvi_vf by = tkvi_vf_splat(scale[i]), plus = tkvi_vf_splat(zero[i]);
+        float *to = out + c * lanes;
+        if (c >= s->dim) continue;
+        for (lane = 0; lane < lanes; lane += TKVI_VF) {
+            const tkvi_vf y = tkvi_vf_madd(tkvi_vf_load(v->sum_p + lane), plus, tkvi_vf_load(to + lane));
+            tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sums + i * lanes + lane), by, y));
+        }
+    }
+}
+
+/* Adds the channels without codes, which have a mean only. */
+TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, const float *zero, int lanes,
+                                           const float *sum_p, float *out) {
+    int lane;
+    for (; position < s->pad; position++) {
+        const int c = tkvi_channel(s, position);
+        float *to = out + c * lanes;
+        for (lane = 0; lane < lanes && c < s->dim; lane += TKVI_VF)
+            tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sum_p + lane), tkvi_vf_splat(zero[position]),
+                                                  tkvi_vf_load(to + lane)));
+    }
+}
+
+/* 1 if one of n positions has a channel of V. */
+static int TKVI_N(has_viewed)(const tkvi_side *s, int position, int n) {
+    int i;
+    for (i = 0; i < n; i++)
+        if (tkvi_channel(s, position + i) < s->dim) return 1;
+    return 0;
+}
+
+/* w: work space, 3 * 16 * lanes * n_groups; weights: [2 * n_groups]. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s, const uint8_t *tile,
+                                                             const float *p, int lanes, int n_groups, int n,
+                                                             int precise, int32_t *w,
+                                                             tkvi_viewed_weights *weights,
+                                                             float *const *out) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t x[2][TKVI_TILE_CODES]; /* [quad of tokens][16 positions]; odd codes */
+    uint8_t run[TKVI_BLOCK / 4 + 1];
+    const int n_token_groups = n > TKVI_BLOCK / 2 ? s->groups : 1, in_group = TKVI_BLOCK / s->groups;
+    const int n_weights = n_token_groups * n_groups;
+    tkvi_prefill_products d;
+    float coarse = 0.0f;
+    int width, i, k, limbs, position = 0, quads[2];
+    s->format->side[TKV_K].meta(s, tile, &TKVI_N(simd_ops), scale, zero);
+    for (width = 1; width < TKVI_WIDE; width++)
+        if (s->tiles.n[width]) coarse = tkvi_spread[!s->format->shared][width] * (float)in_group;
+    for (i = 0; i < n_token_groups; i++)
+        quads[i] = tkvi_round_up(tkvi_min(n - i * in_group, in_group), 16) / 4;
+    for (k = 0; k < n_weights; k++) {
+        tkvi_viewed_weights *v = &weights[k];
+        const int of_tokens = k / n_groups;
+        int32_t *const at = w + k * 3 * in_group / 4 * lanes;
+        v->fold[0].w = v->fold[0].odd_w = at;
+        v->fold[1].w = at + in_group / 4 * lanes;
+        v->fold[1].odd_w = v->fold[1].w + in_group / 4 * lanes;
+        TKVI_N(prefill_fold_viewed)
+        (p + (k % n_groups * TKVI_BLOCK + of_tokens * in_group) * lanes, lanes, 4 * quads[of_tokens], coarse,
+         v);
+        v->needs_two |= precise;
+    }
+    d.lanes = lanes;
+    d.step = 16;
+    d.odd = TKVI_TILE_CODES;
+    d.run = run;
+    memset(x, 0, sizeof x);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i += 4) {
+            const int tiles = tkvi_min(4, s->tiles.n[width] - i);
+            if (TKVI_N(has_viewed)(s, position, 4 * tiles)) {
+                TKVI_N(prefill_unpack_viewed)(tile, width, tiles, x[0]);
+                for (limbs = 0; limbs < 2; limbs++) {
+                    int is_split = 0;
+                    for (k = 0; k < n_weights; k++) {
+                        const int of_tokens = k / n_groups, at = of_tokens * s->pad + position;
+                        int room = TKVI_V_SUM_MAX;
+                        if ((width >= TKVI_WIDE || weights[k].needs_two) != limbs) continue;
+                        if (limbs && !is_split) TKVI_N(split_codes)(&d, x[0], TKVI_TILE_CODES, width);
+                        is_split = 1;
+                        run[0] = run[1] = 0;
+                        if (!limbs)
+                            tkvi_prefill_add_run(run, quads[of_tokens],
+                                                 2 * TKVI_LIMB_MAX_V * ((1 << width) - 1), TKVI_V_SUM_MAX,
+                                                 &room)[1] = 0;
+                        TKVI_N(prefill_add_viewed)
+                        (s, position, 4 * tiles, width, limbs, &weights[k], &d,
+                         x[0] + of_tokens * in_group / 4 * 16, scale + at, zero + at, out[k % n_groups]);
+                    }
+                }
+            }
+            tile += tiles * TKVI_TILE_BYTES(width);
+            position += 4 * tiles;
+        }
+    for (k = 0; k < n_weights; k++) TKVI_N(prefill_add_means)
+    (s, position, zero + k / n_groups * s->pad, lanes, weights[k].sum_p, out[k % n_groups]);
+}
+
+/* One group of rows, with little memory on the stack; and several. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_one)(const tkvi_side *s, const uint8_t *src,
+                                                          const float *p, int lanes, int n, int precise,
+                                                          float *const *out) {
+    TKVI_ALIGNED int32_t w[3 * TKVI_BLOCK / 4 * TKVI_PREFILL];
+    tkvi_viewed_weights weights[2];
+    TKVI_N(prefill_viewed_groups)(s, src, p, lanes, 1, n, precise, w, weights, out);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_v)(const tkvi_side *s, const uint8_t *src,
+                                                        const float *p, int lanes, int n_groups, int n,
+                                                        int precise, float *const *out) {
+    TKVI_ALIGNED int32_t w[3 * TKVI_BLOCK / 4 * TKVI_GROUP_ROWS];
+    tkvi_viewed_weights weights[2 * TKVI_PREFILL_GROUPS];
+    TKVI_N(prefill_viewed_groups)(s, src, p, lanes, n_groups, n, precise, w, weights, out);
 }
 
 /* >>softmax, rotation, layout */
@@ -13559,18 +13875,26 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 }
 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+                                   tkvi_prefill_queries *const *q, int n_groups, int n, int n_limbs,
+                                   float *scores) {
     const uintptr_t ahead = tkvi_next_distance(src, next);
-    tkvi_prefill_sort(s, q);
-    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
+    int i;
+    for (i = 0; i < n_groups; i++) tkvi_prefill_sort(s, q[i]);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q, n_groups, n, scores);
+    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_groups, n_limbs, scores);
 }
 
 TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *p, int lanes, int n, int n_limbs, float *out) {
-    const uintptr_t ahead = tkvi_next_distance(src, next);
-    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
-    else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
+                                   const float *p, int lanes, int n_groups, int n, int precise,
+                                   float *const *out) {
+    const uintptr_t ahead = tkvi_is_view(s) ? 0 : tkvi_next_distance(src, next);
+    int i;
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n_groups, n, out);
+    else if (tkvi_is_view(s) && n_groups == 1) TKVI_N(prefill_viewed_one)(s, src, p, lanes, n, precise, out);
+    else if (tkvi_is_view(s)) TKVI_N(prefill_viewed_v)(s, src, p, lanes, n_groups, n, precise, out);
+    else
+        for (i = 0; i < n_groups; i++) TKVI_N(prefill_tiles_v)
+    (s, src, ahead, p + i * TKVI_BLOCK * lanes, lanes, n, tkvi_n_limbs(s, precise), out[i]);
 }
 
 static const tkvi_prefill TKVI_N(prefill) = {
@@ -16043,45 +16367,48 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
 /* >>exact tiers */
 /* 8 tokens at a time. Tokens beyond n repeat the last one. */
 TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         const float *q, const float *ref, int lanes, int n, float *scores) {
+                                         tkvi_prefill_queries *const *q, int n_groups, int n, float *scores) {
     TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
-    const int row_bytes = s->pad * s->format->bits / 8;
-    int t, j, c, lane;
+    const int row_bytes = s->pad * s->format->bits / 8, lanes = q[0]->lanes;
+    int t, j, c, lane, i;
     for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
-        if (t >= n) {
-            memset(scores, 0, (size_t)(8 * lanes) * sizeof(float));
-            continue;
-        }
+        for (i = 0; t >= n && i < n_groups; i++)
+            memset(scores + i * TKVI_BLOCK * lanes, 0, (size_t)(8 * lanes) * sizeof(float));
+        if (t >= n) continue;
         for (j = 0; j < 8; j++) {
             const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
             tkvi_ahead(row, row_bytes, ahead);
             for (c = 0; c < s->pad; c += TKVI_VF)
                 tkvi_vf_store(
                     x + j * TKVI_PREFILL_KEY_STRIDE + c,
-                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
+                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(q[0]->ref + c)));
         }
-        for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
-                TKVI_PASS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
-                           scores + j * lanes + lane);
+        for (i = 0; i < n_groups; i++)
+            for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
+                for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                    TKVI_PASS_(rows_key, q[i]->q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                               scores + (i * TKVI_BLOCK + j) * lanes + lane);
     }
 }
 
+/* p: [n_groups][64][lanes] */
 TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         const float *p, int lanes, int n, float *out) {
+                                         const float *p, int lanes, int n_groups, int n, float *const *out) {
     TKVI_ALIGNED float x[16 * TKVI_BLOCK];
     const int row_bytes = s->pad * s->format->bits / 8;
-    int t, c, j, lane;
-    for (c = 0; c < s->pad; c += 16, out += 16 * lanes) {
+    int t, c, j, lane, i;
+    for (c = 0; c < s->dim; c += 16) {
         for (t = 0; t < n; t++) {
             for (j = 0; j < 16; j += TKVI_VF)
                 tkvi_vf_store(x + 16 * t + j,
                               TKVI_N(load_values)(s->format->stored, src + t * row_bytes, c + j));
             tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
         }
-        for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
-                TKVI_PASS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+        for (i = 0; i < n_groups; i++)
+            for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
+                for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                    TKVI_PASS_(rows_value, p + i * TKVI_BLOCK * lanes + lane, lanes, x + j, n,
+                               out[i] + (c + j) * lanes + lane);
     }
 }
 
@@ -16198,14 +16525,15 @@ TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x,
     }
 }
 
-/* Codes and weights of a group are there: splits codes for wide weights, and lists the runs of the others. */
+/* Codes and weights of a group of tokens are there: splits codes for wide weights, from quad `first` on, and lists the
+ * runs of the others. */
 TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi_prefill_products *d,
-                                        int32_t *x, int tokens, uint8_t *run) {
+                                        int first, int32_t *x, int tokens, uint8_t *run) {
     int width, i = 0, room = TKVI_SUM_MAX;
     *run = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
-            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
+            if (i >= first) TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
         run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
                                    TKVI_SUM_MAX, &room);
         i = a->end[width] / 4;
@@ -16213,29 +16541,41 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     run[1] = 0;
 }
 
-/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero, q and
- * a->stride: of the part's first position. */
+/* Unpacks the tiles of a part. x: [tile][64 tokens] */
+TKVI_KERNEL void TKVI_N(prefill_unpack_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
+                                          int32_t *x) {
+    int width, i;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, tile += TKVI_TILE_BYTES(width), x += TKVI_BLOCK) {
+            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(unpack_tile)(tile, width, (uint8_t *)x);
+        }
+}
+
+/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero and
+ * a->stride: of the part, which begins at position `first`. */
 TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
-                                        tkvi_prefill_k_args *a, float *scale, float *zero, const float *ref,
-                                        int add, float *scores) {
+                                        tkvi_prefill_k_args *a, float *scale, float *zero, int first,
+                                        tkvi_prefill_queries *const *q, int n_groups, float *scores) {
     TKVI_ALIGNED float centre[TKVI_PREFILL_PART + TKVI_VF];
     TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_PART / 4]; /* [tile][64 tokens]; odd codes */
     uint8_t run[TKVI_PREFILL_PART / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = a->lanes;
+    const float *ref = q[0]->ref + first; /* all groups of rows have the same */
+    TKVI_ALIGNED int32_t w[2][TKVI_PREFILL_WEIGHTS];
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
     int width, g, i, c = 0;
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
         const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
-        for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
-            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
-            TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
-        }
         for (; c < end; c += 4)
             tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
         a->end[width] = end;
     }
+    TKVI_N(prefill_unpack_k)(s, tile, ahead, x[0]);
+    f.w = w[0];
+    f.odd_w = w[1];
     a->pad = s->pad;
     a->wide = tkvi_n_wide_positions(s);
     a->coarse = tkvi_coarse_k(s);
@@ -16244,34 +16584,44 @@ TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile,
     d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
     d.run = run;
     for (g = 0; g < s->groups; g++, scale += a->stride, zero += a->stride) {
+        int n_split = 0;
         for (c = 0; c < s->pad; c += TKVI_VF)
             tkvi_vf_store(zero + c, tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + c),
                                                  tkvi_vf_sub(tkvi_vf_load(zero + c), tkvi_vf_load(ref + c))));
         a->scale = scale;
         a->zero = zero;
-        TKVI_N(prefill_fold_k)(a, &f);
-        d.n_wide = f.n_wide;
-        TKVI_N(prefill_runs_k)(a, &d, x[0] + g * tokens, tokens, run);
-        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, add, scores + g * tokens * lanes);
+        for (i = 0; i < n_groups; i++) {
+            a->q = q[i]->q + first * lanes;
+            TKVI_N(prefill_fold_k)(a, &f);
+            d.n_wide = f.n_wide;
+            if (n_split > d.n_wide) { /* the rows before needed two limbs in more places, which is rare */
+                TKVI_N(prefill_unpack_k)(s, tile, 0, x[0]);
+                n_split = 0;
+            }
+            TKVI_N(prefill_runs_k)(a, &d, n_split, x[0] + g * tokens, tokens, run);
+            n_split = d.n_wide;
+            TKVI_N(rows_dot)
+            (&f, &d, x[0] + g * tokens, tokens, 1, first > 0, scores + (i * TKVI_BLOCK + g * tokens) * lanes);
+        }
     }
 }
 
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+                                         tkvi_prefill_queries *const *q, int n_groups, int n_limbs,
+                                         float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     tkvi_prefill_k_args a;
     int first;
     s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
-    a.lanes = q->lanes;
+    a.lanes = q[0]->lanes;
     a.stride = s->pad;
     a.n_limbs = n_limbs;
     for (first = 0; first < s->pad; first += TKVI_PREFILL_PART) {
         const uint8_t *codes = src;
         const tkvi_side part = tkvi_part_of_k(s, first, TKVI_PREFILL_PART, &codes);
-        a.q = q->q + first * q->lanes;
         TKVI_N(prefill_part_k)
-        (&part, codes, ahead, &a, scale + first, zero + first, q->ref + first, first > 0, scores);
+        (&part, codes, ahead, &a, scale + first, zero + first, first, q, n_groups, scores);
     }
 }
 
@@ -16350,10 +16700,13 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
     uint8_t run[TKVI_BLOCK / 4 + 1];
     const uint8_t *tile = src;
     const int quads = (n + 15) / 16 * 4;
+    TKVI_ALIGNED int32_t w[2][TKVI_BLOCK / 4 * TKVI_PREFILL];
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
     tkvi_prefill_v_args a;
     int width, i, k, slab = 0;
+    f.w = w[0];
+    f.odd_w = w[1];
     s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     a.p = p;
@@ -16388,6 +16741,203 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
                 TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, 1, out);
         }
     }
+}
+
+/* >>V inside K: tiles of K as V. out[c] = scale_c sum p code + zero_c sum p */
+/* Rounds the weights p of n tokens: once to one limb, once to two. */
+TKVI_KERNEL void TKVI_N(prefill_fold_viewed)(const float *p, int lanes, int n, float coarse,
+                                             tkvi_viewed_weights *v) {
+    const int measures = coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V);
+    int32_t *const w = v->fold[0].w, *const even = v->fold[1].w, *const odd = v->fold[1].odd_w;
+    int lane, t, j;
+    v->needs_two = !TKVI_HAS_NARROW;
+    v->fold[0].n_wide = 0;
+    v->fold[1].n_wide = n / 4;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *x = p + lane;
+        tkvi_vf top = tkvi_vf_splat(0.0f), squares = top, sum = top, by[2];
+        tkvi_vi one[4], two[4], all = tkvi_vi_splat(0), all_two = all;
+        for (t = 0; t < n; t++, x += lanes) {
+            const tkvi_vf y = tkvi_vf_load(x);
+            top = tkvi_vf_max(top, y);
+            sum = tkvi_vf_add(sum, y);
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (measures) v->needs_two |= TKVI_N(rows_need_two)(coarse, top, squares, TKVI_LIMB_MAX_V);
+        by[0] = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_V);
+        by[1] = TKVI_N(rows_inverse)(top, (float)TKVI_TWO_LIMBS_MAX);
+        for (t = 0, x = p + lane; t < n; t += 4) {
+            const int at = t / 4 * lanes + lane;
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++, x += lanes) {
+                const tkvi_vf y = tkvi_vf_load(x);
+                one[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by[0]));
+                two[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by[1]));
+                all = tkvi_vi_add(all, one[j]);
+                all_two = tkvi_vi_add(all_two, two[j]);
+            }
+            tkvi_vb_store((uint8_t *)(w + at), tkvi_pack_rows_v(one));
+            tkvi_vb_store((uint8_t *)(even + at), tkvi_pack_rows_even(two));
+            tkvi_vb_store((uint8_t *)(odd + at), tkvi_pack_rows_odd(two));
+        }
+        tkvi_vf_store(v->sum_p + lane, sum);
+        tkvi_vf_store(v->sum_w[0] + lane, tkvi_vi_to_float(all));
+        tkvi_vf_store(v->sum_w[1] + lane, tkvi_vi_to_float(all_two));
+        tkvi_vf_store(v->fold[0].by + lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_LIMB_MAX_V)));
+        tkvi_vf_store(v->fold[1].wide_by + lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_TWO_LIMBS_MAX)));
+    }
+}
+
+/* Unpacks n tiles of K, at most 4, as a slab of V: [quad of tokens][16 positions][4 tokens]. */
+TKVI_KERNEL void TKVI_N(prefill_unpack_viewed)(const uint8_t *tile, int width, int n, int32_t *x) {
+    static const int8_t by_channel[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const tkvi_vb table = tkvi_vb_table(by_channel);
+    int i, j;
+    for (i = 0; i < n; i++, tile += TKVI_TILE_BYTES(width), x += 4) {
+        TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+        TKVI_N(unpack_tile)(tile, width, code);
+        for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB) /* 16 bytes: four tokens of four channels */
+            tkvi_vb_scatter4((uint8_t *)(x + j), 64, tkvi_vb_look_up(tkvi_vb_load(code + j), table));
+    }
+}
+
+/* Adds n positions of a slab to the outputs of one group of rows. limbs: 0: one, 1: two. scale, zero: of the first
+ * position. */
+TKVI_KERNEL void TKVI_N(prefill_add_viewed)(const tkvi_side *s, int position, int n, int width, int limbs,
+                                            tkvi_viewed_weights *v, tkvi_prefill_products *d,
+                                            const int32_t *x, const float *scale, const float *zero,
+                                            float *out) {
+    TKVI_ALIGNED float sums[16 * TKVI_PREFILL];
+    tkvi_prefill_fold *f = &v->fold[limbs];
+    const float *unit = limbs ? f->wide_by : f->by;
+    const float centre = 0.5f * (float)((1 << width) - 1);
+    const float middle =
+        centre - (width == 8 ? (float)TKVI_BIAS : 0.0f); /* of the codes as they are multiplied */
+    const int lanes = d->lanes;
+    int lane, i;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const tkvi_vf w = tkvi_vf_mul(tkvi_vf_load(v->sum_w[limbs] + lane), tkvi_vf_splat(-middle));
+        tkvi_vf_store(f->rest + lane,
+                      tkvi_vf_madd(tkvi_vf_load(unit + lane), w,
+                                   tkvi_vf_mul(tkvi_vf_load(v->sum_p + lane), tkvi_vf_splat(centre))));
+    }
+    d->n_wide = f->n_wide;
+    TKVI_N(rows_dot)(f, d, x, tkvi_round_up(n, TKVI_ROW_TOKENS), 0, 0, sums);
+    for (i = 0; i < n; i++) {
+        const int c = tkvi_channel(s, position + i);
+        const tkvi_vf by = tkvi_vf_splat(scale[i]), plus = tkvi_vf_splat(zero[i]);
+        float *to = out + c * lanes;
+        if (c >= s->dim) continue;
+        for (lane = 0; lane < lanes; lane += TKVI_VF) {
+            const tkvi_vf y = tkvi_vf_madd(tkvi_vf_load(v->sum_p + lane), plus, tkvi_vf_load(to + lane));
+            tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sums + i * lanes + lane), by, y));
+        }
+    }
+}
+
+/* Adds the channels without codes, which have a mean only. */
+TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, const float *zero, int lanes,
+                                           const float *sum_p, float *out) {
+    int lane;
+    for (; position < s->pad; position++) {
+        const int c = tkvi_channel(s, position);
+        float *to = out + c * lanes;
+        for (lane = 0; lane < lanes && c < s->dim; lane += TKVI_VF)
+            tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sum_p + lane), tkvi_vf_splat(zero[position]),
+                                                  tkvi_vf_load(to + lane)));
+    }
+}
+
+/* 1 if one of n positions has a channel of V. */
+static int TKVI_N(has_viewed)(const tkvi_side *s, int position, int n) {
+    int i;
+    for (i = 0; i < n; i++)
+        if (tkvi_channel(s, position + i) < s->dim) return 1;
+    return 0;
+}
+
+/* w: work space, 3 * 16 * lanes * n_groups; weights: [2 * n_groups]. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s, const uint8_t *tile,
+                                                             const float *p, int lanes, int n_groups, int n,
+                                                             int precise, int32_t *w,
+                                                             tkvi_viewed_weights *weights,
+                                                             float *const *out) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t x[2][TKVI_TILE_CODES]; /* [quad of tokens][16 positions]; odd codes */
+    uint8_t run[TKVI_BLOCK / 4 + 1];
+    const int n_token_groups = n > TKVI_BLOCK / 2 ? s->groups : 1, in_group = TKVI_BLOCK / s->groups;
+    const int n_weights = n_token_groups * n_groups;
+    tkvi_prefill_products d;
+    float coarse = 0.0f;
+    int width, i, k, limbs, position = 0, quads[2];
+    s->format->side[TKV_K].meta(s, tile, &TKVI_N(simd_ops), scale, zero);
+    for (width = 1; width < TKVI_WIDE; width++)
+        if (s->tiles.n[width]) coarse = tkvi_spread[!s->format->shared][width] * (float)in_group;
+    for (i = 0; i < n_token_groups; i++)
+        quads[i] = tkvi_round_up(tkvi_min(n - i * in_group, in_group), 16) / 4;
+    for (k = 0; k < n_weights; k++) {
+        tkvi_viewed_weights *v = &weights[k];
+        const int of_tokens = k / n_groups;
+        int32_t *const at = w + k * 3 * in_group / 4 * lanes;
+        v->fold[0].w = v->fold[0].odd_w = at;
+        v->fold[1].w = at + in_group / 4 * lanes;
+        v->fold[1].odd_w = v->fold[1].w + in_group / 4 * lanes;
+        TKVI_N(prefill_fold_viewed)
+        (p + (k % n_groups * TKVI_BLOCK + of_tokens * in_group) * lanes, lanes, 4 * quads[of_tokens], coarse,
+         v);
+        v->needs_two |= precise;
+    }
+    d.lanes = lanes;
+    d.step = 16;
+    d.odd = TKVI_TILE_CODES;
+    d.run = run;
+    memset(x, 0, sizeof x);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i += 4) {
+            const int tiles = tkvi_min(4, s->tiles.n[width] - i);
+            if (TKVI_N(has_viewed)(s, position, 4 * tiles)) {
+                TKVI_N(prefill_unpack_viewed)(tile, width, tiles, x[0]);
+                for (limbs = 0; limbs < 2; limbs++) {
+                    int is_split = 0;
+                    for (k = 0; k < n_weights; k++) {
+                        const int of_tokens = k / n_groups, at = of_tokens * s->pad + position;
+                        int room = TKVI_V_SUM_MAX;
+                        if ((width >= TKVI_WIDE || weights[k].needs_two) != limbs) continue;
+                        if (limbs && !is_split) TKVI_N(split_codes)(&d, x[0], TKVI_TILE_CODES, width);
+                        is_split = 1;
+                        run[0] = run[1] = 0;
+                        if (!limbs)
+                            tkvi_prefill_add_run(run, quads[of_tokens],
+                                                 2 * TKVI_LIMB_MAX_V * ((1 << width) - 1), TKVI_V_SUM_MAX,
+                                                 &room)[1] = 0;
+                        TKVI_N(prefill_add_viewed)
+                        (s, position, 4 * tiles, width, limbs, &weights[k], &d,
+                         x[0] + of_tokens * in_group / 4 * 16, scale + at, zero + at, out[k % n_groups]);
+                    }
+                }
+            }
+            tile += tiles * TKVI_TILE_BYTES(width);
+            position += 4 * tiles;
+        }
+    for (k = 0; k < n_weights; k++) TKVI_N(prefill_add_means)
+    (s, position, zero + k / n_groups * s->pad, lanes, weights[k].sum_p, out[k % n_groups]);
+}
+
+/* One group of rows, with little memory on the stack; and several. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_one)(const tkvi_side *s, const uint8_t *src,
+                                                          const float *p, int lanes, int n, int precise,
+                                                          float *const *out) {
+    TKVI_ALIGNED int32_t w[3 * TKVI_BLOCK / 4 * TKVI_PREFILL];
+    tkvi_viewed_weights weights[2];
+    TKVI_N(prefill_viewed_groups)(s, src, p, lanes, 1, n, precise, w, weights, out);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_v)(const tkvi_side *s, const uint8_t *src,
+                                                        const float *p, int lanes, int n_groups, int n,
+                                                        int precise, float *const *out) {
+    TKVI_ALIGNED int32_t w[3 * TKVI_BLOCK / 4 * TKVI_GROUP_ROWS];
+    tkvi_viewed_weights weights[2 * TKVI_PREFILL_GROUPS];
+    TKVI_N(prefill_viewed_groups)(s, src, p, lanes, n_groups, n, precise, w, weights, out);
 }
 
 /* >>softmax, rotation, layout */
@@ -16498,18 +17048,26 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 }
 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+                                   tkvi_prefill_queries *const *q, int n_groups, int n, int n_limbs,
+                                   float *scores) {
     const uintptr_t ahead = tkvi_next_distance(src, next);
-    tkvi_prefill_sort(s, q);
-    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
+    int i;
+    for (i = 0; i < n_groups; i++) tkvi_prefill_sort(s, q[i]);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q, n_groups, n, scores);
+    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_groups, n_limbs, scores);
 }
 
 TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *p, int lanes, int n, int n_limbs, float *out) {
-    const uintptr_t ahead = tkvi_next_distance(src, next);
-    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
-    else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
+                                   const float *p, int lanes, int n_groups, int n, int precise,
+                                   float *const *out) {
+    const uintptr_t ahead = tkvi_is_view(s) ? 0 : tkvi_next_distance(src, next);
+    int i;
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n_groups, n, out);
+    else if (tkvi_is_view(s) && n_groups == 1) TKVI_N(prefill_viewed_one)(s, src, p, lanes, n, precise, out);
+    else if (tkvi_is_view(s)) TKVI_N(prefill_viewed_v)(s, src, p, lanes, n_groups, n, precise, out);
+    else
+        for (i = 0; i < n_groups; i++) TKVI_N(prefill_tiles_v)
+    (s, src, ahead, p + i * TKVI_BLOCK * lanes, lanes, n, tkvi_n_limbs(s, precise), out[i]);
 }
 
 static const tkvi_prefill TKVI_N(prefill) = {
@@ -19313,45 +19871,48 @@ TKVI_KERNEL void TKVI_N(rows_dot)(const tkvi_prefill_fold *f, tkvi_prefill_produ
 /* >>exact tiers */
 /* 8 tokens at a time. Tokens beyond n repeat the last one. */
 TKVI_KERNEL void TKVI_N(prefill_exact_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         const float *q, const float *ref, int lanes, int n, float *scores) {
+                                         tkvi_prefill_queries *const *q, int n_groups, int n, float *scores) {
     TKVI_ALIGNED float x[8 * TKVI_PREFILL_KEY_STRIDE];
-    const int row_bytes = s->pad * s->format->bits / 8;
-    int t, j, c, lane;
+    const int row_bytes = s->pad * s->format->bits / 8, lanes = q[0]->lanes;
+    int t, j, c, lane, i;
     for (t = 0; t < TKVI_BLOCK; t += 8, scores += 8 * lanes) {
-        if (t >= n) {
-            memset(scores, 0, (size_t)(8 * lanes) * sizeof(float));
-            continue;
-        }
+        for (i = 0; t >= n && i < n_groups; i++)
+            memset(scores + i * TKVI_BLOCK * lanes, 0, (size_t)(8 * lanes) * sizeof(float));
+        if (t >= n) continue;
         for (j = 0; j < 8; j++) {
             const uint8_t *row = src + tkvi_min(t + j, n - 1) * row_bytes;
             tkvi_ahead(row, row_bytes, ahead);
             for (c = 0; c < s->pad; c += TKVI_VF)
                 tkvi_vf_store(
                     x + j * TKVI_PREFILL_KEY_STRIDE + c,
-                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(ref + c)));
+                    tkvi_vf_sub(TKVI_N(load_values)(s->format->stored, row, c), tkvi_vf_load(q[0]->ref + c)));
         }
-        for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
-                TKVI_PASS_(rows_key, q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
-                           scores + j * lanes + lane);
+        for (i = 0; i < n_groups; i++)
+            for (j = 0; j < 8; j += TKVI_ROW_TOKENS)
+                for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                    TKVI_PASS_(rows_key, q[i]->q + lane, lanes, x + j * TKVI_PREFILL_KEY_STRIDE, s->pad,
+                               scores + (i * TKVI_BLOCK + j) * lanes + lane);
     }
 }
 
+/* p: [n_groups][64][lanes] */
 TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         const float *p, int lanes, int n, float *out) {
+                                         const float *p, int lanes, int n_groups, int n, float *const *out) {
     TKVI_ALIGNED float x[16 * TKVI_BLOCK];
     const int row_bytes = s->pad * s->format->bits / 8;
-    int t, c, j, lane;
-    for (c = 0; c < s->pad; c += 16, out += 16 * lanes) {
+    int t, c, j, lane, i;
+    for (c = 0; c < s->dim; c += 16) {
         for (t = 0; t < n; t++) {
             for (j = 0; j < 16; j += TKVI_VF)
                 tkvi_vf_store(x + 16 * t + j,
                               TKVI_N(load_values)(s->format->stored, src + t * row_bytes, c + j));
             tkvi_ahead(src + t * row_bytes + c * s->format->bits / 8, 1, ahead);
         }
-        for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
-            for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
-                TKVI_PASS_(rows_value, p + lane, lanes, x + j, n, out + j * lanes + lane);
+        for (i = 0; i < n_groups; i++)
+            for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
+                for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
+                    TKVI_PASS_(rows_value, p + i * TKVI_BLOCK * lanes + lane, lanes, x + j, n,
+                               out[i] + (c + j) * lanes + lane);
     }
 }
 
@@ -19468,14 +20029,15 @@ TKVI_KERNEL void TKVI_N(split_codes)(const tkvi_prefill_products *d, int32_t *x,
     }
 }
 
-/* Codes and weights of a group are there: splits codes for wide weights, and lists the runs of the others. */
+/* Codes and weights of a group of tokens are there: splits codes for wide weights, from quad `first` on, and lists the
+ * runs of the others. */
 TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi_prefill_products *d,
-                                        int32_t *x, int tokens, uint8_t *run) {
+                                        int first, int32_t *x, int tokens, uint8_t *run) {
     int width, i = 0, room = TKVI_SUM_MAX;
     *run = 0;
     for (width = TKVI_MAX_WIDTH; width > 0; width--) {
         for (; i < tkvi_min(a->end[width] / 4, d->n_wide); i++)
-            TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
+            if (i >= first) TKVI_N(split_codes)(d, x + i * TKVI_BLOCK, tokens, width);
         run = tkvi_prefill_add_run(run, a->end[width] / 4 - i, 2 * TKVI_LIMB_MAX_K * ((1 << width) - 1),
                                    TKVI_SUM_MAX, &room);
         i = a->end[width] / 4;
@@ -19483,29 +20045,41 @@ TKVI_KERNEL void TKVI_N(prefill_runs_k)(const tkvi_prefill_k_args *a, const tkvi
     run[1] = 0;
 }
 
-/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero, q and
- * a->stride: of the part's first position. */
+/* Unpacks the tiles of a part. x: [tile][64 tokens] */
+TKVI_KERNEL void TKVI_N(prefill_unpack_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
+                                          int32_t *x) {
+    int width, i;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, tile += TKVI_TILE_BYTES(width), x += TKVI_BLOCK) {
+            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
+            TKVI_N(unpack_tile)(tile, width, (uint8_t *)x);
+        }
+}
+
+/* Scores of the positions of one part of a side (tkvi_part_of_k), or what the part adds to them. scale, zero and
+ * a->stride: of the part, which begins at position `first`. */
 TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile, uintptr_t ahead,
-                                        tkvi_prefill_k_args *a, float *scale, float *zero, const float *ref,
-                                        int add, float *scores) {
+                                        tkvi_prefill_k_args *a, float *scale, float *zero, int first,
+                                        tkvi_prefill_queries *const *q, int n_groups, float *scores) {
     TKVI_ALIGNED float centre[TKVI_PREFILL_PART + TKVI_VF];
     TKVI_ALIGNED int32_t x[2][TKVI_BLOCK * TKVI_PREFILL_PART / 4]; /* [tile][64 tokens]; odd codes */
     uint8_t run[TKVI_PREFILL_PART / 4 + 1];                        /* one more than tiles */
     const int tokens = TKVI_BLOCK / s->groups, lanes = a->lanes;
+    const float *ref = q[0]->ref + first; /* all groups of rows have the same */
+    TKVI_ALIGNED int32_t w[2][TKVI_PREFILL_WEIGHTS];
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
     int width, g, i, c = 0;
     for (width = TKVI_MAX_WIDTH; width >= 0; width--) {
         const int end = width ? c + 4 * s->tiles.n[width] : s->pad;
         const tkvi_vf middle = tkvi_vf_splat(0.5f * (float)((1 << width) - 1));
-        for (i = c / 4; width && i < end / 4; i++, tile += TKVI_TILE_BYTES(width)) {
-            tkvi_ahead(tile, TKVI_TILE_BYTES(width), ahead);
-            TKVI_N(unpack_tile)(tile, width, (uint8_t *)(x[0] + i * TKVI_BLOCK));
-        }
         for (; c < end; c += 4)
             tkvi_vf_store(centre + c, middle); /* the next widths overwrite what is too much */
         a->end[width] = end;
     }
+    TKVI_N(prefill_unpack_k)(s, tile, ahead, x[0]);
+    f.w = w[0];
+    f.odd_w = w[1];
     a->pad = s->pad;
     a->wide = tkvi_n_wide_positions(s);
     a->coarse = tkvi_coarse_k(s);
@@ -19514,34 +20088,44 @@ TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile,
     d.odd = (int)(sizeof x[0] / sizeof x[0][0]);
     d.run = run;
     for (g = 0; g < s->groups; g++, scale += a->stride, zero += a->stride) {
+        int n_split = 0;
         for (c = 0; c < s->pad; c += TKVI_VF)
             tkvi_vf_store(zero + c, tkvi_vf_madd(tkvi_vf_load(centre + c), tkvi_vf_load(scale + c),
                                                  tkvi_vf_sub(tkvi_vf_load(zero + c), tkvi_vf_load(ref + c))));
         a->scale = scale;
         a->zero = zero;
-        TKVI_N(prefill_fold_k)(a, &f);
-        d.n_wide = f.n_wide;
-        TKVI_N(prefill_runs_k)(a, &d, x[0] + g * tokens, tokens, run);
-        TKVI_N(rows_dot)(&f, &d, x[0] + g * tokens, tokens, 1, add, scores + g * tokens * lanes);
+        for (i = 0; i < n_groups; i++) {
+            a->q = q[i]->q + first * lanes;
+            TKVI_N(prefill_fold_k)(a, &f);
+            d.n_wide = f.n_wide;
+            if (n_split > d.n_wide) { /* the rows before needed two limbs in more places, which is rare */
+                TKVI_N(prefill_unpack_k)(s, tile, 0, x[0]);
+                n_split = 0;
+            }
+            TKVI_N(prefill_runs_k)(a, &d, n_split, x[0] + g * tokens, tokens, run);
+            n_split = d.n_wide;
+            TKVI_N(rows_dot)
+            (&f, &d, x[0] + g * tokens, tokens, 1, first > 0, scores + (i * TKVI_BLOCK + g * tokens) * lanes);
+        }
     }
 }
 
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
-                                         tkvi_prefill_queries *q, int n_limbs, float *scores) {
+                                         tkvi_prefill_queries *const *q, int n_groups, int n_limbs,
+                                         float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
     tkvi_prefill_k_args a;
     int first;
     s->format->side[TKV_K].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
-    a.lanes = q->lanes;
+    a.lanes = q[0]->lanes;
     a.stride = s->pad;
     a.n_limbs = n_limbs;
     for (first = 0; first < s->pad; first += TKVI_PREFILL_PART) {
         const uint8_t *codes = src;
         const tkvi_side part = tkvi_part_of_k(s, first, TKVI_PREFILL_PART, &codes);
-        a.q = q->q + first * q->lanes;
         TKVI_N(prefill_part_k)
-        (&part, codes, ahead, &a, scale + first, zero + first, q->ref + first, first > 0, scores);
+        (&part, codes, ahead, &a, scale + first, zero + first, first, q, n_groups, scores);
     }
 }
 
@@ -19620,10 +20204,13 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
     uint8_t run[TKVI_BLOCK / 4 + 1];
     const uint8_t *tile = src;
     const int quads = (n + 15) / 16 * 4;
+    TKVI_ALIGNED int32_t w[2][TKVI_BLOCK / 4 * TKVI_PREFILL];
     tkvi_prefill_fold f;
     tkvi_prefill_products d;
     tkvi_prefill_v_args a;
     int width, i, k, slab = 0;
+    f.w = w[0];
+    f.odd_w = w[1];
     s->format->side[TKV_V].meta(s, src, &TKVI_N(simd_ops), scale, zero);
     tkvi_ahead(src + s->code_bytes, (int)s->meta_bytes, ahead);
     a.p = p;
@@ -19658,6 +20245,203 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_v)(const tkvi_side *s, const uint8_t *src,
                 TKVI_N(rows_dot)(&f, &d, x[0] + k * TKVI_TILE_CODES, 16, 0, 1, out);
         }
     }
+}
+
+/* >>V inside K: tiles of K as V. out[c] = scale_c sum p code + zero_c sum p */
+/* Rounds the weights p of n tokens: once to one limb, once to two. */
+TKVI_KERNEL void TKVI_N(prefill_fold_viewed)(const float *p, int lanes, int n, float coarse,
+                                             tkvi_viewed_weights *v) {
+    const int measures = coarse > TKVI_ERR_LIMIT(TKVI_LIMB_MAX_V);
+    int32_t *const w = v->fold[0].w, *const even = v->fold[1].w, *const odd = v->fold[1].odd_w;
+    int lane, t, j;
+    v->needs_two = !TKVI_HAS_NARROW;
+    v->fold[0].n_wide = 0;
+    v->fold[1].n_wide = n / 4;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const float *x = p + lane;
+        tkvi_vf top = tkvi_vf_splat(0.0f), squares = top, sum = top, by[2];
+        tkvi_vi one[4], two[4], all = tkvi_vi_splat(0), all_two = all;
+        for (t = 0; t < n; t++, x += lanes) {
+            const tkvi_vf y = tkvi_vf_load(x);
+            top = tkvi_vf_max(top, y);
+            sum = tkvi_vf_add(sum, y);
+            squares = tkvi_vf_madd(y, y, squares);
+        }
+        if (measures) v->needs_two |= TKVI_N(rows_need_two)(coarse, top, squares, TKVI_LIMB_MAX_V);
+        by[0] = TKVI_N(rows_inverse)(top, (float)TKVI_LIMB_MAX_V);
+        by[1] = TKVI_N(rows_inverse)(top, (float)TKVI_TWO_LIMBS_MAX);
+        for (t = 0, x = p + lane; t < n; t += 4) {
+            const int at = t / 4 * lanes + lane;
+            TKVI_UNROLL
+            for (j = 0; j < 4; j++, x += lanes) {
+                const tkvi_vf y = tkvi_vf_load(x);
+                one[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by[0]));
+                two[j] = tkvi_vi_nearest(tkvi_vf_mul(y, by[1]));
+                all = tkvi_vi_add(all, one[j]);
+                all_two = tkvi_vi_add(all_two, two[j]);
+            }
+            tkvi_vb_store((uint8_t *)(w + at), tkvi_pack_rows_v(one));
+            tkvi_vb_store((uint8_t *)(even + at), tkvi_pack_rows_even(two));
+            tkvi_vb_store((uint8_t *)(odd + at), tkvi_pack_rows_odd(two));
+        }
+        tkvi_vf_store(v->sum_p + lane, sum);
+        tkvi_vf_store(v->sum_w[0] + lane, tkvi_vi_to_float(all));
+        tkvi_vf_store(v->sum_w[1] + lane, tkvi_vi_to_float(all_two));
+        tkvi_vf_store(v->fold[0].by + lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_LIMB_MAX_V)));
+        tkvi_vf_store(v->fold[1].wide_by + lane, tkvi_vf_mul(top, tkvi_vf_splat(1.0f / TKVI_TWO_LIMBS_MAX)));
+    }
+}
+
+/* Unpacks n tiles of K, at most 4, as a slab of V: [quad of tokens][16 positions][4 tokens]. */
+TKVI_KERNEL void TKVI_N(prefill_unpack_viewed)(const uint8_t *tile, int width, int n, int32_t *x) {
+    static const int8_t by_channel[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const tkvi_vb table = tkvi_vb_table(by_channel);
+    int i, j;
+    for (i = 0; i < n; i++, tile += TKVI_TILE_BYTES(width), x += 4) {
+        TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
+        TKVI_N(unpack_tile)(tile, width, code);
+        for (j = 0; j < TKVI_TILE_CODES; j += TKVI_VB) /* 16 bytes: four tokens of four channels */
+            tkvi_vb_scatter4((uint8_t *)(x + j), 64, tkvi_vb_look_up(tkvi_vb_load(code + j), table));
+    }
+}
+
+/* Adds n positions of a slab to the outputs of one group of rows. limbs: 0: one, 1: two. scale, zero: of the first
+ * position. */
+TKVI_KERNEL void TKVI_N(prefill_add_viewed)(const tkvi_side *s, int position, int n, int width, int limbs,
+                                            tkvi_viewed_weights *v, tkvi_prefill_products *d,
+                                            const int32_t *x, const float *scale, const float *zero,
+                                            float *out) {
+    TKVI_ALIGNED float sums[16 * TKVI_PREFILL];
+    tkvi_prefill_fold *f = &v->fold[limbs];
+    const float *unit = limbs ? f->wide_by : f->by;
+    const float centre = 0.5f * (float)((1 << width) - 1);
+    const float middle =
+        centre - (width == 8 ? (float)TKVI_BIAS : 0.0f); /* of the codes as they are multiplied */
+    const int lanes = d->lanes;
+    int lane, i;
+    for (lane = 0; lane < lanes; lane += TKVI_VF) {
+        const tkvi_vf w = tkvi_vf_mul(tkvi_vf_load(v->sum_w[limbs] + lane), tkvi_vf_splat(-middle));
+        tkvi_vf_store(f->rest + lane,
+                      tkvi_vf_madd(tkvi_vf_load(unit + lane), w,
+                                   tkvi_vf_mul(tkvi_vf_load(v->sum_p + lane), tkvi_vf_splat(centre))));
+    }
+    d->n_wide = f->n_wide;
+    TKVI_N(rows_dot)(f, d, x, tkvi_round_up(n, TKVI_ROW_TOKENS), 0, 0, sums);
+    for (i = 0; i < n; i++) {
+        const int c = tkvi_channel(s, position + i);
+        const tkvi_vf by = tkvi_vf_splat(scale[i]), plus = tkvi_vf_splat(zero[i]);
+        float *to = out + c * lanes;
+        if (c >= s->dim) continue;
+        for (lane = 0; lane < lanes; lane += TKVI_VF) {
+            const tkvi_vf y = tkvi_vf_madd(tkvi_vf_load(v->sum_p + lane), plus, tkvi_vf_load(to + lane));
+            tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sums + i * lanes + lane), by, y));
+        }
+    }
+}
+
+/* Adds the channels without codes, which have a mean only. */
+TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, const float *zero, int lanes,
+                                           const float *sum_p, float *out) {
+    int lane;
+    for (; position < s->pad; position++) {
+        const int c = tkvi_channel(s, position);
+        float *to = out + c * lanes;
+        for (lane = 0; lane < lanes && c < s->dim; lane += TKVI_VF)
+            tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sum_p + lane), tkvi_vf_splat(zero[position]),
+                                                  tkvi_vf_load(to + lane)));
+    }
+}
+
+/* 1 if one of n positions has a channel of V. */
+static int TKVI_N(has_viewed)(const tkvi_side *s, int position, int n) {
+    int i;
+    for (i = 0; i < n; i++)
+        if (tkvi_channel(s, position + i) < s->dim) return 1;
+    return 0;
+}
+
+/* w: work space, 3 * 16 * lanes * n_groups; weights: [2 * n_groups]. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s, const uint8_t *tile,
+                                                             const float *p, int lanes, int n_groups, int n,
+                                                             int precise, int32_t *w,
+                                                             tkvi_viewed_weights *weights,
+                                                             float *const *out) {
+    TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
+    TKVI_ALIGNED int32_t x[2][TKVI_TILE_CODES]; /* [quad of tokens][16 positions]; odd codes */
+    uint8_t run[TKVI_BLOCK / 4 + 1];
+    const int n_token_groups = n > TKVI_BLOCK / 2 ? s->groups : 1, in_group = TKVI_BLOCK / s->groups;
+    const int n_weights = n_token_groups * n_groups;
+    tkvi_prefill_products d;
+    float coarse = 0.0f;
+    int width, i, k, limbs, position = 0, quads[2];
+    s->format->side[TKV_K].meta(s, tile, &TKVI_N(simd_ops), scale, zero);
+    for (width = 1; width < TKVI_WIDE; width++)
+        if (s->tiles.n[width]) coarse = tkvi_spread[!s->format->shared][width] * (float)in_group;
+    for (i = 0; i < n_token_groups; i++)
+        quads[i] = tkvi_round_up(tkvi_min(n - i * in_group, in_group), 16) / 4;
+    for (k = 0; k < n_weights; k++) {
+        tkvi_viewed_weights *v = &weights[k];
+        const int of_tokens = k / n_groups;
+        int32_t *const at = w + k * 3 * in_group / 4 * lanes;
+        v->fold[0].w = v->fold[0].odd_w = at;
+        v->fold[1].w = at + in_group / 4 * lanes;
+        v->fold[1].odd_w = v->fold[1].w + in_group / 4 * lanes;
+        TKVI_N(prefill_fold_viewed)
+        (p + (k % n_groups * TKVI_BLOCK + of_tokens * in_group) * lanes, lanes, 4 * quads[of_tokens], coarse,
+         v);
+        v->needs_two |= precise;
+    }
+    d.lanes = lanes;
+    d.step = 16;
+    d.odd = TKVI_TILE_CODES;
+    d.run = run;
+    memset(x, 0, sizeof x);
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i += 4) {
+            const int tiles = tkvi_min(4, s->tiles.n[width] - i);
+            if (TKVI_N(has_viewed)(s, position, 4 * tiles)) {
+                TKVI_N(prefill_unpack_viewed)(tile, width, tiles, x[0]);
+                for (limbs = 0; limbs < 2; limbs++) {
+                    int is_split = 0;
+                    for (k = 0; k < n_weights; k++) {
+                        const int of_tokens = k / n_groups, at = of_tokens * s->pad + position;
+                        int room = TKVI_V_SUM_MAX;
+                        if ((width >= TKVI_WIDE || weights[k].needs_two) != limbs) continue;
+                        if (limbs && !is_split) TKVI_N(split_codes)(&d, x[0], TKVI_TILE_CODES, width);
+                        is_split = 1;
+                        run[0] = run[1] = 0;
+                        if (!limbs)
+                            tkvi_prefill_add_run(run, quads[of_tokens],
+                                                 2 * TKVI_LIMB_MAX_V * ((1 << width) - 1), TKVI_V_SUM_MAX,
+                                                 &room)[1] = 0;
+                        TKVI_N(prefill_add_viewed)
+                        (s, position, 4 * tiles, width, limbs, &weights[k], &d,
+                         x[0] + of_tokens * in_group / 4 * 16, scale + at, zero + at, out[k % n_groups]);
+                    }
+                }
+            }
+            tile += tiles * TKVI_TILE_BYTES(width);
+            position += 4 * tiles;
+        }
+    for (k = 0; k < n_weights; k++) TKVI_N(prefill_add_means)
+    (s, position, zero + k / n_groups * s->pad, lanes, weights[k].sum_p, out[k % n_groups]);
+}
+
+/* One group of rows, with little memory on the stack; and several. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_one)(const tkvi_side *s, const uint8_t *src,
+                                                          const float *p, int lanes, int n, int precise,
+                                                          float *const *out) {
+    TKVI_ALIGNED int32_t w[3 * TKVI_BLOCK / 4 * TKVI_PREFILL];
+    tkvi_viewed_weights weights[2];
+    TKVI_N(prefill_viewed_groups)(s, src, p, lanes, 1, n, precise, w, weights, out);
+}
+
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_v)(const tkvi_side *s, const uint8_t *src,
+                                                        const float *p, int lanes, int n_groups, int n,
+                                                        int precise, float *const *out) {
+    TKVI_ALIGNED int32_t w[3 * TKVI_BLOCK / 4 * TKVI_GROUP_ROWS];
+    tkvi_viewed_weights weights[2 * TKVI_PREFILL_GROUPS];
+    TKVI_N(prefill_viewed_groups)(s, src, p, lanes, n_groups, n, precise, w, weights, out);
 }
 
 /* >>softmax, rotation, layout */
@@ -19768,18 +20552,26 @@ TKVI_KERNEL void TKVI_N(prefill_transpose)(const float *x, int x_stride, int n, 
 }
 
 TKVI_KERNEL void TKVI_N(prefill_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   tkvi_prefill_queries *q, int n, int n_limbs, float *scores) {
+                                   tkvi_prefill_queries *const *q, int n_groups, int n, int n_limbs,
+                                   float *scores) {
     const uintptr_t ahead = tkvi_next_distance(src, next);
-    tkvi_prefill_sort(s, q);
-    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q->q, q->ref, q->lanes, n, scores);
-    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_limbs, scores);
+    int i;
+    for (i = 0; i < n_groups; i++) tkvi_prefill_sort(s, q[i]);
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_k)(s, src, ahead, q, n_groups, n, scores);
+    else TKVI_N(prefill_tiles_k)(s, src, ahead, q, n_groups, n_limbs, scores);
 }
 
 TKVI_KERNEL void TKVI_N(prefill_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next,
-                                   const float *p, int lanes, int n, int n_limbs, float *out) {
-    const uintptr_t ahead = tkvi_next_distance(src, next);
-    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n, out);
-    else TKVI_N(prefill_tiles_v)(s, src, ahead, p, lanes, n, n_limbs, out);
+                                   const float *p, int lanes, int n_groups, int n, int precise,
+                                   float *const *out) {
+    const uintptr_t ahead = tkvi_is_view(s) ? 0 : tkvi_next_distance(src, next);
+    int i;
+    if (tkvi_is_exact(s->format)) TKVI_N(prefill_exact_v)(s, src, ahead, p, lanes, n_groups, n, out);
+    else if (tkvi_is_view(s) && n_groups == 1) TKVI_N(prefill_viewed_one)(s, src, p, lanes, n, precise, out);
+    else if (tkvi_is_view(s)) TKVI_N(prefill_viewed_v)(s, src, p, lanes, n_groups, n, precise, out);
+    else
+        for (i = 0; i < n_groups; i++) TKVI_N(prefill_tiles_v)
+    (s, src, ahead, p + i * TKVI_BLOCK * lanes, lanes, n, tkvi_n_limbs(s, precise), out[i]);
 }
 
 static const tkvi_prefill TKVI_N(prefill) = {
@@ -21525,7 +22317,7 @@ static tkv_status tkvi_remat_restore(tkv_remat *r, const tkv_remat_block *blocks
 
 /* Layout of one KV head in a block: K side, then V side. */
 typedef struct tkvi_record {
-    tkvi_side k, v;
+    tkvi_side k, v;  /* v: a view of k, if V is inside K */
     size_t at, v_at; /* byte offsets: of the record in the block, of the V side in the record */
 } tkvi_record;
 
@@ -21592,7 +22384,7 @@ static int tkvi_plan_learns(const tkvi_plan *p) {
 typedef struct tkvi_layout_key {
     tkv_format_pair pair;
     int tokens;
-    int n_kv_heads, head_dim, v_head_dim;
+    int n_kv_heads, head_dim, v_head_dim, v_in_k;
 } tkvi_layout_key;
 
 typedef struct tkvi_derived_config {
@@ -21847,6 +22639,11 @@ static tkv_status tkvi_validate_geometry(const tkv_config *cfg, int layer, const
     const tkv_layer_config *c = &cfg->layers[layer];
     const char *const names[] = {"n_heads", "n_kv_heads", "head_dim", "v_head_dim"};
     int given[4], i;
+    if (c->v_in_k < TKV_OFF || c->v_in_k > 1)
+        return tkvi_bad_in(reason, size, owner, "v_in_k", c->v_in_k, "it must be 1, 0 (default) or TKV_OFF");
+    if (c->v_in_k && (c->no_cache || c->share_kv))
+        return tkvi_bad_in(reason, size, owner, "v_in_k", c->v_in_k,
+                           "it must be 0 with no_cache or share_kv: the layer stores no K and V");
     given[0] = c->n_heads;
     given[1] = c->n_kv_heads;
     given[2] = c->head_dim;
@@ -21900,6 +22697,9 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         if (g.n_heads % g.n_kv_heads)
             return tkvi_bad_in(reason, size, owner, "n_heads", g.n_heads,
                                "it must be a multiple of n_kv_heads");
+        if (g.v_in_k && g.v_head_dim > g.head_dim)
+            return tkvi_bad_in(reason, size, owner, "v_head_dim", g.v_head_dim,
+                               "it must be at most head_dim, where V is inside K");
         st = tkvi_validate_rope(tkvi_has_own_kv(cfg, i) ? tkvi_rope_of_layer(cfg, i) : &c->rope, g.head_dim,
                                 owner, reason, size);
         if (st) return st;
@@ -22088,16 +22888,19 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
 static tkvi_layout_key tkvi_layout_key_of(const tkvi_geometry *g, tkv_format_pair pair, int tokens) {
     tkvi_layout_key key;
     key.pair = pair;
+    if (g->v_in_k) key.pair.v = pair.k;
     key.tokens = tokens;
     key.n_kv_heads = g->n_kv_heads;
     key.head_dim = g->head_dim;
     key.v_head_dim = g->v_head_dim;
+    key.v_in_k = g->v_in_k;
     return key;
 }
 
 static int tkvi_is_same_key(const tkvi_layout_key *a, const tkvi_layout_key *b) {
     return a->pair.k == b->pair.k && a->pair.v == b->pair.v && a->tokens == b->tokens &&
-           a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+           a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim &&
+           a->v_in_k == b->v_in_k;
 }
 
 /* Index of the key for a geometry, a pair and a capacity in tokens. A new key is added. Returns -1 when there are too
@@ -22118,9 +22921,10 @@ static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_
                              const tkvi_share *v) {
     const tkv_format_options *o = &cfg->format;
     tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, k);
-    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
+    if (key.v_in_k) tkvi_view_k_as_v(&r->v, &r->k, key.v_head_dim);
+    else tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
     r->at = 0;
-    r->v_at = r->k.bytes;
+    r->v_at = key.v_in_k ? 0 : r->k.bytes;
 }
 
 static int tkvi_pair_allocates(tkv_format_pair p) {
@@ -22140,8 +22944,8 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
     int64_t heads = key.n_kv_heads, k, v, meta, total;
     tkvi_record_init(&r, cfg, key, NULL, NULL);
     k = heads * (int64_t)r.k.code_bytes;
-    v = heads * (int64_t)r.v.code_bytes;
-    meta = heads * (int64_t)(r.k.meta_bytes + r.v.meta_bytes);
+    v = key.v_in_k ? 0 : heads * (int64_t)r.v.code_bytes;
+    meta = heads * (int64_t)(r.k.meta_bytes + (key.v_in_k ? 0 : r.v.meta_bytes));
     total = heads * (int64_t)(r.k.bytes + r.v.bytes);
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
@@ -22149,7 +22953,7 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
         k = (k + 63) / 64 * 64;
         total += k;
     }
-    if (tkvi_formats[key.pair.v].shared) {
+    if (tkvi_formats[key.pair.v].shared && !key.v_in_k) {
         total -= v;
         v = tkvi_budget_v(heads, tkvi_formats[key.pair.v].bits, r.v.pad);
         total += v;
@@ -22244,7 +23048,8 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
         if (k->learn_queries) p->query_parts |= k->part;
         h->any_fixed |= k->undoes_rope || v->undoes_rope;
         if (k->undoes_rope && k->undoes_rope(&h->cfg.format) && !h->needs_rope &&
-            tkvi_why_immobile(tkvi_rope_of_layer(&h->cfg, layer))) {
+            (tkvi_why_immobile(tkvi_rope_of_layer(&h->cfg, layer)) ||
+             tkvi_rope_of_layer(&h->cfg, layer)->first)) {
             h->needs_rope = k->needs_rope;
             h->needs_rope_layer = layer;
         }
@@ -22457,6 +23262,17 @@ static const char *tkvi_find_too_wide(const tkvi_derived_config *h, int *channel
     return NULL;
 }
 
+/* Finds a format of K that cannot hold V as well. Returns it, or TKV_FORMAT_DEFAULT if there is none. */
+static tkv_format tkvi_find_without_v(const tkvi_derived_config *h) {
+    int i;
+    for (i = 0; i < h->n_keys; i++) {
+        const tkvi_format *k = &tkvi_formats[h->key[i].pair.k];
+        if (h->key[i].v_in_k && (k->family != &tkvi_plain_family || k->stored == TKVI_AS_DECODED))
+            return h->key[i].pair.k;
+    }
+    return TKV_FORMAT_DEFAULT;
+}
+
 /* Checks every field, and fills in the derived config of a valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
@@ -22481,6 +23297,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
                         "it must be a multiple of model.n_kv_heads");
     TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 576");
     TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 576, or 0 for model.head_dim");
+    TKVI_RANGE_(model.v_in_k, 0, 1, "it must be 0 or 1");
+    if (cfg->model.v_in_k && cfg->model.v_head_dim > cfg->model.head_dim)
+        return tkvi_bad(reason, size, "model.v_head_dim", cfg->model.v_head_dim,
+                        "it must be at most head_dim, where V is inside K");
     if (!tkvi_is_finite(cfg->model.scale) || cfg->model.scale < 0.0f)
         return tkvi_bad(reason, size, "model.scale", (double)cfg->model.scale,
                         "it must be a positive number, or 0 for 1/sqrt(head_dim)");
@@ -22552,12 +23372,18 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         int channels;
         wrong = tkvi_find_too_wide(shape, &channels);
         if (wrong) return tkvi_bad(reason, size, "head_dim", channels, wrong);
+        if (tkvi_find_without_v(shape))
+            return tkvi_bad(reason, size, "v_in_k", 1,
+                            "formats of K must be F32, F16, BF16, Q8, KIVI or A where V is inside K");
     }
     if (!st && shape->needs_rope) {
         const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);
         char owner[32] = "model.";
         if (rope != &cfg->model.rope)
             tkvi_name_entry(owner, sizeof owner, "layers[", shape->needs_rope_layer);
+        if (!tkvi_why_immobile(rope))
+            return tkvi_bad_in(reason, size, owner, "rope.first", rope->first,
+                               "it must be 0 with formats that undo RoPE");
         return tkvi_bad_in(reason, size, owner, rope->kind ? "rope.kind" : "rope.dim",
                            rope->kind ? (int)rope->kind : rope->dim, shape->needs_rope);
     }
@@ -22714,7 +23540,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
                            &share);
         }
     }
-    if (heads && v->shared) {
+    if (heads && v->shared && !g->v_in_k) {
         tkvi_share_v(heads, n, v->bits, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
@@ -22727,8 +23553,9 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
     }
     for (head = 0; head < n; head++) {
         tkvi_record *r = &c->record[head];
+        if (g->v_in_k) tkvi_view_k_as_v(&r->v, &r->k, g->v_head_dim);
         r->at = at;
-        r->v_at = r->k.bytes;
+        r->v_at = g->v_in_k ? 0 : r->k.bytes;
         at += r->k.bytes + r->v.bytes;
     }
 }
@@ -22836,6 +23663,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
         g.n_kv_heads = h->key[i].n_kv_heads;
         g.head_dim = h->key[i].head_dim;
         g.v_head_dim = h->key[i].v_head_dim;
+        g.v_in_k = h->key[i].v_in_k;
         tkvi_set_pads(&g);
         tkvi_share_layout(t, &t->layout[i], &g, NULL, NULL);
     }
@@ -24393,6 +25221,7 @@ typedef struct tkvi_seq {
 #define TKVI_MIN_SPLIT_BLOCKS 8 /* fewest blocks of a split */
 #define TKVI_FEW_WORK_TILES 32  /* with more work tiles, no splits */
 #define TKVI_MAX_SPLITS 128     /* most splits of a call */
+#define TKVI_MAX_AREAS 4        /* tasks that can have groups of rows together, with parallel_for; else 1 */
 /* Floats of partial results of one split. */
 #define TKVI_SUMS_FLOATS(v_pad) (2 * tkvi_min(TKVI_ROWS * (v_pad), TKVI_ROW_CHANNELS) + 3 * TKVI_ROWS + 16)
 #define TKVI_MAX_SUMS_FLOATS (2 * TKVI_ROW_CHANNELS + 3 * TKVI_ROWS + 16)
@@ -24413,12 +25242,14 @@ typedef struct tkvi_query_stats {
 
 /* Work space. Sized at creation; the choice space grows with the longest list. */
 typedef struct tkvi_work_space {
-    float *recode;        /* [64][head_dim], then [64][v_head_dim] decoded values, of the widest layers */
-    float *split_sums;    /* partial results of parallel attention, or NULL */
-    int split_sums_taken; /* 1: a call uses split_sums */
-    float *solve;         /* [packed] for families that learn from queries */
-    uint8_t *choice;      /* for choosing among the tokens of the longest list; NULL: no eviction */
-    uint32_t choice_cap;  /* blocks that `choice` has space for */
+    float *recode;           /* [64][head_dim], then [64][v_head_dim] decoded values, of the widest layers */
+    float *split_sums;       /* partial results of parallel attention, or NULL */
+    int split_sums_taken;    /* 1: a call uses split_sums */
+    tkvi_prefill_area *area; /* [n_areas] where V is inside K (attention/attend.h) */
+    int n_areas, area_taken[TKVI_MAX_AREAS];
+    float *solve;        /* [packed] for families that learn from queries */
+    uint8_t *choice;     /* for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap; /* blocks that `choice` has space for */
 } tkvi_work_space;
 
 /* The number of tokens over which the heads of a layer's table are learned. */
@@ -24439,6 +25270,7 @@ typedef struct tkvi_stats {
     tkvi_next_table *next_table; /* [n_layers] */
     int64_t *q_sq_sum;           /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
     int64_t *far_attention;      /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int64_t *n_sampled;          /* [n_layers][n_kv_heads] queries in these sums */
     /* learn/query_stats.h */
     tkvi_query_stats *queries; /* [n_layers] */
     int64_t *q_products;       /* [n_layers][n_kv_heads][tkvi_n_products] sums of q q^T */
@@ -24477,7 +25309,7 @@ typedef struct tkvi_call_state {
 typedef struct tkvi_sizes {
     size_t cache, tables, seqs, lists, states, counts, tokens_seen, query_stats, q_products, query_states,
         meter;
-    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
+    size_t solve, recode, split_sums, areas, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
 
@@ -24517,6 +25349,10 @@ static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
 
 static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.far_attention + kv->tables.plan[layer].at.heads + (size_t)head;
+}
+
+static int64_t *tkvi_n_sampled_of(const tkv_cache *kv, int layer, int head) {
+    return kv->stats.n_sampled + kv->tables.plan[layer].at.heads + (size_t)head;
 }
 
 static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
@@ -24860,7 +25696,7 @@ static size_t tkvi_q_sq_sum_bytes(const tkvi_places *end) {
 }
 
 static size_t tkvi_stats_bytes(const tkvi_places *end) {
-    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(end->heads * sizeof(int64_t));
+    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(2u * end->heads * sizeof(int64_t));
 }
 
 /* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
@@ -24873,15 +25709,22 @@ static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     if (!kv->stats.q_sq_sum) return 0;
     memset(kv->stats.q_sq_sum, 0, bytes);
     kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.end) / sizeof(int64_t);
+    kv->stats.n_sampled = kv->stats.far_attention + kv->tables.end.heads;
     return 1;
 }
 
 static void tkvi_free_stats(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.end));
-    kv->stats.q_sq_sum = kv->stats.far_attention = NULL;
+    kv->stats.q_sq_sum = kv->stats.far_attention = kv->stats.n_sampled = NULL;
 }
 
 /* >>sizes of the fixed piece */
+static int tkvi_n_areas(const tkvi_derived_config *derived) {
+    int i, any = 0;
+    for (i = 0; i < derived->n_keys; i++) any |= derived->key[i].v_in_k;
+    return !any || !TKVI_HAS_PREFILL ? 0 : derived->cfg.host.parallel_for ? TKVI_MAX_AREAS : 1;
+}
+
 static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
     size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
     const int k_pad = derived->widest.k_pad, v_pad = derived->widest.v_pad;
@@ -24902,6 +25745,7 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (derived->cfg.host.parallel_for)
         s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+    s->areas = (size_t)tkvi_n_areas(derived) * sizeof(tkvi_prefill_area);
     if (derived->any_shared || derived->token_parts)
         s->tokens_seen =
             tkvi_align_up((size_t)derived->cfg.model.n_layers * (sizeof(int) + sizeof(tkvi_next_table)));
@@ -24920,7 +25764,7 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->states, &s->total) &&
            tkvi_add(s->total, s->counts, &s->total) && tkvi_add(s->total, s->recode, &s->total) &&
-           tkvi_add(s->total, s->split_sums, &s->total);
+           tkvi_add(s->total, s->split_sums, &s->total) && tkvi_add(s->total, s->areas, &s->total);
 }
 
 /* Bytes that tkv_get_memory reports as tables. */
@@ -24929,7 +25773,9 @@ static size_t tkvi_table_bytes(const tkvi_sizes *s) {
 }
 
 /* Bytes that tkv_get_memory reports as scratch. */
-static size_t tkvi_scratch_bytes(const tkvi_sizes *s) { return s->solve + s->recode + s->split_sums; }
+static size_t tkvi_scratch_bytes(const tkvi_sizes *s) {
+    return s->solve + s->recode + s->split_sums + s->areas;
+}
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
@@ -24962,7 +25808,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         return TKV_ERR_BUDGET;
     next = (uint8_t *)tkvi_get(&heap, s.total);
     if (!next) return TKV_ERR_NOMEM;
-    memset(next, 0, s.total - s.solve - s.recode - s.split_sums - s.meter_copies);
+    memset(next, 0, s.total - tkvi_scratch_bytes(&s) - s.meter_copies);
     kv = (tkv_cache *)(void *)next;
     next += s.cache;
     tkvi_tables_build(&kv->tables, derived, next);
@@ -24998,12 +25844,14 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         kv->work.solve = (float *)(void *)(next + s.query_stats + s.q_products + s.query_states + s.meter);
     }
     next += s.query_stats + s.q_products + s.query_states;
-    kv->meter =
-        tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
+    kv->meter = tkvi_meter_build(derived, &kv->tables, next, next + s.meter + tkvi_scratch_bytes(&s));
     next += s.meter + s.solve;
     kv->work.recode = (float *)(void *)next;
     next += s.recode;
     kv->work.split_sums = s.split_sums ? (float *)(void *)next : NULL;
+    next += s.split_sums;
+    kv->work.area = (tkvi_prefill_area *)(void *)next;
+    kv->work.n_areas = tkvi_n_areas(derived);
     kv->kernels = kernels;
     kv->sizes = s;
     kv->pool.tables = &kv->tables;
@@ -26582,6 +27430,9 @@ static void tkvi_learn_tokens(tkv_cache *kv, int layer, int version, const tkv_s
  *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
  *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
+ * Where V is inside K, the error e of a channel adds p (v - o) q e to the output by its key, and p e by its value. So
+ * the squares of its queries grow by 1 / E|v - o|^2 for each query, if it is a channel of V (tkvi_add_use_of_v).
+ *
  * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
  * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
  *
@@ -26724,6 +27575,18 @@ static float tkvi_gather_range(const tkvi_gather *g, int dim) {
     return range;
 }
 
+/* Adds what V takes of the first dim channels to `asked`, sums of squared queries in units of 2^-24. E|v - o|^2 is the
+ * variance of V within blocks. */
+static void tkvi_add_use_of_v(const tkvi_gather *g, int dim, int64_t n_sampled, float *asked) {
+    float spread = 0.0f, use;
+    int c;
+    for (c = 0; c < dim; c++) spread = tkvi_f32(spread + (float)g->channel[c].within);
+    spread = tkvi_f32(spread * tkvi_power_of_two(2 * g->down)) / (float)g->tokens;
+    if (!(spread > 0.0f) || !tkvi_is_finite(spread)) return;
+    use = tkvi_f32(16777216.0f * (float)n_sampled) / spread;
+    for (c = 0; c < dim && tkvi_is_finite(use); c++) asked[c] = tkvi_f32(asked[c] + use);
+}
+
 /* >>tables */
 /* Fills in one head of a version. Heads are not comparable until tkvi_learn_heads has set their reach. */
 static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
@@ -26732,8 +27595,8 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     int c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
     const tkvi_head_arrays to = tkvi_head_arrays_of(&kv->tables, layer, version, head);
     tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
-    const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
-    int64_t any = 0;
+    float asked[TKV_MAX_HEAD_DIM];
+    int any = 0;
     float k_most = 0.0f, least, range; /* k_most: largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
@@ -26746,9 +27609,14 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     }
     g.down = (k_most > 0.0f ? (int)(tkvi_bits(k_most) >> 23) - 127 : 0) - 20;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
-    for (c = 0; c < dim; c++) any |= asked[c];
     for (c = 0; c < dim; c++) {
-        rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
+        asked[c] = (float)tkvi_q_sq_sum_of(kv, layer, head)[c];
+        any |= asked[c] > 0.0f;
+    }
+    if (any && geometry->v_in_k)
+        tkvi_add_use_of_v(&g, geometry->v_head_dim, *tkvi_n_sampled_of(kv, layer, head), asked);
+    for (c = 0; c < dim; c++) {
+        rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8(asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
     for (c = 0; c < dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
@@ -26841,6 +27709,7 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)g->head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
+    memset(tkvi_n_sampled_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
 /* Returns the number of tokens whose K and V tkvi_visit_newest_blocks can read, without its limit of blocks. It
@@ -27035,6 +27904,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
     tkvi_lock(&kv->stats.lock);
     for (r = 0; r < v->rows; r++) {
         if (!(rows >> r & 1)) continue;
+        ++*tkvi_n_sampled_of(kv, v->stored, v->head);
         for (c = 0; c < dim; c++) {
             float x = v->q[r * v->q_stride + c]; /* queries can have NaN; the clamp keeps squares finite */
             x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;
@@ -27091,7 +27961,7 @@ static const tkvi_consumer tkvi_query_stats_consumer = {TKVI_OBSERVES_QUERIES,
  *
  *   "TKVC" | version | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
  *   version 2, in layers of different shapes, or of more than 256 channels: the last three are 0, and
- *   layer:  u32 n_kv_heads | u32 head_dim | u32 v_head_dim
+ *   layer:  u32 n_kv_heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
  *   each version:
  *   layer:  u32 parts: 1 for A and R formats, then bits of families (tkvi_family.part); the parts follow in this order
  *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
@@ -27122,18 +27992,23 @@ static int tkvi_calibration_version(const tkv_cache *kv) {
     return 1;
 }
 
+/* Channels of V, and bit 31 where V is inside K. */
+static uint32_t tkvi_v_dim_word(const tkvi_geometry *g) {
+    return (uint32_t)g->v_head_dim | (uint32_t)g->v_in_k << 31;
+}
+
 /* Bytes before the parts of a layer. */
 static size_t tkvi_layer_head_bytes(int version) { return version == 2 ? 16 : 4; }
 
 static void tkvi_store_geometry(uint8_t *at, const tkvi_geometry *g) {
     tkvi_store32(at, g ? (uint32_t)g->n_kv_heads : 0);
     tkvi_store32(at + 4, g ? (uint32_t)g->head_dim : 0);
-    tkvi_store32(at + 8, g ? (uint32_t)g->v_head_dim : 0);
+    tkvi_store32(at + 8, g ? tkvi_v_dim_word(g) : 0);
 }
 
 static int tkvi_has_geometry(const uint8_t *at, const tkvi_geometry *g) {
     return tkvi_load32(at) == (uint32_t)g->n_kv_heads && tkvi_load32(at + 4) == (uint32_t)g->head_dim &&
-           tkvi_load32(at + 8) == (uint32_t)g->v_head_dim;
+           tkvi_load32(at + 8) == tkvi_v_dim_word(g);
 }
 
 static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }
@@ -27901,7 +28776,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const tkvi_list *list = tkvi_list_of(kv, buffer->seq, buffer->layer);
     const uint32_t *ids = tkvi_ids(kv, buffer->seq, buffer->layer);
     const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.entry[id].start));
-    const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
+    const int wanted[2] = {!part, (part || tkvi_n_pieces(record) == 1) && !tkvi_is_view(&record->v)};
     float row[2][TKVI_ROWS_AT_ONCE * TKVI_OFFLOAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
     for (first = kv->pool.entry[id].first_slot; first < n; first += TKVI_ROWS_AT_ONCE) {
@@ -27919,7 +28794,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
                 row[s][c] = tkvi_saturate(row[s][c]);
             if (!tkvi_is_all_finite(row[s], count * dim)) return 0;
             for (t = 0; t < count; t++)
-                side->format->side[s].put(side, kv->kernels->simd_ops, row[s] + t * dim, first + t, dst);
+                tkvi_put_token(side, kv->kernels->simd_ops, row[s] + t * dim, first + t, dst);
         }
     }
     return 1;
@@ -28256,9 +29131,9 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     for (h = 0; h < a->n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
         tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
-        r->k.format->side[r->k.which].put(&r->k, help, row, slot, dst + r->at);
+        tkvi_put_token(&r->k, help, row, slot, dst + r->at);
         tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
-        r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
+        tkvi_put_token(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
     tkvi_set_slot_index(kv, ids[0], slot, tkvi_slot_index(kv, ids[i], t));
     kv->pool.entry[ids[0]].evicted_mask &= ~((uint64_t)1 << slot);
@@ -31275,9 +32150,8 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         if (!bytes) return;
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
-        kv->kernels->v[rec->v.format->stored](
-            &rec->v, bytes, b.next_bytes ? b.next_bytes + rec->v_at : NULL, p, u->rows, n_tokens,
-            tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o + space * stride);
+        tkvi_add_values(kv->kernels, &rec->v, bytes, b.next_bytes ? b.next_bytes + rec->v_at : NULL, p,
+                        u->rows, n_tokens, kv->tables.cfg.host.precise, sums->o + space * stride);
     }
 }
 
@@ -31532,6 +32406,7 @@ typedef struct tkvi_work {
     float *parts;          /* [n_units][n_chunks] sums of splits; NULL: work tiles are not split */
     unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
     unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
+    int n_together;        /* prefill kernels: most work tiles of a task */
     tkv_task task;         /* the task inside tkvi_run_fetching */
     tkv_task inner;        /* the task inside tkvi_run_turning */
 } tkvi_work;
@@ -31658,12 +32533,6 @@ static int tkvi_any_sampled(const tkvi_work *w) {
 }
 
 /* >>prefill: work tiles of up to 32 rows, one row per vector lane (kernels/prefill.h) */
-typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin: [lanes]; o: [v_pad][lanes] */
-    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
-    TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
-    int lanes;
-} tkvi_prefill_sums;
-
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. rows: [16][k_pad] work space. */
 static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
                                           int lanes, float *rows, float *q, float *origin) {
@@ -31790,59 +32659,96 @@ static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sam
     return any;
 }
 
-/* The online softmax over all blocks. Blocks with rotated V come first, so that one rotation back is enough. */
-static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
-    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL], shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
-    TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
-    const tkv_cache *kv = u->call->kv;
-    const tkvi_prefill *many = u->call->many;
-    const int lanes = sums->lanes;
-    tkvi_prefill_queries q;
-    tkvi_softmax_args w;
-    int i, r, rotated, turned;
-    q.lanes = lanes;
-    turned = tkvi_prefill_load(u, sums->o, &q, sums->origin);
-    memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
-    for (r = 0; r < TKVI_PREFILL; r++) {
-        sums->m[r] = TKVI_HIDDEN;
-        sums->l[r] = sums->far_attention[r] = 0.0f;
+/* Groups of rows of one KV head that go through the blocks together, and share what is unpacked. A group is a work
+ * tile. */
+typedef struct tkvi_prefill_groups {
+    int n, lanes;
+    const tkvi_work_tile *tile; /* [n] */
+    tkvi_prefill_queries *q[TKVI_PREFILL_GROUPS];
+    tkvi_prefill_sums *sums[TKVI_PREFILL_GROUPS];
+    float *o[TKVI_PREFILL_GROUPS]; /* of sums */
+    float *scores;                 /* [n][64][lanes] work space */
+} tkvi_prefill_groups;
+
+/* Loads the queries of all groups, and clears their sums. Returns `turned` of the newest block. */
+static int tkvi_prefill_begin(tkvi_prefill_groups *all) {
+    int i, r, turned = 0;
+    for (i = 0; i < all->n; i++) {
+        tkvi_prefill_sums *sums = all->sums[i];
+        all->q[i]->lanes = sums->lanes = all->lanes;
+        all->o[i] = sums->o;
+        turned = tkvi_prefill_load(&all->tile[i], sums->o, all->q[i], sums->origin);
+        memset(sums->o, 0, (size_t)(all->tile->v_pad * all->lanes) * sizeof(float));
+        for (r = 0; r < TKVI_PREFILL; r++) {
+            sums->m[r] = TKVI_HIDDEN;
+            sums->l[r] = sums->far_attention[r] = 0.0f;
+        }
     }
+    return turned;
+}
+
+/* The step of the online softmax for one group and block i. scores: in and out, then weights. */
+static TKVI_NOINLINE void tkvi_prefill_softmax(const tkvi_work_tile *u, int i, int start, int end,
+                                               tkvi_prefill_sums *sums, float *scores) {
+    TKVI_ALIGNED float shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
+    TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
+    const tkvi_entry *e = &u->call->kv->pool.entry[u->ids[i]];
+    tkvi_softmax_args w;
     w.s = scores;
-    w.lanes = lanes;
+    w.lanes = sums->lanes;
     w.m = sums->m;
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
     /* A new maximum scales far_attention of all lanes, not only of far_rows. */
     w.far_attention = u->call->want_far ? sums->far_attention : NULL;
+    if (u->changes || !tkvi_has_all_slots(e)) tkvi_adjust_score_lanes(u, sums->origin, i, w.lanes, scores);
+    w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
+    w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
+    if (u->call->many->softmax_step(&w)) u->call->many->shrink(sums->o, u->v_pad, w.lanes, shrink);
+}
+
+/* 1 if a row of some group may see a token of block i. end: of its tokens. */
+static int tkvi_prefill_sees(const tkvi_prefill_groups *all, int i, int start, int end) {
+    int k, first, last, sees = 0;
+    for (k = 0; k < all->n; k++) {
+        tkvi_visible_rows(&all->tile[k], i, 0, &first, &last);
+        sees |= end > first && start < last;
+    }
+    return sees;
+}
+
+/* The online softmax over all blocks. Blocks with rotated V come first, so that one rotation back is enough. */
+static TKVI_NOINLINE void tkvi_prefill_blocks(tkvi_prefill_groups *all) {
+    const tkvi_work_tile *u = all->tile;
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_prefill *many = u->call->many;
+    const int precise = kv->tables.cfg.host.precise;
+    int i, k, rotated, turned = tkvi_prefill_begin(all);
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
+            const int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
-            int first, last;
-            tkvi_visible_rows(u, i, 0, &first, &last);
-            if (rec->v.format->rotated != rotated || end <= first || start >= last) continue;
+            if (rec->v.format->rotated != rotated || !tkvi_prefill_sees(all, i, start, end)) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            if (TKVI_HAS_MOVES && e->turned != turned) {
-                turned = e->turned;
-                tkvi_prefill_turn(u, turned, sums->origin, &q);
-            }
-            many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-            if (u->changes || !tkvi_has_all_slots(e))
-                tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
-            w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
-            w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
-            if (many->softmax_step(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
+            for (k = 0; k < all->n && TKVI_HAS_MOVES && e->turned != turned; k++)
+                tkvi_prefill_turn(&all->tile[k], e->turned, all->sums[k]->origin, all->q[k]);
+            turned = e->turned;
+            many->k(&rec->k, bytes, next, all->q, all->n, n, tkvi_n_limbs(&rec->k, precise), all->scores);
+            for (k = 0; k < all->n; k++)
+                tkvi_prefill_softmax(&all->tile[k], i, start, end, all->sums[k],
+                                     all->scores + k * TKVI_BLOCK * all->lanes);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
-            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
-                    tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o);
+            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, all->scores, all->lanes, all->n, n,
+                    precise, all->o);
         }
-        if (rotated) many->rotate_back(sums->o, u->call->plan->geometry.v_head_dim, lanes);
+        for (k = 0; k < all->n && rotated; k++)
+            many->rotate_back(all->o[k], u->call->plan->geometry.v_head_dim, all->lanes);
     }
 }
 
@@ -31884,16 +32790,33 @@ static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_pre
                                      u->v_pad);
 }
 
+/* Finishes a group. lse: [rows], as tkvi_prefill_finish. */
+static TKVI_NOINLINE void tkvi_prefill_end(const tkvi_work_tile *u, tkvi_prefill_sums *sums, float *lse) {
+    int first;
+    tkvi_prefill_in_rows(u, sums);
+    for (first = 0; first < u->rows; first += u->call->view_rows)
+        tkvi_prefill_finish(u, sums, first, lse + first);
+}
+
+/* One work tile, with memory on the stack: its first pass. */
+static TKVI_NOINLINE void tkvi_prefill_first_pass(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL];
+    tkvi_prefill_queries q;
+    tkvi_prefill_groups one;
+    one.n = 1;
+    one.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
+    one.tile = u;
+    one.q[0] = &q;
+    one.sums[0] = sums;
+    one.scores = scores;
+    tkvi_prefill_blocks(&one);
+}
+
 /* lse: [rows], as tkvi_prefill_finish. */
 static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u, float *lse) {
     tkvi_prefill_sums sums;
-    int first;
-    sums.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
-    tkvi_prefill_blocks(u, &sums);
-    if (tkvi_failed(u->call)) return;
-    tkvi_prefill_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += u->call->view_rows)
-        tkvi_prefill_finish(u, &sums, first, lse + first);
+    tkvi_prefill_first_pass(u, &sums);
+    if (!tkvi_failed(u->call)) tkvi_prefill_end(u, &sums, lse);
 }
 
 /* The second pass over up to 8 rows, for w->by_tile. Prefill kernels round in another way than the kernels of
@@ -31915,23 +32838,113 @@ static TKVI_NOINLINE void tkvi_prefill_observe(const tkvi_work *w, const tkvi_wo
     tkvi_observers_end(&o);
 }
 
-/* Task: one work tile with prefill kernels. */
-static void tkvi_run_prefill(void *ctx, int index) {
-    const tkvi_work *w = (const tkvi_work *)ctx;
+/* Second passes of one work tile. lse: as tkvi_prefill_finish. */
+static void tkvi_prefill_second_pass(const tkvi_work *w, const tkvi_work_tile *u, const float *lse) {
     const unsigned second = w->by_tile & ~w->call->observing[TKVI_OBSERVES_QUERIES];
-    float lse[TKVI_PREFILL];
-    tkvi_work_tile u;
     int first;
-    tkvi_find_work_tile(w->call, index, &u);
-    tkvi_prefill_work_tile(&u, lse);
-    for (first = 0; second && first < u.rows && !tkvi_failed(w->call); first += w->call->view_rows) {
-        const tkvi_work_tile eight = tkvi_eight_rows(&u, first);
+    for (first = 0; second && first < u->rows && !tkvi_failed(w->call); first += w->call->view_rows) {
+        const tkvi_work_tile eight = tkvi_eight_rows(u, first);
         if (tkvi_is_observed(&eight, second)) tkvi_prefill_observe(w, &eight, lse + first);
     }
 }
 
+/* One work tile with prefill kernels. */
+static TKVI_NOINLINE void tkvi_run_prefill_tile(const tkvi_work *w, int number) {
+    float lse[TKVI_PREFILL];
+    tkvi_work_tile u;
+    tkvi_find_work_tile(w->call, number, &u);
+    tkvi_prefill_work_tile(&u, lse);
+    tkvi_prefill_second_pass(w, &u, lse);
+}
+
+/* Takes memory for groups of rows. Returns NULL if other tasks have all of it, or without atomics. */
+static tkvi_prefill_area *tkvi_take_area(tkv_cache *kv) {
+#if defined(__GNUC__) || defined(__clang__)
+    int i;
+    for (i = 0; i < kv->work.n_areas; i++)
+        if (!__atomic_exchange_n(&kv->work.area_taken[i], 1, __ATOMIC_ACQUIRE)) return &kv->work.area[i];
+#endif
+    (void)kv;
+    return NULL;
+}
+
+static void tkvi_release_area(tkv_cache *kv, const tkvi_prefill_area *area) {
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(&kv->work.area_taken[area - kv->work.area], 0, __ATOMIC_RELEASE);
+#endif
+    (void)kv, (void)area;
+}
+
+/* Work tiles number, number + 1, ... number + n - 1, of one KV head, together. Returns 0 if there is no memory for
+ * them, or tokens have moved: a task has plain rows for one tile. */
+static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int number, int n) {
+    tkv_cache *kv = w->call->kv;
+    tkvi_prefill_area *area = n > 1 && !w->call->plain ? tkvi_take_area(kv) : NULL;
+    tkvi_work_tile tile[TKVI_PREFILL_GROUPS];
+    tkvi_prefill_groups all;
+    float lse[TKVI_PREFILL];
+    int i;
+    if (!area) return 0;
+    all.n = n;
+    all.lanes = 16;
+    all.tile = tile;
+    all.scores = area->scores;
+    for (i = 0; i < n; i++) {
+        tkvi_find_work_tile(w->call, number + i, &tile[i]);
+        if (tile[i].rows > 16) all.lanes = TKVI_PREFILL;
+        all.q[i] = &area->q[i];
+        all.sums[i] = &area->sums[i];
+    }
+    tkvi_prefill_blocks(&all);
+    for (i = 0; i < n && !tkvi_failed(w->call); i++) {
+        tkvi_prefill_end(&tile[i], all.sums[i], lse);
+        tkvi_prefill_second_pass(w, &tile[i], lse);
+    }
+    tkvi_release_area(kv, area);
+    return 1;
+}
+
+/* The work tiles of a task: at most `most`, of one KV head. Returns their number; *first: the first of them. */
+static int tkvi_find_tiles(const tkvi_call *c, int most, int index, int *first) {
+    int i;
+    for (*first = i = 0;; i++) {
+        const int tiles = tkvi_tiles_of(c, c->rows[i].n), tasks = (tiles + most - 1) / most;
+        if (index < tasks * c->n_kv_heads) {
+            const int in_head = index % tasks * most;
+            *first += index / tasks * tiles + in_head;
+            return tkvi_min(most, tiles - in_head);
+        }
+        index -= tasks * c->n_kv_heads;
+        *first += tiles * c->n_kv_heads;
+    }
+}
+
+static int tkvi_count_prefill_tasks(const tkvi_call *c, int most) {
+    int i, n = 0;
+    for (i = 0; i < c->n_rows; i++) n += (tkvi_tiles_of(c, c->rows[i].n) + most - 1) / most * c->n_kv_heads;
+    return n;
+}
+
+/* Task: work tiles with prefill kernels. */
+static void tkvi_run_prefill(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    int first, i;
+    const int n = tkvi_find_tiles(w->call, w->n_together, index, &first);
+    if (tkvi_run_prefill_together(w, first, n)) return;
+    for (i = 0; i < n && !tkvi_failed(w->call); i++) tkvi_run_prefill_tile(w, first + i);
+}
+
+/* Work tiles that a task takes together, where they share unpacked codes: all of a KV head, up to 128 rows, but not so
+ * many that threads have nothing to do. Bits do not depend on it. */
+static int tkvi_n_together(const tkvi_call *c, int n_threads) {
+    const int most = tkvi_min(TKVI_PREFILL_GROUPS, TKVI_GROUP_ROWS / c->tile);
+    if (!c->kv->work.n_areas || !c->plan->geometry.v_in_k) return 1;
+    return tkvi_max(1, tkvi_min(most, tkvi_count_work_tiles(c) / n_threads));
+}
+
 /* Prefill kernels for the call, or NULL. Each sequence needs 16 query rows or more, in formats that the kernels
- * read. Not for TKVI_OBSERVES_CALL: both passes must compute the same scores. */
+ * read. With V inside K any number will do: models have 16 heads and more for each latent. Not for
+ * TKVI_OBSERVES_CALL: both passes must compute the same scores. */
 static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
@@ -31939,7 +32952,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
-        if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS) return NULL;
+        if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS && !c->plan->geometry.v_in_k) return NULL;
         for (b = 0; b < list->n; b++) {
             const tkvi_record *rec = kv->tables.layout[tkvi_block_of(kv, ids[b])->layout].record;
             if (rec->k.format->stored == TKVI_AS_DECODED || rec->v.format->stored == TKVI_AS_DECODED)
@@ -32055,18 +33068,20 @@ static void tkvi_clear_scores(const tkvi_call *c) {
                (size_t)tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->len * sizeof(float));
 }
 
-/* The tasks of the first pass: returns their number. */
-static int tkvi_first_pass(tkvi_call *c, const tkvi_work *w, tkv_task *task) {
+/* The tasks of the first pass: returns their number. n_threads: that share them, about. */
+static int tkvi_first_pass(tkvi_call *c, tkvi_work *w, int n_threads, tkv_task *task) {
     if (w->parts) {
         *task = tkvi_run_split;
         return w->n_units * w->n_chunks;
     }
     *task = tkvi_run_work_tile;
-    if (w->few || !(c->many = tkvi_prefill_for(c))) return w->n_units;
+    if (w->few && !c->plan->geometry.v_in_k) return w->n_units;
+    if (!(c->many = tkvi_prefill_for(c))) return w->n_units;
     c->tile = tkvi_prefill_lanes(tkvi_max(c->plan->geometry.head_dim, c->plan->geometry.v_head_dim));
     if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
     *task = tkvi_run_prefill;
-    return tkvi_count_work_tiles(c);
+    w->n_together = tkvi_n_together(c, n_threads);
+    return tkvi_count_prefill_tasks(c, w->n_together);
 }
 
 /* What follows the first pass: merges splits, and serves the consumers of ranges of blocks. Returns the call's
@@ -32096,7 +33111,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     if (w.n_units == 0) return TKV_OK;
     if (w.few && in_parallel && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
     tkvi_share_consumers(&w, !w.parts && (!in_parallel || w.n_units == 1));
-    n = tkvi_first_pass(&c, &w, &task);
+    n = tkvi_first_pass(&c, &w, in_parallel ? TKVI_MAX_TILE_SPLITS : 1, &task);
     tkvi_run(&w, 0, n, 1, task);
     st = tkvi_end_work(&w, 1);
     if (w.parts) tkvi_release_split_sums(kv);
@@ -32148,7 +33163,7 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     c.failed = &head->failed;
     if (w.few) w.parts = (float *)(void *)(at + tkvi_align_up(sizeof *head));
     tkvi_share_consumers(&w, 0);
-    n = tkvi_first_pass(&c, &w, &task);
+    n = tkvi_first_pass(&c, &w, n_parts, &task);
     tkvi_run(&w, (int)(n * part / n_parts), (int)(n * (part + 1) / n_parts), 0, task);
     if (!tkvi_is_last_part(head, n_parts)) return TKV_OK;
     tkvi_clear_scores(&c);
@@ -32334,10 +33349,9 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
                                        cached + r * TKVI_BLOCK, p + r * TKVI_BLOCK);
     bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
     if (any && bytes)
-        kv->kernels->v[rec->v.format->stored](
-            &rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
-            tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
-            c->o + (rec->v.format->rotated ? tkvi_space_floats(u->v_pad) : 0) + first * u->v_pad);
+        tkvi_add_values(kv->kernels, &rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
+                        kv->tables.cfg.host.precise,
+                        c->o + (rec->v.format->rotated ? tkvi_space_floats(u->v_pad) : 0) + first * u->v_pad);
 }
 
 /* Adds row r to error_sums: agreement of the top key, KL(exact || cached), |out - exact|^2 / |exact|^2. */
@@ -33009,9 +34023,10 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops,
                            int token, int head, int slot, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
+    if (tkvi_is_view(side)) return; /* V inside K */
     tkvi_load_row(s, token, head, row);
     for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, simd_ops, row, slot, dst);
+    tkvi_put_token(side, simd_ops, row, slot, dst);
 }
 
 /* Gives an entry a copy of a block that it shares. There must be a slot. */
@@ -33358,13 +34373,13 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     st = tkvi_check_rows(kv, p, &request, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
-    if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     g = tkvi_geometry_of(kv, p->layer);
+    if (!p->k || (!p->v && !g->v_in_k)) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     k = tkvi_describe_source(g, TKV_K, p->k, p->k_type, p->k_token_stride, p->k_head_stride);
     v = tkvi_describe_source(g, TKV_V, p->v, p->v_type, p->v_token_stride, p->v_head_stride);
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_are_rows_finite(p, &request, &k, g->n_kv_heads) ||
-         !tkvi_are_rows_finite(p, &request, &v, g->n_kv_heads)))
+         (!g->v_in_k && !tkvi_are_rows_finite(p, &request, &v, g->n_kv_heads))))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->call.append_layer = p->layer;
@@ -33584,8 +34599,8 @@ static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t s
         for (h = 0; h < layout->n_kv_heads && slots >> t & 1; h++) {
             const tkvi_record *r = &layout->record[h];
             uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
-            r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
-            r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
+            tkvi_put_token(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
+            tkvi_put_token(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
         }
 }
 
@@ -35143,9 +36158,9 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
         const uint8_t *src = tkvi_block_bytes(&kv->pool, a) + r->at;
         uint8_t *dst = tkvi_block_bytes(&kv->pool, b) + s->at;
         tkvi_values(&r->k, ops, src, from_slot, 1, row, 0);
-        s->k.format->side[TKV_K].put(&s->k, ops, row, to_slot, dst);
+        tkvi_put_token(&s->k, ops, row, to_slot, dst);
         tkvi_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
-        s->v.format->side[TKV_V].put(&s->v, ops, row, to_slot, dst + s->v_at);
+        tkvi_put_token(&s->v, ops, row, to_slot, dst + s->v_at);
     }
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         const tkvi_token_meta *m = &kv->pool.token_meta[from];
@@ -35787,7 +36802,8 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     int i, first = -1, last = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
+    g = tkvi_geometry_of(kv, layer);
+    if (n < 0 || start < 0 || (n > 0 && (!k || (!v && !g->v_in_k))))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
@@ -35807,12 +36823,11 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         last = i + 1;
     }
     if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
-    g = tkvi_geometry_of(kv, layer);
     from_k = tkvi_describe_source(g, TKV_K, k, TKV_TYPE_F32, 0, 0);
     from_v = tkvi_describe_source(g, TKV_V, v, TKV_TYPE_F32, 0, 0);
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_is_source_finite(&from_k, 0, n, g->n_kv_heads) ||
-         !tkvi_is_source_finite(&from_v, 0, n, g->n_kv_heads)))
+         (!g->v_in_k && !tkvi_is_source_finite(&from_v, 0, n, g->n_kv_heads))))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->call.clock;
@@ -36285,8 +37300,8 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 
 /* >>bytes */
 /* Bytes of K and V of a token in FP16, in a layer. */
-static size_t tkvi_fp16_bytes(int n_kv_heads, int head_dim, int v_head_dim) {
-    return (size_t)n_kv_heads * (size_t)(head_dim + v_head_dim) * 2u;
+static size_t tkvi_fp16_bytes(int n_kv_heads, int head_dim, int v_head_dim, int v_in_k) {
+    return (size_t)n_kv_heads * (size_t)(head_dim + (v_in_k ? 0 : v_head_dim)) * 2u;
 }
 
 /* Adds bytes and tokens of a block. g: of its layer. bytes: what the formats use, the rest is padding; NULL: they are
@@ -36295,7 +37310,7 @@ static void tkvi_add_block(tkv_memory_info *m, const tkvi_geometry *g, tkv_tier 
                            size_t tokens, int is_offloaded) {
     tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
-    m->fp16_bytes += tokens * tkvi_fp16_bytes(g->n_kv_heads, g->head_dim, g->v_head_dim);
+    m->fp16_bytes += tokens * tkvi_fp16_bytes(g->n_kv_heads, g->head_dim, g->v_head_dim, g->v_in_k);
     if (is_offloaded) m->offloaded.tokens += tokens;
     if (!bytes) return;
     at->codes += bytes->codes;
@@ -36440,6 +37455,7 @@ TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_la
     out->n_kv_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
     out->head_dim = tkvi_geometry_of(kv, layer)->head_dim;
     out->v_head_dim = tkvi_geometry_of(kv, layer)->v_head_dim;
+    out->v_in_k = tkvi_geometry_of(kv, layer)->v_in_k;
     out->length = tkvi_list_of(kv, seq, layer)->len;
     tkvi_count_layer(kv, seq, layer, out);
     tkvi_layer_memory(kv, seq, layer, &out->memory);
@@ -36530,7 +37546,7 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
 static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, int key, tkv_tier tier,
                             int64_t blocks, int64_t tokens, int64_t *live) {
     const tkvi_layout_key *k = &h->key[key];
-    m->fp16_bytes += (size_t)tokens * tkvi_fp16_bytes(k->n_kv_heads, k->head_dim, k->v_head_dim);
+    m->fp16_bytes += (size_t)tokens * tkvi_fp16_bytes(k->n_kv_heads, k->head_dim, k->v_head_dim, k->v_in_k);
     m->tier[tier].tokens += (size_t)tokens;
     m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
     m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
@@ -36624,7 +37640,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
         return TKV_ERR_CONFIG; /* more than this machine can address */
     page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
-    m.scratch = fixed.solve + fixed.recode + fixed.split_sums;
+    m.scratch = tkvi_scratch_bytes(&fixed);
     m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
@@ -37755,6 +38771,7 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.head_dim, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.v_head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.v_in_k, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_config, model.scale, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_config, limits.max_seqs, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, limits.max_tokens, TKVI_INT, NULL),
@@ -37788,6 +38805,7 @@ static const tkvi_row tkvi_later_rows[] = {
 
 static const tkvi_row tkvi_rope_rows[] = {
     TKVI_ROW(tkv_rope, dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_rope, first, TKVI_INT, NULL),
     TKVI_ROW(tkv_rope, kind, TKVI_INT, tkvi_words_rope),
     TKVI_ROW(tkv_rope, interleaved, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_rope, base, TKVI_FLOAT, NULL),
@@ -37800,6 +38818,7 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, n_kv_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, head_dim, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, v_head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, v_in_k, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_layer_config, no_cache, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_layer_config, share_kv, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_off),
@@ -37811,6 +38830,7 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, rope.dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_layer_config, rope.first, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, rope.kind, TKVI_INT, tkvi_words_rope),
     TKVI_ROW(tkv_layer_config, rope.interleaved, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_layer_config, rope.base, TKVI_FLOAT, NULL),

@@ -4193,6 +4193,7 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
          "eviction and anchors have no GPU kernels"},
         {cfg->offload.write != NULL || cfg->budget.discard || cfg->recompute.compute != NULL,
          "offloading and recomputation have no GPU kernels"},
+        {cfg->model.v_in_k != 0, "V inside K has no GPU kernels"},
         {tkvcu_has_window_sinks(cfg), "sinks beyond a window have no GPU kernels"},
         {cfg->meter.heads != 0, "quality meters have no GPU kernels"},
     };

@@ -278,8 +278,8 @@ static inline const char *bench_isa(tkv_config *cfg, const char *name) {
     return name;
 }
 
-/* Reads --heads, --kv-heads, --dim, --isa and --precise into a config of one layer with the default plan. Returns the
- * name of the kernels. */
+/* Reads --heads, --kv-heads, --dim, --latents, --isa and --precise into a config of one layer with the default plan.
+ * --latents 512: V is the first 512 channels of K. Returns the name of the kernels. */
 static inline const char *bench_config(tkv_config *cfg, int argc, char **argv) {
     const char *isa = bench_option(argc, argv, "isa");
     *cfg = tkv_default_config();
@@ -287,6 +287,8 @@ static inline const char *bench_config(tkv_config *cfg, int argc, char **argv) {
     cfg->model.n_heads = bench_number(argc, argv, "heads", 32);
     cfg->model.n_kv_heads = bench_number(argc, argv, "kv-heads", 8);
     cfg->model.head_dim = bench_number(argc, argv, "dim", 128);
+    cfg->model.v_head_dim = bench_number(argc, argv, "latents", 0);
+    cfg->model.v_in_k = cfg->model.v_head_dim > 0;
     cfg->host.precise = bench_option(argc, argv, "precise") != NULL;
     return bench_isa(cfg, isa ? isa : "auto");
 }
@@ -370,7 +372,8 @@ typedef struct bench_error {
 static inline bench_error bench_check(const tkv_config *shape, const char *plan, int queries,
                                       const float *values, const float *q) {
     const int group = shape->model.n_heads / shape->model.n_kv_heads;
-    size_t n = (size_t)queries * (size_t)(group * shape->model.head_dim);
+    const int v_dim = shape->model.v_head_dim ? shape->model.v_head_dim : shape->model.head_dim;
+    size_t n = (size_t)queries * (size_t)(group * v_dim);
     float *out[3];
     bench_error e = {0.0, 0.0};
     for (int i = 0; i < 3; i++) out[i] = (float *)bench_alloc(n * sizeof(float));

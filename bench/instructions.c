@@ -7,6 +7,7 @@
  *   --format a30/r20        a format, the default plan (tiers), a preset (bench_plan in bench.h)
  *   --ctx 8192              tokens
  *   --heads 4 --kv-heads 1 --dim 128 --queries 1 --isa avx2 --precise
+ *   --dim 576 --latents 512 V is the first 512 channels of K
  *   --calls 1               attention runs this many times
  */
 #ifndef _DEFAULT_SOURCE

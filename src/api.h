@@ -212,6 +212,7 @@ typedef struct tkv_rope {
     /* NULL, or dim/2 numbers from 0 to 1 that replace the powers of base; read during the call, not kept */
     const float *frequencies;
     tkv_rope_kind kind; /* other than TKV_ROPE_FIXED: the rest is not used */
+    int first; /* the first rotated channel: 512 where RoPE turns the last 64 of 576 (DeepSeek). Not with KVQUANT */
 } tkv_rope;
 /* Turns a head's vector by a number of positions, in place, as RoPE does. It is the arithmetic of tkv_seq_shift:
  * attention to tokens that all moved by d is, bit for bit, that with queries turned by -d.
@@ -230,6 +231,7 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
      * layers). v_head_dim 0 is head_dim, if the layer sets that. A layer with share_kv may set n_heads alone. With
      * model.scale 0, scores of a layer are scaled by 1/sqrt(its head_dim). */
     int n_heads, n_kv_heads, head_dim, v_head_dim;
+    int v_in_k; /* as model.v_in_k; TKV_OFF: V is stored */
     tkv_format_pair hot, warm, archive;
     int sink_tokens, hot_tokens, warm_tokens;
     int window;       /* a query sees this many newest keys, its own included; TKV_OFF: no sliding window */
@@ -417,7 +419,8 @@ typedef int (*tkv_compute_rows)(void *user, int seq, int layer, int head, const 
                                 float *k, float *v);
 typedef struct tkv_recompute_config {
     /* gives K and V of n tokens (1 to 16) of a KV head of a layer, as they were appended. `positions` has their
-     * indices. k is [n][head_dim], v [n][v_head_dim], or NULL if not needed. Evicted tokens may be among them.
+     * indices. k is [n][head_dim], v [n][v_head_dim], or NULL if not needed, as v with v_in_k. Evicted tokens may be
+     * among them.
      * NULL: no model */
     tkv_compute_rows compute;
     void *user;
@@ -431,7 +434,11 @@ typedef struct tkv_model_config { /* the model */
     int n_kv_heads;               /* heads of K and V; 0: n_heads (plain multi-head attention) */
     int head_dim;   /* channels of K and q; required, 1 .. 576. The cache pads it to a multiple of 16 */
     int v_head_dim; /* channels of V and out, 1 .. 576; 0: head_dim */
-    int window;     /* sliding window of all layers, in tokens; 0: none */
+    /* 1: V is the first v_head_dim channels of K, and is not stored: latents of MLA (DeepSeek: one KV head, head_dim
+     * 576, v_head_dim 512). Appends take k alone; v may be NULL. The format of K holds both: an exact one, Q8, KIVI
+     * or A. */
+    int v_in_k;
+    int window; /* sliding window of all layers, in tokens; 0: none */
     /* 1: queries see the sinks of tiers.sink_tokens also from beyond their window (StreamingLLM, arXiv 2309.17453).
      * These sinks do not expire. 0: a window hides them as any token */
     int window_sinks;
@@ -1147,6 +1154,7 @@ TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *
 /* One layer of one sequence. `length` is the sum of tokens, expired, evicted and discarded. */
 typedef struct tkv_layer_info {
     int n_heads, n_kv_heads, head_dim, v_head_dim;
+    int v_in_k;                             /* 1: V is stored as the first channels of K */
     int length;                             /* in tokens */
     int tokens[TKV_TIER_COUNT];             /* tokens per tier; sinks count as HOT */
     int blocks[TKV_TIER_COUNT];             /* blocks per tier */

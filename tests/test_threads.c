@@ -635,19 +635,24 @@ TEST(stack_stays_below_the_documented_limit) {
     if (posix_memalign((void **)&stack, 4096, STACK) || !x || !out) exit_with_message("no memory");
     tkv_rng_fill(&rng, x, 64 * WIDEST, 1.0);
     for (i = 0; i < (int)(sizeof pairs / sizeof *pairs); i++)
-        for (meter = 0; meter < 7;
-             meter++) { /* 1: a meter; 2: offloaded blocks; 3: discarded; 4: LESS_WIDE; 5: 512; 6: WIDEST */
+        for (meter = 0; meter < 8;
+             meter++) { /* 1: a meter; 2: offloaded blocks; 3: discarded; 4: LESS_WIDE; 5: 512;
+                                               * 6: WIDEST; 7: the same, V inside K */
             tkv_config cfg = tkv_default_config();
             cfg.model.n_layers = 1, cfg.model.n_heads = 8, cfg.model.n_kv_heads = 1,
             cfg.model.head_dim = meter == 4   ? LESS_WIDE
                                  : meter == 5 ? 512
-                                 : meter == 6 ? WIDEST
+                                 : meter >= 6 ? WIDEST
                                               : WIDE;
             cfg.model.rope.dim = meter < 6 ? cfg.model.head_dim : 64;
+            if (meter == 7 && pairs[i].k > TKV_A15) continue; /* not for V inside K */
+            cfg.model.v_in_k = meter == 7;
+            cfg.model.v_head_dim = meter == 7 ? 512 : 0;
+            cfg.model.rope.first = meter == 7 ? 512 : 0;
             if (meter > 4 && pairs[i].k == TKV_SQUAT4) continue; /* at most 256 channels */
             cfg.tiers.warm = cfg.tiers.archive = pairs[i];
-            cfg.meter.heads = meter == 1;
-            cfg.meter.every = meter == 1;
+            cfg.meter.heads = meter == 1 || meter == 7;
+            cfg.meter.every = meter == 1 || meter == 7;
             cfg.importance.sample_every = 1;
             if (meter == 2) cfg.offload.write = write_offloaded, cfg.offload.read = read_offloaded;
             if (meter == 3) cfg.recompute.compute = compute_zeros, cfg.recompute.cost.layer_params = 1.0;

@@ -879,9 +879,8 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
         if (!bytes) return;
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
-        kv->kernels->v[rec->v.format->stored](
-            &rec->v, bytes, b.next_bytes ? b.next_bytes + rec->v_at : NULL, p, u->rows, n_tokens,
-            tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o + space * stride);
+        tkvi_add_values(kv->kernels, &rec->v, bytes, b.next_bytes ? b.next_bytes + rec->v_at : NULL, p,
+                        u->rows, n_tokens, kv->tables.cfg.host.precise, sums->o + space * stride);
     }
 }
 
@@ -1136,6 +1135,7 @@ typedef struct tkvi_work {
     float *parts;          /* [n_units][n_chunks] sums of splits; NULL: work tiles are not split */
     unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
     unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
+    int n_together;        /* prefill kernels: most work tiles of a task */
     tkv_task task;         /* the task inside tkvi_run_fetching */
     tkv_task inner;        /* the task inside tkvi_run_turning */
 } tkvi_work;
@@ -1262,12 +1262,6 @@ static int tkvi_any_sampled(const tkvi_work *w) {
 }
 
 /* >>prefill: work tiles of up to 32 rows, one row per vector lane (kernels/prefill.h) */
-typedef struct tkvi_prefill_sums { /* as tkvi_sums. m, l, far_attention, origin: [lanes]; o: [v_pad][lanes] */
-    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
-    TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
-    int lanes;
-} tkvi_prefill_sums;
-
 /* q: [channel][lanes] query rows of a work tile, 0 in lanes without a row. rows: [16][k_pad] work space. */
 static TKVI_NOINLINE void tkvi_load_lanes(const tkvi_work_tile *u, const tkvi_angles *turn, const float *ref,
                                           int lanes, float *rows, float *q, float *origin) {
@@ -1394,59 +1388,96 @@ static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sam
     return any;
 }
 
-/* The online softmax over all blocks. Blocks with rotated V come first, so that one rotation back is enough. */
-static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
-    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL], shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
-    TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
-    const tkv_cache *kv = u->call->kv;
-    const tkvi_prefill *many = u->call->many;
-    const int lanes = sums->lanes;
-    tkvi_prefill_queries q;
-    tkvi_softmax_args w;
-    int i, r, rotated, turned;
-    q.lanes = lanes;
-    turned = tkvi_prefill_load(u, sums->o, &q, sums->origin);
-    memset(sums->o, 0, (size_t)(u->v_pad * lanes) * sizeof(float));
-    for (r = 0; r < TKVI_PREFILL; r++) {
-        sums->m[r] = TKVI_HIDDEN;
-        sums->l[r] = sums->far_attention[r] = 0.0f;
+/* Groups of rows of one KV head that go through the blocks together, and share what is unpacked. A group is a work
+ * tile. */
+typedef struct tkvi_prefill_groups {
+    int n, lanes;
+    const tkvi_work_tile *tile; /* [n] */
+    tkvi_prefill_queries *q[TKVI_PREFILL_GROUPS];
+    tkvi_prefill_sums *sums[TKVI_PREFILL_GROUPS];
+    float *o[TKVI_PREFILL_GROUPS]; /* of sums */
+    float *scores;                 /* [n][64][lanes] work space */
+} tkvi_prefill_groups;
+
+/* Loads the queries of all groups, and clears their sums. Returns `turned` of the newest block. */
+static int tkvi_prefill_begin(tkvi_prefill_groups *all) {
+    int i, r, turned = 0;
+    for (i = 0; i < all->n; i++) {
+        tkvi_prefill_sums *sums = all->sums[i];
+        all->q[i]->lanes = sums->lanes = all->lanes;
+        all->o[i] = sums->o;
+        turned = tkvi_prefill_load(&all->tile[i], sums->o, all->q[i], sums->origin);
+        memset(sums->o, 0, (size_t)(all->tile->v_pad * all->lanes) * sizeof(float));
+        for (r = 0; r < TKVI_PREFILL; r++) {
+            sums->m[r] = TKVI_HIDDEN;
+            sums->l[r] = sums->far_attention[r] = 0.0f;
+        }
     }
+    return turned;
+}
+
+/* The step of the online softmax for one group and block i. scores: in and out, then weights. */
+static TKVI_NOINLINE void tkvi_prefill_softmax(const tkvi_work_tile *u, int i, int start, int end,
+                                               tkvi_prefill_sums *sums, float *scores) {
+    TKVI_ALIGNED float shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
+    TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
+    const tkvi_entry *e = &u->call->kv->pool.entry[u->ids[i]];
+    tkvi_softmax_args w;
     w.s = scores;
-    w.lanes = lanes;
+    w.lanes = sums->lanes;
     w.m = sums->m;
     w.l = sums->l;
     w.shrink = shrink;
     w.high = high;
     /* A new maximum scales far_attention of all lanes, not only of far_rows. */
     w.far_attention = u->call->want_far ? sums->far_attention : NULL;
+    if (u->changes || !tkvi_has_all_slots(e)) tkvi_adjust_score_lanes(u, sums->origin, i, w.lanes, scores);
+    w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
+    w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
+    if (u->call->many->softmax_step(&w)) u->call->many->shrink(sums->o, u->v_pad, w.lanes, shrink);
+}
+
+/* 1 if a row of some group may see a token of block i. end: of its tokens. */
+static int tkvi_prefill_sees(const tkvi_prefill_groups *all, int i, int start, int end) {
+    int k, first, last, sees = 0;
+    for (k = 0; k < all->n; k++) {
+        tkvi_visible_rows(&all->tile[k], i, 0, &first, &last);
+        sees |= end > first && start < last;
+    }
+    return sees;
+}
+
+/* The online softmax over all blocks. Blocks with rotated V come first, so that one rotation back is enough. */
+static TKVI_NOINLINE void tkvi_prefill_blocks(tkvi_prefill_groups *all) {
+    const tkvi_work_tile *u = all->tile;
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_prefill *many = u->call->many;
+    const int precise = kv->tables.cfg.host.precise;
+    int i, k, rotated, turned = tkvi_prefill_begin(all);
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
         for (i = 0; i < u->list->n; i++) {
-            int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
+            const int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
-            int first, last;
-            tkvi_visible_rows(u, i, 0, &first, &last);
-            if (rec->v.format->rotated != rotated || end <= first || start >= last) continue;
+            if (rec->v.format->rotated != rotated || !tkvi_prefill_sees(all, i, start, end)) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
             if (!bytes) return;
-            if (TKVI_HAS_MOVES && e->turned != turned) {
-                turned = e->turned;
-                tkvi_prefill_turn(u, turned, sums->origin, &q);
-            }
-            many->k(&rec->k, bytes, next, &q, n, tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-            if (u->changes || !tkvi_has_all_slots(e))
-                tkvi_adjust_score_lanes(u, sums->origin, i, lanes, scores);
-            w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
-            w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
-            if (many->softmax_step(&w)) many->shrink(sums->o, u->v_pad, lanes, shrink);
+            for (k = 0; k < all->n && TKVI_HAS_MOVES && e->turned != turned; k++)
+                tkvi_prefill_turn(&all->tile[k], e->turned, all->sums[k]->origin, all->q[k]);
+            turned = e->turned;
+            many->k(&rec->k, bytes, next, all->q, all->n, n, tkvi_n_limbs(&rec->k, precise), all->scores);
+            for (k = 0; k < all->n; k++)
+                tkvi_prefill_softmax(&all->tile[k], i, start, end, all->sums[k],
+                                     all->scores + k * TKVI_BLOCK * all->lanes);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
-            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, scores, lanes, n,
-                    tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise), sums->o);
+            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, all->scores, all->lanes, all->n, n,
+                    precise, all->o);
         }
-        if (rotated) many->rotate_back(sums->o, u->call->plan->geometry.v_head_dim, lanes);
+        for (k = 0; k < all->n && rotated; k++)
+            many->rotate_back(all->o[k], u->call->plan->geometry.v_head_dim, all->lanes);
     }
 }
 
@@ -1488,16 +1519,33 @@ static TKVI_NOINLINE void tkvi_prefill_in_rows(const tkvi_work_tile *u, tkvi_pre
                                      u->v_pad);
 }
 
+/* Finishes a group. lse: [rows], as tkvi_prefill_finish. */
+static TKVI_NOINLINE void tkvi_prefill_end(const tkvi_work_tile *u, tkvi_prefill_sums *sums, float *lse) {
+    int first;
+    tkvi_prefill_in_rows(u, sums);
+    for (first = 0; first < u->rows; first += u->call->view_rows)
+        tkvi_prefill_finish(u, sums, first, lse + first);
+}
+
+/* One work tile, with memory on the stack: its first pass. */
+static TKVI_NOINLINE void tkvi_prefill_first_pass(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL];
+    tkvi_prefill_queries q;
+    tkvi_prefill_groups one;
+    one.n = 1;
+    one.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
+    one.tile = u;
+    one.q[0] = &q;
+    one.sums[0] = sums;
+    one.scores = scores;
+    tkvi_prefill_blocks(&one);
+}
+
 /* lse: [rows], as tkvi_prefill_finish. */
 static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u, float *lse) {
     tkvi_prefill_sums sums;
-    int first;
-    sums.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
-    tkvi_prefill_blocks(u, &sums);
-    if (tkvi_failed(u->call)) return;
-    tkvi_prefill_in_rows(u, &sums);
-    for (first = 0; first < u->rows; first += u->call->view_rows)
-        tkvi_prefill_finish(u, &sums, first, lse + first);
+    tkvi_prefill_first_pass(u, &sums);
+    if (!tkvi_failed(u->call)) tkvi_prefill_end(u, &sums, lse);
 }
 
 /* The second pass over up to 8 rows, for w->by_tile. Prefill kernels round in another way than the kernels of
@@ -1519,23 +1567,113 @@ static TKVI_NOINLINE void tkvi_prefill_observe(const tkvi_work *w, const tkvi_wo
     tkvi_observers_end(&o);
 }
 
-/* Task: one work tile with prefill kernels. */
-static void tkvi_run_prefill(void *ctx, int index) {
-    const tkvi_work *w = (const tkvi_work *)ctx;
+/* Second passes of one work tile. lse: as tkvi_prefill_finish. */
+static void tkvi_prefill_second_pass(const tkvi_work *w, const tkvi_work_tile *u, const float *lse) {
     const unsigned second = w->by_tile & ~w->call->observing[TKVI_OBSERVES_QUERIES];
-    float lse[TKVI_PREFILL];
-    tkvi_work_tile u;
     int first;
-    tkvi_find_work_tile(w->call, index, &u);
-    tkvi_prefill_work_tile(&u, lse);
-    for (first = 0; second && first < u.rows && !tkvi_failed(w->call); first += w->call->view_rows) {
-        const tkvi_work_tile eight = tkvi_eight_rows(&u, first);
+    for (first = 0; second && first < u->rows && !tkvi_failed(w->call); first += w->call->view_rows) {
+        const tkvi_work_tile eight = tkvi_eight_rows(u, first);
         if (tkvi_is_observed(&eight, second)) tkvi_prefill_observe(w, &eight, lse + first);
     }
 }
 
+/* One work tile with prefill kernels. */
+static TKVI_NOINLINE void tkvi_run_prefill_tile(const tkvi_work *w, int number) {
+    float lse[TKVI_PREFILL];
+    tkvi_work_tile u;
+    tkvi_find_work_tile(w->call, number, &u);
+    tkvi_prefill_work_tile(&u, lse);
+    tkvi_prefill_second_pass(w, &u, lse);
+}
+
+/* Takes memory for groups of rows. Returns NULL if other tasks have all of it, or without atomics. */
+static tkvi_prefill_area *tkvi_take_area(tkv_cache *kv) {
+#if defined(__GNUC__) || defined(__clang__)
+    int i;
+    for (i = 0; i < kv->work.n_areas; i++)
+        if (!__atomic_exchange_n(&kv->work.area_taken[i], 1, __ATOMIC_ACQUIRE)) return &kv->work.area[i];
+#endif
+    (void)kv;
+    return NULL;
+}
+
+static void tkvi_release_area(tkv_cache *kv, const tkvi_prefill_area *area) {
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(&kv->work.area_taken[area - kv->work.area], 0, __ATOMIC_RELEASE);
+#endif
+    (void)kv, (void)area;
+}
+
+/* Work tiles number, number + 1, ... number + n - 1, of one KV head, together. Returns 0 if there is no memory for
+ * them, or tokens have moved: a task has plain rows for one tile. */
+static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int number, int n) {
+    tkv_cache *kv = w->call->kv;
+    tkvi_prefill_area *area = n > 1 && !w->call->plain ? tkvi_take_area(kv) : NULL;
+    tkvi_work_tile tile[TKVI_PREFILL_GROUPS];
+    tkvi_prefill_groups all;
+    float lse[TKVI_PREFILL];
+    int i;
+    if (!area) return 0;
+    all.n = n;
+    all.lanes = 16;
+    all.tile = tile;
+    all.scores = area->scores;
+    for (i = 0; i < n; i++) {
+        tkvi_find_work_tile(w->call, number + i, &tile[i]);
+        if (tile[i].rows > 16) all.lanes = TKVI_PREFILL;
+        all.q[i] = &area->q[i];
+        all.sums[i] = &area->sums[i];
+    }
+    tkvi_prefill_blocks(&all);
+    for (i = 0; i < n && !tkvi_failed(w->call); i++) {
+        tkvi_prefill_end(&tile[i], all.sums[i], lse);
+        tkvi_prefill_second_pass(w, &tile[i], lse);
+    }
+    tkvi_release_area(kv, area);
+    return 1;
+}
+
+/* The work tiles of a task: at most `most`, of one KV head. Returns their number; *first: the first of them. */
+static int tkvi_find_tiles(const tkvi_call *c, int most, int index, int *first) {
+    int i;
+    for (*first = i = 0;; i++) {
+        const int tiles = tkvi_tiles_of(c, c->rows[i].n), tasks = (tiles + most - 1) / most;
+        if (index < tasks * c->n_kv_heads) {
+            const int in_head = index % tasks * most;
+            *first += index / tasks * tiles + in_head;
+            return tkvi_min(most, tiles - in_head);
+        }
+        index -= tasks * c->n_kv_heads;
+        *first += tiles * c->n_kv_heads;
+    }
+}
+
+static int tkvi_count_prefill_tasks(const tkvi_call *c, int most) {
+    int i, n = 0;
+    for (i = 0; i < c->n_rows; i++) n += (tkvi_tiles_of(c, c->rows[i].n) + most - 1) / most * c->n_kv_heads;
+    return n;
+}
+
+/* Task: work tiles with prefill kernels. */
+static void tkvi_run_prefill(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    int first, i;
+    const int n = tkvi_find_tiles(w->call, w->n_together, index, &first);
+    if (tkvi_run_prefill_together(w, first, n)) return;
+    for (i = 0; i < n && !tkvi_failed(w->call); i++) tkvi_run_prefill_tile(w, first + i);
+}
+
+/* Work tiles that a task takes together, where they share unpacked codes: all of a KV head, up to 128 rows, but not so
+ * many that threads have nothing to do. Bits do not depend on it. */
+static int tkvi_n_together(const tkvi_call *c, int n_threads) {
+    const int most = tkvi_min(TKVI_PREFILL_GROUPS, TKVI_GROUP_ROWS / c->tile);
+    if (!c->kv->work.n_areas || !c->plan->geometry.v_in_k) return 1;
+    return tkvi_max(1, tkvi_min(most, tkvi_count_work_tiles(c) / n_threads));
+}
+
 /* Prefill kernels for the call, or NULL. Each sequence needs 16 query rows or more, in formats that the kernels
- * read. Not for TKVI_OBSERVES_CALL: both passes must compute the same scores. */
+ * read. With V inside K any number will do: models have 16 heads and more for each latent. Not for
+ * TKVI_OBSERVES_CALL: both passes must compute the same scores. */
 static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     const tkv_cache *kv = c->kv;
     int i, b;
@@ -1543,7 +1681,7 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         const uint32_t *ids = tkvi_ids(kv, c->rows[i].seq, c->plan->stored_layer);
-        if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS) return NULL;
+        if (c->rows[i].n * c->heads_per_kv < 2 * TKVI_ROWS && !c->plan->geometry.v_in_k) return NULL;
         for (b = 0; b < list->n; b++) {
             const tkvi_record *rec = kv->tables.layout[tkvi_block_of(kv, ids[b])->layout].record;
             if (rec->k.format->stored == TKVI_AS_DECODED || rec->v.format->stored == TKVI_AS_DECODED)
@@ -1659,18 +1797,20 @@ static void tkvi_clear_scores(const tkvi_call *c) {
                (size_t)tkvi_list_of(c->kv, c->rows[i].seq, c->plan->stored_layer)->len * sizeof(float));
 }
 
-/* The tasks of the first pass: returns their number. */
-static int tkvi_first_pass(tkvi_call *c, const tkvi_work *w, tkv_task *task) {
+/* The tasks of the first pass: returns their number. n_threads: that share them, about. */
+static int tkvi_first_pass(tkvi_call *c, tkvi_work *w, int n_threads, tkv_task *task) {
     if (w->parts) {
         *task = tkvi_run_split;
         return w->n_units * w->n_chunks;
     }
     *task = tkvi_run_work_tile;
-    if (w->few || !(c->many = tkvi_prefill_for(c))) return w->n_units;
+    if (w->few && !c->plan->geometry.v_in_k) return w->n_units;
+    if (!(c->many = tkvi_prefill_for(c))) return w->n_units;
     c->tile = tkvi_prefill_lanes(tkvi_max(c->plan->geometry.head_dim, c->plan->geometry.v_head_dim));
     if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
     *task = tkvi_run_prefill;
-    return tkvi_count_work_tiles(c);
+    w->n_together = tkvi_n_together(c, n_threads);
+    return tkvi_count_prefill_tasks(c, w->n_together);
 }
 
 /* What follows the first pass: merges splits, and serves the consumers of ranges of blocks. Returns the call's
@@ -1700,7 +1840,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     if (w.n_units == 0) return TKV_OK;
     if (w.few && in_parallel && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
     tkvi_share_consumers(&w, !w.parts && (!in_parallel || w.n_units == 1));
-    n = tkvi_first_pass(&c, &w, &task);
+    n = tkvi_first_pass(&c, &w, in_parallel ? TKVI_MAX_TILE_SPLITS : 1, &task);
     tkvi_run(&w, 0, n, 1, task);
     st = tkvi_end_work(&w, 1);
     if (w.parts) tkvi_release_split_sums(kv);
@@ -1752,7 +1892,7 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     c.failed = &head->failed;
     if (w.few) w.parts = (float *)(void *)(at + tkvi_align_up(sizeof *head));
     tkvi_share_consumers(&w, 0);
-    n = tkvi_first_pass(&c, &w, &task);
+    n = tkvi_first_pass(&c, &w, n_parts, &task);
     tkvi_run(&w, (int)(n * part / n_parts), (int)(n * (part + 1) / n_parts), 0, task);
     if (!tkvi_is_last_part(head, n_parts)) return TKV_OK;
     tkvi_clear_scores(&c);

@@ -152,10 +152,9 @@ static TKVI_NOINLINE void tkvi_comparison_observe(const tkvi_tile_view *v, int i
                                        cached + r * TKVI_BLOCK, p + r * TKVI_BLOCK);
     bytes = copy ? copy + rec->v_at : any ? tkvi_bytes_of(u, i, TKV_V) : NULL;
     if (any && bytes)
-        kv->kernels->v[rec->v.format->stored](
-            &rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
-            tkvi_n_limbs(&rec->v, kv->tables.cfg.host.precise),
-            c->o + (rec->v.format->rotated ? tkvi_space_floats(u->v_pad) : 0) + first * u->v_pad);
+        tkvi_add_values(kv->kernels, &rec->v, bytes, NULL, p + first * TKVI_BLOCK, u->rows, n,
+                        kv->tables.cfg.host.precise,
+                        c->o + (rec->v.format->rotated ? tkvi_space_floats(u->v_pad) : 0) + first * u->v_pad);
 }
 
 /* Adds row r to error_sums: agreement of the top key, KL(exact || cached), |out - exact|^2 / |exact|^2. */

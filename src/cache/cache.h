@@ -103,6 +103,7 @@ typedef struct tkvi_seq {
 #define TKVI_MIN_SPLIT_BLOCKS 8 /* fewest blocks of a split */
 #define TKVI_FEW_WORK_TILES 32  /* with more work tiles, no splits */
 #define TKVI_MAX_SPLITS 128     /* most splits of a call */
+#define TKVI_MAX_AREAS 4        /* tasks that can have groups of rows together, with parallel_for; else 1 */
 /* Floats of partial results of one split. */
 #define TKVI_SUMS_FLOATS(v_pad) (2 * tkvi_min(TKVI_ROWS * (v_pad), TKVI_ROW_CHANNELS) + 3 * TKVI_ROWS + 16)
 #define TKVI_MAX_SUMS_FLOATS (2 * TKVI_ROW_CHANNELS + 3 * TKVI_ROWS + 16)
@@ -123,12 +124,14 @@ typedef struct tkvi_query_stats {
 
 /* Work space. Sized at creation; the choice space grows with the longest list. */
 typedef struct tkvi_work_space {
-    float *recode;        /* [64][head_dim], then [64][v_head_dim] decoded values, of the widest layers */
-    float *split_sums;    /* partial results of parallel attention, or NULL */
-    int split_sums_taken; /* 1: a call uses split_sums */
-    float *solve;         /* [packed] for families that learn from queries */
-    uint8_t *choice;      /* for choosing among the tokens of the longest list; NULL: no eviction */
-    uint32_t choice_cap;  /* blocks that `choice` has space for */
+    float *recode;           /* [64][head_dim], then [64][v_head_dim] decoded values, of the widest layers */
+    float *split_sums;       /* partial results of parallel attention, or NULL */
+    int split_sums_taken;    /* 1: a call uses split_sums */
+    tkvi_prefill_area *area; /* [n_areas] where V is inside K (attention/attend.h) */
+    int n_areas, area_taken[TKVI_MAX_AREAS];
+    float *solve;        /* [packed] for families that learn from queries */
+    uint8_t *choice;     /* for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap; /* blocks that `choice` has space for */
 } tkvi_work_space;
 
 /* The number of tokens over which the heads of a layer's table are learned. */
@@ -149,6 +152,7 @@ typedef struct tkvi_stats {
     tkvi_next_table *next_table; /* [n_layers] */
     int64_t *q_sq_sum;           /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
     int64_t *far_attention;      /* [n_layers][n_kv_heads] sums of p^2 over far keys */
+    int64_t *n_sampled;          /* [n_layers][n_kv_heads] queries in these sums */
     /* learn/query_stats.h */
     tkvi_query_stats *queries; /* [n_layers] */
     int64_t *q_products;       /* [n_layers][n_kv_heads][tkvi_n_products] sums of q q^T */
@@ -187,7 +191,7 @@ typedef struct tkvi_call_state {
 typedef struct tkvi_sizes {
     size_t cache, tables, seqs, lists, states, counts, tokens_seen, query_stats, q_products, query_states,
         meter;
-    size_t solve, recode, split_sums, meter_copies; /* work space and copies: not zeroed */
+    size_t solve, recode, split_sums, areas, meter_copies; /* work space and copies: not zeroed */
     size_t total;
 } tkvi_sizes;
 
@@ -227,6 +231,10 @@ static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
 
 static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.far_attention + kv->tables.plan[layer].at.heads + (size_t)head;
+}
+
+static int64_t *tkvi_n_sampled_of(const tkv_cache *kv, int layer, int head) {
+    return kv->stats.n_sampled + kv->tables.plan[layer].at.heads + (size_t)head;
 }
 
 static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
@@ -570,7 +578,7 @@ static size_t tkvi_q_sq_sum_bytes(const tkvi_places *end) {
 }
 
 static size_t tkvi_stats_bytes(const tkvi_places *end) {
-    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(end->heads * sizeof(int64_t));
+    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(2u * end->heads * sizeof(int64_t));
 }
 
 /* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
@@ -583,15 +591,22 @@ static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     if (!kv->stats.q_sq_sum) return 0;
     memset(kv->stats.q_sq_sum, 0, bytes);
     kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.end) / sizeof(int64_t);
+    kv->stats.n_sampled = kv->stats.far_attention + kv->tables.end.heads;
     return 1;
 }
 
 static void tkvi_free_stats(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.end));
-    kv->stats.q_sq_sum = kv->stats.far_attention = NULL;
+    kv->stats.q_sq_sum = kv->stats.far_attention = kv->stats.n_sampled = NULL;
 }
 
 /* >>sizes of the fixed piece */
+static int tkvi_n_areas(const tkvi_derived_config *derived) {
+    int i, any = 0;
+    for (i = 0; i < derived->n_keys; i++) any |= derived->key[i].v_in_k;
+    return !any || !TKVI_HAS_PREFILL ? 0 : derived->cfg.host.parallel_for ? TKVI_MAX_AREAS : 1;
+}
+
 static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
     size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
     const int k_pad = derived->widest.k_pad, v_pad = derived->widest.v_pad;
@@ -612,6 +627,7 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (derived->cfg.host.parallel_for)
         s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * TKVI_SUMS_FLOATS(v_pad)) * sizeof(float));
+    s->areas = (size_t)tkvi_n_areas(derived) * sizeof(tkvi_prefill_area);
     if (derived->any_shared || derived->token_parts)
         s->tokens_seen =
             tkvi_align_up((size_t)derived->cfg.model.n_layers * (sizeof(int) + sizeof(tkvi_next_table)));
@@ -630,7 +646,7 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
            tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->states, &s->total) &&
            tkvi_add(s->total, s->counts, &s->total) && tkvi_add(s->total, s->recode, &s->total) &&
-           tkvi_add(s->total, s->split_sums, &s->total);
+           tkvi_add(s->total, s->split_sums, &s->total) && tkvi_add(s->total, s->areas, &s->total);
 }
 
 /* Bytes that tkv_get_memory reports as tables. */
@@ -639,7 +655,9 @@ static size_t tkvi_table_bytes(const tkvi_sizes *s) {
 }
 
 /* Bytes that tkv_get_memory reports as scratch. */
-static size_t tkvi_scratch_bytes(const tkvi_sizes *s) { return s->solve + s->recode + s->split_sums; }
+static size_t tkvi_scratch_bytes(const tkvi_sizes *s) {
+    return s->solve + s->recode + s->split_sums + s->areas;
+}
 
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
@@ -672,7 +690,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         return TKV_ERR_BUDGET;
     next = (uint8_t *)tkvi_get(&heap, s.total);
     if (!next) return TKV_ERR_NOMEM;
-    memset(next, 0, s.total - s.solve - s.recode - s.split_sums - s.meter_copies);
+    memset(next, 0, s.total - tkvi_scratch_bytes(&s) - s.meter_copies);
     kv = (tkv_cache *)(void *)next;
     next += s.cache;
     tkvi_tables_build(&kv->tables, derived, next);
@@ -708,12 +726,14 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
         kv->work.solve = (float *)(void *)(next + s.query_stats + s.q_products + s.query_states + s.meter);
     }
     next += s.query_stats + s.q_products + s.query_states;
-    kv->meter =
-        tkvi_meter_build(derived, &kv->tables, next, next + s.meter + s.solve + s.recode + s.split_sums);
+    kv->meter = tkvi_meter_build(derived, &kv->tables, next, next + s.meter + tkvi_scratch_bytes(&s));
     next += s.meter + s.solve;
     kv->work.recode = (float *)(void *)next;
     next += s.recode;
     kv->work.split_sums = s.split_sums ? (float *)(void *)next : NULL;
+    next += s.split_sums;
+    kv->work.area = (tkvi_prefill_area *)(void *)next;
+    kv->work.n_areas = tkvi_n_areas(derived);
     kv->kernels = kernels;
     kv->sizes = s;
     kv->pool.tables = &kv->tables;

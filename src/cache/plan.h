@@ -28,7 +28,7 @@
 
 /* Layout of one KV head in a block: K side, then V side. */
 typedef struct tkvi_record {
-    tkvi_side k, v;
+    tkvi_side k, v;  /* v: a view of k, if V is inside K */
     size_t at, v_at; /* byte offsets: of the record in the block, of the V side in the record */
 } tkvi_record;
 
@@ -95,7 +95,7 @@ static int tkvi_plan_learns(const tkvi_plan *p) {
 typedef struct tkvi_layout_key {
     tkv_format_pair pair;
     int tokens;
-    int n_kv_heads, head_dim, v_head_dim;
+    int n_kv_heads, head_dim, v_head_dim, v_in_k;
 } tkvi_layout_key;
 
 typedef struct tkvi_derived_config {
@@ -350,6 +350,11 @@ static tkv_status tkvi_validate_geometry(const tkv_config *cfg, int layer, const
     const tkv_layer_config *c = &cfg->layers[layer];
     const char *const names[] = {"n_heads", "n_kv_heads", "head_dim", "v_head_dim"};
     int given[4], i;
+    if (c->v_in_k < TKV_OFF || c->v_in_k > 1)
+        return tkvi_bad_in(reason, size, owner, "v_in_k", c->v_in_k, "it must be 1, 0 (default) or TKV_OFF");
+    if (c->v_in_k && (c->no_cache || c->share_kv))
+        return tkvi_bad_in(reason, size, owner, "v_in_k", c->v_in_k,
+                           "it must be 0 with no_cache or share_kv: the layer stores no K and V");
     given[0] = c->n_heads;
     given[1] = c->n_kv_heads;
     given[2] = c->head_dim;
@@ -403,6 +408,9 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
         if (g.n_heads % g.n_kv_heads)
             return tkvi_bad_in(reason, size, owner, "n_heads", g.n_heads,
                                "it must be a multiple of n_kv_heads");
+        if (g.v_in_k && g.v_head_dim > g.head_dim)
+            return tkvi_bad_in(reason, size, owner, "v_head_dim", g.v_head_dim,
+                               "it must be at most head_dim, where V is inside K");
         st = tkvi_validate_rope(tkvi_has_own_kv(cfg, i) ? tkvi_rope_of_layer(cfg, i) : &c->rope, g.head_dim,
                                 owner, reason, size);
         if (st) return st;
@@ -591,16 +599,19 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
 static tkvi_layout_key tkvi_layout_key_of(const tkvi_geometry *g, tkv_format_pair pair, int tokens) {
     tkvi_layout_key key;
     key.pair = pair;
+    if (g->v_in_k) key.pair.v = pair.k;
     key.tokens = tokens;
     key.n_kv_heads = g->n_kv_heads;
     key.head_dim = g->head_dim;
     key.v_head_dim = g->v_head_dim;
+    key.v_in_k = g->v_in_k;
     return key;
 }
 
 static int tkvi_is_same_key(const tkvi_layout_key *a, const tkvi_layout_key *b) {
     return a->pair.k == b->pair.k && a->pair.v == b->pair.v && a->tokens == b->tokens &&
-           a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+           a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim &&
+           a->v_in_k == b->v_in_k;
 }
 
 /* Index of the key for a geometry, a pair and a capacity in tokens. A new key is added. Returns -1 when there are too
@@ -621,9 +632,10 @@ static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_
                              const tkvi_share *v) {
     const tkv_format_options *o = &cfg->format;
     tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, k);
-    tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
+    if (key.v_in_k) tkvi_view_k_as_v(&r->v, &r->k, key.v_head_dim);
+    else tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
     r->at = 0;
-    r->v_at = r->k.bytes;
+    r->v_at = key.v_in_k ? 0 : r->k.bytes;
 }
 
 static int tkvi_pair_allocates(tkv_format_pair p) {
@@ -643,8 +655,8 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
     int64_t heads = key.n_kv_heads, k, v, meta, total;
     tkvi_record_init(&r, cfg, key, NULL, NULL);
     k = heads * (int64_t)r.k.code_bytes;
-    v = heads * (int64_t)r.v.code_bytes;
-    meta = heads * (int64_t)(r.k.meta_bytes + r.v.meta_bytes);
+    v = key.v_in_k ? 0 : heads * (int64_t)r.v.code_bytes;
+    meta = heads * (int64_t)(r.k.meta_bytes + (key.v_in_k ? 0 : r.v.meta_bytes));
     total = heads * (int64_t)(r.k.bytes + r.v.bytes);
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
@@ -652,7 +664,7 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
         k = (k + 63) / 64 * 64;
         total += k;
     }
-    if (tkvi_formats[key.pair.v].shared) {
+    if (tkvi_formats[key.pair.v].shared && !key.v_in_k) {
         total -= v;
         v = tkvi_budget_v(heads, tkvi_formats[key.pair.v].bits, r.v.pad);
         total += v;
@@ -747,7 +759,8 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
         if (k->learn_queries) p->query_parts |= k->part;
         h->any_fixed |= k->undoes_rope || v->undoes_rope;
         if (k->undoes_rope && k->undoes_rope(&h->cfg.format) && !h->needs_rope &&
-            tkvi_why_immobile(tkvi_rope_of_layer(&h->cfg, layer))) {
+            (tkvi_why_immobile(tkvi_rope_of_layer(&h->cfg, layer)) ||
+             tkvi_rope_of_layer(&h->cfg, layer)->first)) {
             h->needs_rope = k->needs_rope;
             h->needs_rope_layer = layer;
         }
@@ -960,6 +973,17 @@ static const char *tkvi_find_too_wide(const tkvi_derived_config *h, int *channel
     return NULL;
 }
 
+/* Finds a format of K that cannot hold V as well. Returns it, or TKV_FORMAT_DEFAULT if there is none. */
+static tkv_format tkvi_find_without_v(const tkvi_derived_config *h) {
+    int i;
+    for (i = 0; i < h->n_keys; i++) {
+        const tkvi_format *k = &tkvi_formats[h->key[i].pair.k];
+        if (h->key[i].v_in_k && (k->family != &tkvi_plain_family || k->stored == TKVI_AS_DECODED))
+            return h->key[i].pair.k;
+    }
+    return TKV_FORMAT_DEFAULT;
+}
+
 /* Checks every field, and fills in the derived config of a valid config. */
 static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shape, char *reason,
                                 size_t size) {
@@ -984,6 +1008,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
                         "it must be a multiple of model.n_kv_heads");
     TKVI_RANGE_(model.head_dim, 1, TKV_MAX_HEAD_DIM, "it must be 1 to 576");
     TKVI_RANGE_(model.v_head_dim, 0, TKV_MAX_HEAD_DIM, "it must be 1 to 576, or 0 for model.head_dim");
+    TKVI_RANGE_(model.v_in_k, 0, 1, "it must be 0 or 1");
+    if (cfg->model.v_in_k && cfg->model.v_head_dim > cfg->model.head_dim)
+        return tkvi_bad(reason, size, "model.v_head_dim", cfg->model.v_head_dim,
+                        "it must be at most head_dim, where V is inside K");
     if (!tkvi_is_finite(cfg->model.scale) || cfg->model.scale < 0.0f)
         return tkvi_bad(reason, size, "model.scale", (double)cfg->model.scale,
                         "it must be a positive number, or 0 for 1/sqrt(head_dim)");
@@ -1055,12 +1083,18 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         int channels;
         wrong = tkvi_find_too_wide(shape, &channels);
         if (wrong) return tkvi_bad(reason, size, "head_dim", channels, wrong);
+        if (tkvi_find_without_v(shape))
+            return tkvi_bad(reason, size, "v_in_k", 1,
+                            "formats of K must be F32, F16, BF16, Q8, KIVI or A where V is inside K");
     }
     if (!st && shape->needs_rope) {
         const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);
         char owner[32] = "model.";
         if (rope != &cfg->model.rope)
             tkvi_name_entry(owner, sizeof owner, "layers[", shape->needs_rope_layer);
+        if (!tkvi_why_immobile(rope))
+            return tkvi_bad_in(reason, size, owner, "rope.first", rope->first,
+                               "it must be 0 with formats that undo RoPE");
         return tkvi_bad_in(reason, size, owner, rope->kind ? "rope.kind" : "rope.dim",
                            rope->kind ? (int)rope->kind : rope->dim, shape->needs_rope);
     }
@@ -1217,7 +1251,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
                            &share);
         }
     }
-    if (heads && v->shared) {
+    if (heads && v->shared && !g->v_in_k) {
         tkvi_share_v(heads, n, v->bits, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
@@ -1230,8 +1264,9 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
     }
     for (head = 0; head < n; head++) {
         tkvi_record *r = &c->record[head];
+        if (g->v_in_k) tkvi_view_k_as_v(&r->v, &r->k, g->v_head_dim);
         r->at = at;
-        r->v_at = r->k.bytes;
+        r->v_at = g->v_in_k ? 0 : r->k.bytes;
         at += r->k.bytes + r->v.bytes;
     }
 }
@@ -1339,6 +1374,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
         g.n_kv_heads = h->key[i].n_kv_heads;
         g.head_dim = h->key[i].head_dim;
         g.v_head_dim = h->key[i].v_head_dim;
+        g.v_in_k = h->key[i].v_in_k;
         tkvi_set_pads(&g);
         tkvi_share_layout(t, &t->layout[i], &g, NULL, NULL);
     }

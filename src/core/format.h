@@ -237,6 +237,21 @@ static int tkvi_is_exact(const tkvi_format *f) { return f->stored < TKVI_AS_TILE
 
 static int tkvi_format_stores(const tkvi_format *f, tkv_side which) { return f->side[which].layout != NULL; }
 
+/* V inside K: a view of K's bytes as V. It has the layout of K and the channels of V, and no bytes of its own. */
+static void tkvi_view_k_as_v(tkvi_side *v, const tkvi_side *k, int v_dim) {
+    *v = *k;
+    v->dim = (int16_t)v_dim;
+    v->bytes = 0;
+}
+
+TKVI_FN int tkvi_is_view(const tkvi_side *s) { return s->bytes == 0; }
+
+/* Writes one token into an exact side. Views take none: their tokens are those of K. */
+static void tkvi_put_token(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token,
+                           uint8_t *dst) {
+    if (!tkvi_is_view(s)) s->format->side[s->which].put(s, ops, x, token, dst);
+}
+
 /* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. */
 static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
                            const tkv_format_options *options, int tabled, const tkvi_share *share) {
@@ -269,9 +284,10 @@ static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side whi
     tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share);
 }
 
+/* Views are encoded with their K. */
 static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
-    s->format->side[s->which].encode(s, ops, x, stride, n, dst);
+    if (!tkvi_is_view(s)) s->format->side[s->which].encode(s, ops, x, stride, n, dst);
 }
 
 /* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */

@@ -10,6 +10,7 @@
 typedef struct tkvi_geometry {
     int n_heads, n_kv_heads;
     int head_dim, v_head_dim; /* channels of K and of V */
+    int v_in_k;               /* 1: V is the first channels of K, and is not stored */
     int k_pad, v_pad;         /* the same, rounded up to 16 */
     float scale;              /* of scores, if a call gives none */
 } tkvi_geometry;
@@ -51,6 +52,7 @@ static tkvi_geometry tkvi_model_geometry(const tkv_model_config *m) {
     g.n_kv_heads = m->n_kv_heads ? m->n_kv_heads : m->n_heads;
     g.head_dim = m->head_dim;
     g.v_head_dim = m->v_head_dim ? m->v_head_dim : m->head_dim;
+    g.v_in_k = m->v_in_k == 1;
     g.scale = m->scale;
     tkvi_set_pads(&g);
     return g;
@@ -66,6 +68,7 @@ static tkvi_geometry tkvi_layer_geometry(const tkv_config *cfg, int layer) {
         if (stored->n_kv_heads) g.n_kv_heads = stored->n_kv_heads;
         if (stored->head_dim) g.head_dim = g.v_head_dim = stored->head_dim;
         if (stored->v_head_dim) g.v_head_dim = stored->v_head_dim;
+        if (stored->v_in_k) g.v_in_k = stored->v_in_k == 1;
         tkvi_set_pads(&g);
     }
     if (!(g.scale > 0.0f)) g.scale = (float)(1.0 / sqrt((double)g.head_dim));
@@ -74,7 +77,8 @@ static tkvi_geometry tkvi_layer_geometry(const tkv_config *cfg, int layer) {
 
 /* 1 if two layers have K and V of the same shape. Their query heads may differ. */
 static int tkvi_is_same_geometry(const tkvi_geometry *a, const tkvi_geometry *b) {
-    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim;
+    return a->n_kv_heads == b->n_kv_heads && a->head_dim == b->head_dim && a->v_head_dim == b->v_head_dim &&
+           a->v_in_k == b->v_in_k;
 }
 
 /* Makes each number of *most at least that of g. */

@@ -70,6 +70,10 @@ static const char *tkvi_rope_fault(const tkv_rope *r, int head_dim, const char *
         return "it must be even, 2 to head_dim, TKV_OFF, or 0 for none";
     if (r->dim > 512 || (r->dim == 512 && head_dim > 512)) /* a pair has a byte (tkvi_turned_rows) */
         return "it must be at most 510, or 512 with head_dim 512";
+    *field = "rope.first";
+    *value = (double)r->first;
+    if (r->first < 0 || r->first > head_dim - (r->dim > 0 ? r->dim : 0))
+        return "it must be 0 to head_dim - rope.dim";
     *field = "rope.kind";
     *value = (double)(int)r->kind;
     if ((unsigned)r->kind >= TKV_ROPE_COUNT) return "it must be a tkv_rope_kind";
@@ -103,8 +107,9 @@ static const char *tkvi_rope_has_fault(const tkv_rope *r, int head_dim) {
 #define TKVI_ROPE_NEAR 16
 
 typedef struct tkvi_rope {
-    int pairs, apart, step; /* pair j is channels j * step and j * step + apart */
-    int row;                /* pairs, rounded up to 16: floats for a cosine or a sine of each pair */
+    int pairs, apart, step; /* pair j is channels first + j * step and first + j * step + apart */
+    int first;
+    int row;             /* pairs, rounded up to 16: floats for a cosine or a sine of each pair */
     int lanes;           /* the same with a lane for channels without a pair, if there are any (tkvi_turn) */
     uint64_t *frequency; /* [pairs] */
     /* [17][row] by position 0 .. 16, for kernels of formats that undo RoPE: tkvi_cos_sin would take longer than the
@@ -123,7 +128,8 @@ static float tkvi_rope_base(const tkv_rope *r) { return r->base > 0.0f ? r->base
 /* 1 if two descriptors that are known have the same frequencies and pairs. */
 static int tkvi_is_same_rope(const tkv_rope *a, const tkv_rope *b) {
     if (a == b) return 1;
-    if (a->dim != b->dim || a->interleaved != b->interleaved || !a->frequencies != !b->frequencies) return 0;
+    if (a->dim != b->dim || a->first != b->first || a->interleaved != b->interleaved) return 0;
+    if (!a->frequencies != !b->frequencies) return 0;
     if (tkvi_bits(tkvi_rope_scale(a)) != tkvi_bits(tkvi_rope_scale(b))) return 0;
     if (a->frequencies)
         return memcmp(a->frequencies, b->frequencies, (size_t)(a->dim / 2) * sizeof(float)) == 0;
@@ -149,6 +155,7 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int head_dim, int
     memset(rope, 0, sizeof *rope);
     memset(memory, 0, tkvi_rope_bytes(r, with_rows));
     rope->pairs = r->dim / 2;
+    rope->first = r->first;
     rope->row = tkvi_round_up(rope->pairs, 16);
     rope->lanes = tkvi_rope_lanes(r, head_dim);
     rope->step = r->interleaved ? 2 : 1;
@@ -238,6 +245,7 @@ static void tkvi_turn_apply(const tkvi_rope *rope, const float *cosine, const fl
     float ac[TKV_MAX_HEAD_DIM / 2], bs[TKV_MAX_HEAD_DIM / 2];
     int j, n = rope->pairs;
     if (n < 1) return;
+    x += rope->first;
     for (j = 0; j < n; j++) {
         a[j] = x[j * rope->step];
         b[j] = x[j * rope->step + rope->apart];
@@ -275,11 +283,11 @@ typedef struct tkvi_turned_rows {
 /* The channel that channel c of a rope is paired with, and its pair. *sign: of its sine. A channel without a pair has
  * the first lane behind the pairs, whose sine is 0. */
 static int tkvi_partner_of(const tkvi_rope *rope, int c, int *pair, float *sign) {
-    const int is_second = rope->step == 2 ? c & 1 : c >= rope->apart;
+    const int at = c - rope->first, is_second = rope->step == 2 ? at & 1 : at >= rope->apart;
     *pair = rope->pairs;
     *sign = 1.0f;
-    if (c >= 2 * rope->pairs) return c;
-    *pair = rope->step == 2 ? c / 2 : c - (is_second ? rope->apart : 0);
+    if (at < 0 || at >= 2 * rope->pairs) return c;
+    *pair = rope->step == 2 ? at / 2 : at - (is_second ? rope->apart : 0);
     *sign = is_second ? 1.0f : -1.0f;
     return is_second ? c - rope->apart : c + rope->apart;
 }

@@ -214,6 +214,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
     if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     *options = c->options;
     tkvi_fill_options(options);
+    if (c->side == TKV_K && c->rope.first && tkvi_formats[c->format].family->undoes_rope) return 0;
     tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, options, 0, NULL);
     s->start = c->position;
     return 1;

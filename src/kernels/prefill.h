@@ -26,6 +26,8 @@
 #define TKVI_PREFILL_FLOATS (16 * TKV_MAX_HEAD_DIM)
 #define TKVI_PREFILL_PART 128     /* positions of K that are multiplied at once */
 #define TKVI_PREFILL_WEIGHTS 1024 /* the most rows x quads of positions or tokens */
+#define TKVI_PREFILL_GROUPS 8     /* the most groups of rows */
+#define TKVI_GROUP_ROWS 128       /* the most rows of all groups */
 #define TKVI_MAX_SLACK 8.0f /* weights may reach e^8 before m moves to the new maximum and sums shrink */
 
 /* Parameters of softmax_step, which turns scores into weights in place. Arrays are [lanes]. */
@@ -47,13 +49,28 @@ typedef struct tkvi_prefill_queries {
     const uint8_t *order; /* channel at each position, as in tkvi_side; NULL: positions are channels */
 } tkvi_prefill_queries;
 
+typedef struct tkvi_prefill_sums { /* of the online softmax. m, l, far_attention, origin: [lanes] */
+    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS]; /* [v_pad][lanes] */
+    TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
+    int lanes;
+} tkvi_prefill_sums;
+
+/* Memory for groups of rows that share unpacked codes: too large for a stack. */
+typedef struct tkvi_prefill_area {
+    tkvi_prefill_queries q[TKVI_PREFILL_GROUPS];
+    tkvi_prefill_sums sums[TKVI_PREFILL_GROUPS];
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_GROUP_ROWS];
+} tkvi_prefill_area;
+
 typedef struct tkvi_prefill {
-    /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. scores: [64][lanes] */
-    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *q, int n,
-              int n_limbs, float *scores);
-    /* p: [64][lanes], zero beyond n; out: [channel][lanes] */
-    void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes, int n,
-              int n_limbs, float *out);
+    /* As tkvi_k_kernel and tkvi_v_kernel, with rows in lanes. Groups of rows have queries and sums of their own, and
+     * share codes that are unpacked once. They have equal lanes and the same reference key.
+     * q: [n_groups]; scores: [n_groups][64][lanes] */
+    void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *const *q,
+              int n_groups, int n, int n_limbs, float *scores);
+    /* p: [n_groups][64][lanes], zero beyond n; out: [n_groups], each [channel][lanes]. s may be a view of K */
+    void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes,
+              int n_groups, int n, int precise, float *const *out);
     int (*softmax_step)(const tkvi_softmax_args *w); /* returns 1 if w->shrink must be applied to outputs */
     void (*shrink)(float *x, int n, int lanes, const float *by); /* x: [n][lanes] */
     void (*rotate_back)(float *x, int dim, int lanes);           /* x: [dim][lanes] */
@@ -68,10 +85,17 @@ enum { TKVI_PREFILL_KEY_STRIDE = TKV_MAX_HEAD_DIM + 16 };
  * of one limb + rest. */
 typedef struct tkvi_prefill_fold {
     /* [quad of channels or tokens][lanes]: four bytes of one limb, or two weights of two limbs; odd_w: the others */
-    TKVI_ALIGNED int32_t w[TKVI_PREFILL_WEIGHTS], odd_w[TKVI_PREFILL_WEIGHTS];
+    int32_t *w, *odd_w;
     TKVI_ALIGNED float by[TKVI_PREFILL], wide_by[TKVI_PREFILL], rest[TKVI_PREFILL];
     int n_wide; /* the first quads have two limbs */
 } tkvi_prefill_fold;
+
+/* V inside K: the weights p of one group of rows and one group of tokens. */
+typedef struct tkvi_viewed_weights {
+    tkvi_prefill_fold fold[2]; /* of one limb, of two limbs; without `rest` */
+    TKVI_ALIGNED float sum_w[2][TKVI_PREFILL], sum_p[TKVI_PREFILL];
+    int needs_two; /* 1: no tile may have one limb */
+} tkvi_viewed_weights;
 
 /* The products of a pass: a few vectors of rows. */
 typedef struct tkvi_prefill_products {

@@ -442,6 +442,35 @@ static void tkvi_scale_add_scalar(float *x, float a, const float *y, float b, in
     for (i = 0; i < n; i++) x[i] = y ? a * x[i] + b * y[i] : a * x[i];
 }
 
+/* V inside K: out[row][pad of V] += sum_t p[row][t] v[t], as tkvi_v_kernel, where s is a view of K (tkvi_view_k_as_v).
+ * Decodes 16 tokens at a time, and multiplies them as F32. It serves machines without vectors, and second passes: other
+ * rows have the kernels of kernels/prefill.h, which do not decode. The scalar decoder takes least of the stack. */
+static void tkvi_add_viewed_values(const tkvi_kernels *kernels, const tkvi_side *s, const uint8_t *src,
+                                   const float *p, int rows, int n, float *out) {
+    TKVI_ALIGNED float x[TKVI_AT_ONCE * TKV_MAX_HEAD_DIM];
+    tkvi_side f32;
+    int from;
+    memset(&f32, 0, sizeof f32);
+    f32.format = &tkvi_formats[TKV_F32];
+    f32.which = TKV_V;
+    f32.dim = s->dim;
+    f32.pad = (int16_t)tkvi_round_up(s->dim, 16);
+    f32.tokens = TKVI_BLOCK;
+    memset(x, 0, sizeof x);
+    for (from = 0; from < n; from += TKVI_AT_ONCE) {
+        const int count = tkvi_min(TKVI_AT_ONCE, n - from);
+        tkvi_decode_side(s, src, from, count, x, (size_t)f32.pad);
+        kernels->v[TKVI_AS_F32](&f32, (const uint8_t *)x, NULL, p + from, rows, count, 1, out);
+    }
+}
+
+/* out[row][pad of V] += sum_t p[row][t] v[t], stored as V or inside K. Parameters as tkvi_v_kernel. */
+static void tkvi_add_values(const tkvi_kernels *kernels, const tkvi_side *s, const uint8_t *src,
+                            const uint8_t *next, const float *p, int rows, int n, int precise, float *out) {
+    if (tkvi_is_view(s)) tkvi_add_viewed_values(kernels, s, src, p, rows, n, out);
+    else kernels->v[s->format->stored](s, src, next, p, rows, n, tkvi_n_limbs(s, precise), out);
+}
+
 static const tkvi_kernels tkvi_kernels_scalar = {
     TKV_ISA_SCALAR,
     "scalar",

@@ -5,7 +5,7 @@
  *
  *   "TKVC" | version | n_layers | n_kv_heads | head_dim | v_head_dim    u32 each; all numbers are little-endian
  *   version 2, in layers of different shapes, or of more than 256 channels: the last three are 0, and
- *   layer:  u32 n_kv_heads | u32 head_dim | u32 v_head_dim
+ *   layer:  u32 n_kv_heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
  *   each version:
  *   layer:  u32 parts: 1 for A and R formats, then bits of families (tkvi_family.part); the parts follow in this order
  *           1: for each head  i16 reach | i16 weight of K | i8 top of K | i8 top of V
@@ -39,18 +39,23 @@ static int tkvi_calibration_version(const tkv_cache *kv) {
     return 1;
 }
 
+/* Channels of V, and bit 31 where V is inside K. */
+static uint32_t tkvi_v_dim_word(const tkvi_geometry *g) {
+    return (uint32_t)g->v_head_dim | (uint32_t)g->v_in_k << 31;
+}
+
 /* Bytes before the parts of a layer. */
 static size_t tkvi_layer_head_bytes(int version) { return version == 2 ? 16 : 4; }
 
 static void tkvi_store_geometry(uint8_t *at, const tkvi_geometry *g) {
     tkvi_store32(at, g ? (uint32_t)g->n_kv_heads : 0);
     tkvi_store32(at + 4, g ? (uint32_t)g->head_dim : 0);
-    tkvi_store32(at + 8, g ? (uint32_t)g->v_head_dim : 0);
+    tkvi_store32(at + 8, g ? tkvi_v_dim_word(g) : 0);
 }
 
 static int tkvi_has_geometry(const uint8_t *at, const tkvi_geometry *g) {
     return tkvi_load32(at) == (uint32_t)g->n_kv_heads && tkvi_load32(at + 4) == (uint32_t)g->head_dim &&
-           tkvi_load32(at + 8) == (uint32_t)g->v_head_dim;
+           tkvi_load32(at + 8) == tkvi_v_dim_word(g);
 }
 
 static uint64_t tkvi_fnv1a(const uint8_t *p, size_t n) { return tkvi_fnv1a_more(TKVI_FNV1A_START, p, n); }

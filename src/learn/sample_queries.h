@@ -41,6 +41,7 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
     tkvi_lock(&kv->stats.lock);
     for (r = 0; r < v->rows; r++) {
         if (!(rows >> r & 1)) continue;
+        ++*tkvi_n_sampled_of(kv, v->stored, v->head);
         for (c = 0; c < dim; c++) {
             float x = v->q[r * v->q_stride + c]; /* queries can have NaN; the clamp keeps squares finite */
             x = tkvi_is_finite(x) ? tkvi_clampf(x, -1e6f, 1e6f) : 0.0f;

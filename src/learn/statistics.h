@@ -5,6 +5,9 @@
  *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
  *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
  *
+ * Where V is inside K, the error e of a channel adds p (v - o) q e to the output by its key, and p e by its value. So
+ * the squares of its queries grow by 1 / E|v - o|^2 for each query, if it is a channel of V (tkvi_add_use_of_v).
+ *
  * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
  * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
  *
@@ -148,6 +151,18 @@ static float tkvi_gather_range(const tkvi_gather *g, int dim) {
     return range;
 }
 
+/* Adds what V takes of the first dim channels to `asked`, sums of squared queries in units of 2^-24. E|v - o|^2 is the
+ * variance of V within blocks. */
+static void tkvi_add_use_of_v(const tkvi_gather *g, int dim, int64_t n_sampled, float *asked) {
+    float spread = 0.0f, use;
+    int c;
+    for (c = 0; c < dim; c++) spread = tkvi_f32(spread + (float)g->channel[c].within);
+    spread = tkvi_f32(spread * tkvi_power_of_two(2 * g->down)) / (float)g->tokens;
+    if (!(spread > 0.0f) || !tkvi_is_finite(spread)) return;
+    use = tkvi_f32(16777216.0f * (float)n_sampled) / spread;
+    for (c = 0; c < dim && tkvi_is_finite(use); c++) asked[c] = tkvi_f32(asked[c] + use);
+}
+
 /* >>tables */
 /* Fills in one head of a version. Heads are not comparable until tkvi_learn_heads has set their reach. */
 static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
@@ -156,8 +171,8 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     int c, p, most = TKVI_LOG8_NONE * 2, rank[TKV_MAX_HEAD_DIM];
     const tkvi_head_arrays to = tkvi_head_arrays_of(&kv->tables, layer, version, head);
     tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
-    const int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
-    int64_t any = 0;
+    float asked[TKV_MAX_HEAD_DIM];
+    int any = 0;
     float k_most = 0.0f, least, range; /* k_most: largest |k| of an element */
     tkvi_gather g;
     memset(&g, 0, sizeof g);
@@ -170,9 +185,14 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
     }
     g.down = (k_most > 0.0f ? (int)(tkvi_bits(k_most) >> 23) - 127 : 0) - 20;
     (void)tkvi_visit_newest_blocks(kv, layer, head, tkvi_gather_sums, &g);
-    for (c = 0; c < dim; c++) any |= asked[c];
     for (c = 0; c < dim; c++) {
-        rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8((float)asked[c]) : 0);
+        asked[c] = (float)tkvi_q_sq_sum_of(kv, layer, head)[c];
+        any |= asked[c] > 0.0f;
+    }
+    if (any && geometry->v_in_k)
+        tkvi_add_use_of_v(&g, geometry->v_head_dim, *tkvi_n_sampled_of(kv, layer, head), asked);
+    for (c = 0; c < dim; c++) {
+        rank[c] = tkvi_log8((float)g.channel[c].within) + (any ? tkvi_log8(asked[c]) : 0);
         most = tkvi_max(most, rank[c]);
     }
     for (c = 0; c < dim && g.tokens < TKVI_LEARN_FEW; c++) /* few tokens: nearer to equal */
@@ -265,6 +285,7 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)g->head_dim * sizeof(int64_t));
     memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
+    memset(tkvi_n_sampled_of(kv, layer, 0), 0, n * sizeof(int64_t));
 }
 
 /* Returns the number of tokens whose K and V tkvi_visit_newest_blocks can read, without its limit of blocks. It

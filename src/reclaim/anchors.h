@@ -90,9 +90,9 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     for (h = 0; h < a->n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
         tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
-        r->k.format->side[r->k.which].put(&r->k, help, row, slot, dst + r->at);
+        tkvi_put_token(&r->k, help, row, slot, dst + r->at);
         tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
-        r->v.format->side[r->v.which].put(&r->v, help, row, slot, dst + r->at + r->v_at);
+        tkvi_put_token(&r->v, help, row, slot, dst + r->at + r->v_at);
     }
     tkvi_set_slot_index(kv, ids[0], slot, tkvi_slot_index(kv, ids[i], t));
     kv->pool.entry[ids[0]].evicted_mask &= ~((uint64_t)1 << slot);

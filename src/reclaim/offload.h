@@ -183,7 +183,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     const tkvi_list *list = tkvi_list_of(kv, buffer->seq, buffer->layer);
     const uint32_t *ids = tkvi_ids(kv, buffer->seq, buffer->layer);
     const int n = tkvi_block_tokens(kv, list, ids, tkvi_block_at(kv, list, ids, kv->pool.entry[id].start));
-    const int wanted[2] = {!part, part || tkvi_n_pieces(record) == 1};
+    const int wanted[2] = {!part, (part || tkvi_n_pieces(record) == 1) && !tkvi_is_view(&record->v)};
     float row[2][TKVI_ROWS_AT_ONCE * TKVI_OFFLOAD_DIM];
     int position[TKVI_ROWS_AT_ONCE], first, t, s, c;
     for (first = kv->pool.entry[id].first_slot; first < n; first += TKVI_ROWS_AT_ONCE) {
@@ -201,7 +201,7 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
                 row[s][c] = tkvi_saturate(row[s][c]);
             if (!tkvi_is_all_finite(row[s], count * dim)) return 0;
             for (t = 0; t < count; t++)
-                side->format->side[s].put(side, kv->kernels->simd_ops, row[s] + t * dim, first + t, dst);
+                tkvi_put_token(side, kv->kernels->simd_ops, row[s] + t * dim, first + t, dst);
         }
     }
     return 1;

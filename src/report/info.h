@@ -140,8 +140,8 @@ TKV_API tkv_status tkv_reset_quality(tkv_cache *kv) {
 
 /* >>bytes */
 /* Bytes of K and V of a token in FP16, in a layer. */
-static size_t tkvi_fp16_bytes(int n_kv_heads, int head_dim, int v_head_dim) {
-    return (size_t)n_kv_heads * (size_t)(head_dim + v_head_dim) * 2u;
+static size_t tkvi_fp16_bytes(int n_kv_heads, int head_dim, int v_head_dim, int v_in_k) {
+    return (size_t)n_kv_heads * (size_t)(head_dim + (v_in_k ? 0 : v_head_dim)) * 2u;
 }
 
 /* Adds bytes and tokens of a block. g: of its layer. bytes: what the formats use, the rest is padding; NULL: they are
@@ -150,7 +150,7 @@ static void tkvi_add_block(tkv_memory_info *m, const tkvi_geometry *g, tkv_tier 
                            size_t tokens, int is_offloaded) {
     tkv_tier_bytes *at = is_offloaded ? &m->offloaded : &m->tier[tier];
     m->tier[tier].tokens += tokens;
-    m->fp16_bytes += tokens * tkvi_fp16_bytes(g->n_kv_heads, g->head_dim, g->v_head_dim);
+    m->fp16_bytes += tokens * tkvi_fp16_bytes(g->n_kv_heads, g->head_dim, g->v_head_dim, g->v_in_k);
     if (is_offloaded) m->offloaded.tokens += tokens;
     if (!bytes) return;
     at->codes += bytes->codes;
@@ -295,6 +295,7 @@ TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_la
     out->n_kv_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
     out->head_dim = tkvi_geometry_of(kv, layer)->head_dim;
     out->v_head_dim = tkvi_geometry_of(kv, layer)->v_head_dim;
+    out->v_in_k = tkvi_geometry_of(kv, layer)->v_in_k;
     out->length = tkvi_list_of(kv, seq, layer)->len;
     tkvi_count_layer(kv, seq, layer, out);
     tkvi_layer_memory(kv, seq, layer, &out->memory);
@@ -385,7 +386,7 @@ static void tkvi_move_out_of_ram(tkv_memory_info *m, const tkvi_derived_config *
 static void tkvi_add_blocks(tkv_memory_info *m, const tkvi_derived_config *h, int key, tkv_tier tier,
                             int64_t blocks, int64_t tokens, int64_t *live) {
     const tkvi_layout_key *k = &h->key[key];
-    m->fp16_bytes += (size_t)tokens * tkvi_fp16_bytes(k->n_kv_heads, k->head_dim, k->v_head_dim);
+    m->fp16_bytes += (size_t)tokens * tkvi_fp16_bytes(k->n_kv_heads, k->head_dim, k->v_head_dim, k->v_in_k);
     m->tier[tier].tokens += (size_t)tokens;
     m->tier[tier].codes += (size_t)blocks * h->bytes[key].codes;
     m->tier[tier].metadata += (size_t)blocks * h->bytes[key].metadata;
@@ -479,7 +480,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
         return TKV_ERR_CONFIG; /* more than this machine can address */
     page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);
-    m.scratch = fixed.solve + fixed.recode + fixed.split_sums;
+    m.scratch = tkvi_scratch_bytes(&fixed);
     m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
     if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)

@@ -545,6 +545,7 @@ static const tkvi_row tkvi_config_rows[] = {
     TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.head_dim, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.v_head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, model.v_in_k, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_config, model.scale, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_config, limits.max_seqs, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, limits.max_tokens, TKVI_INT, NULL),
@@ -578,6 +579,7 @@ static const tkvi_row tkvi_later_rows[] = {
 
 static const tkvi_row tkvi_rope_rows[] = {
     TKVI_ROW(tkv_rope, dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_rope, first, TKVI_INT, NULL),
     TKVI_ROW(tkv_rope, kind, TKVI_INT, tkvi_words_rope),
     TKVI_ROW(tkv_rope, interleaved, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_rope, base, TKVI_FLOAT, NULL),
@@ -590,6 +592,7 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, n_kv_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, head_dim, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, v_head_dim, TKVI_INT, NULL),
+    TKVI_ROW(tkv_layer_config, v_in_k, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_layer_config, no_cache, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_layer_config, share_kv, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, sink_tokens, TKVI_INT, tkvi_words_off),
@@ -601,6 +604,7 @@ static const tkvi_row tkvi_layer_rows[] = {
     TKVI_ROW(tkv_layer_config, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, archive, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_layer_config, rope.dim, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_layer_config, rope.first, TKVI_INT, NULL),
     TKVI_ROW(tkv_layer_config, rope.kind, TKVI_INT, tkvi_words_rope),
     TKVI_ROW(tkv_layer_config, rope.interleaved, TKVI_INT, tkvi_words_switch),
     TKVI_ROW(tkv_layer_config, rope.base, TKVI_FLOAT, NULL),

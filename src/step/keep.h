@@ -31,9 +31,9 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
         const uint8_t *src = tkvi_block_bytes(&kv->pool, a) + r->at;
         uint8_t *dst = tkvi_block_bytes(&kv->pool, b) + s->at;
         tkvi_values(&r->k, ops, src, from_slot, 1, row, 0);
-        s->k.format->side[TKV_K].put(&s->k, ops, row, to_slot, dst);
+        tkvi_put_token(&s->k, ops, row, to_slot, dst);
         tkvi_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
-        s->v.format->side[TKV_V].put(&s->v, ops, row, to_slot, dst + s->v_at);
+        tkvi_put_token(&s->v, ops, row, to_slot, dst + s->v_at);
     }
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         const tkvi_token_meta *m = &kv->pool.token_meta[from];

@@ -305,7 +305,8 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     int i, first = -1, last = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    if (n < 0 || start < 0 || (n > 0 && (!k || !v)))
+    g = tkvi_geometry_of(kv, layer);
+    if (n < 0 || start < 0 || (n > 0 && (!k || (!v && !g->v_in_k))))
         return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing, or start or n is negative: n is", n, "");
     list = tkvi_list_of(kv, seq, layer);
     ids = tkvi_ids(kv, seq, layer);
@@ -325,12 +326,11 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         last = i + 1;
     }
     if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
-    g = tkvi_geometry_of(kv, layer);
     from_k = tkvi_describe_source(g, TKV_K, k, TKV_TYPE_F32, 0, 0);
     from_v = tkvi_describe_source(g, TKV_V, v, TKV_TYPE_F32, 0, 0);
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_is_source_finite(&from_k, 0, n, g->n_kv_heads) ||
-         !tkvi_is_source_finite(&from_v, 0, n, g->n_kv_heads)))
+         (!g->v_in_k && !tkvi_is_source_finite(&from_v, 0, n, g->n_kv_heads))))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->seq[seq].used = ++kv->call.clock;

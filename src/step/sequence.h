@@ -204,9 +204,10 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops,
                            int token, int head, int slot, int saturate, uint8_t *dst) {
     float row[TKV_MAX_HEAD_DIM];
     int c;
+    if (tkvi_is_view(side)) return; /* V inside K */
     tkvi_load_row(s, token, head, row);
     for (c = 0; saturate && c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
-    side->format->side[side->which].put(side, simd_ops, row, slot, dst);
+    tkvi_put_token(side, simd_ops, row, slot, dst);
 }
 
 /* Gives an entry a copy of a block that it shares. There must be a slot. */
@@ -553,13 +554,13 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     st = tkvi_check_rows(kv, p, &request, &total);
     if (st) return st;
     if (total == 0) return tkvi_ok(kv);
-    if (!p->k || !p->v) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     g = tkvi_geometry_of(kv, p->layer);
+    if (!p->k || (!p->v && !g->v_in_k)) return tkvi_fail(kv, TKV_ERR_ARG, "k or v is missing", 0, NULL);
     k = tkvi_describe_source(g, TKV_K, p->k, p->k_type, p->k_token_stride, p->k_head_stride);
     v = tkvi_describe_source(g, TKV_V, p->v, p->v_type, p->v_token_stride, p->v_head_stride);
     if (cfg->host.nonfinite == TKV_NONFINITE_REFUSE &&
         (!tkvi_are_rows_finite(p, &request, &k, g->n_kv_heads) ||
-         !tkvi_are_rows_finite(p, &request, &v, g->n_kv_heads)))
+         (!g->v_in_k && !tkvi_are_rows_finite(p, &request, &v, g->n_kv_heads))))
         return tkvi_fail(kv, TKV_ERR_NONFINITE, "a NaN or an infinity is in k or v of layer", p->layer,
                          " (cfg.host.nonfinite can saturate them)");
     kv->call.append_layer = p->layer;
@@ -779,8 +780,8 @@ static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t s
         for (h = 0; h < layout->n_kv_heads && slots >> t & 1; h++) {
             const tkvi_record *r = &layout->record[h];
             uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
-            r->k.format->side[TKV_K].put(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
-            r->v.format->side[TKV_V].put(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
+            tkvi_put_token(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
+            tkvi_put_token(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
         }
 }
 
