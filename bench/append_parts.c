@@ -1,6 +1,6 @@
 /*
- * append_parts.c - measures appends in parts (tkv_append_part): a prompt of 16,384 tokens in chunks of 512, one layer with
- * 8 KV heads of 128 channels.
+ * append_parts.c - measures appends in parts (tkv_append_part): a prompt of 16,384 tokens in chunks of 512, one layer
+ * with 8 KV heads of 128 channels.
  *
  * cc -O2 bench/append_parts.c examples/tieredkv.c -o append_parts -lm -pthread && ./append_parts [plan ...]
  *
