@@ -675,7 +675,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
 TKV_API tkv_status tkv_get_append_bytes(const tkv_cache *kv, const tkv_append_params *p, size_t *bytes);
 /* Runs one part of an append. The cache ends as after tkv_append_ex, with the same bits.
  *   part, n_parts, workspace   as in tkv_attend_part
- * From the first part to the end of the last one, the cache must not be used otherwise, by tkv_attend neither.
+ * From the first part to the end of the last one, no other call may use the cache, not even tkv_attend.
  * Errors: those of tkv_append_ex come from the last part to end. And from every part, with nothing changed:
  *   TKV_ERR_CAPACITY   bytes is less than tkv_get_append_bytes
  *   TKV_ERR_ARG        kv or workspace is missing, or part or n_parts is out of range
