@@ -30,7 +30,8 @@
  *   10 Quality                                   R3 loading a calibration
  *   11 Bytes
  *   12 Numerics
- *   13 Errors, threads, SIMD                     R6 threads of a pool
+ *   13 Errors, threads, SIMD                     R14 an append as parts
+ *                                                R6 threads of a pool
  *   14 Reports
  *   15 The CUDA companion
  *
@@ -102,7 +103,8 @@
  *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
- *   TKV_CORE                 implementation     sets the ten from TKV_NO_KVQUANT to TKV_NO_STATES
+ *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
+ *   TKV_CORE                 implementation     sets the eleven from TKV_NO_KVQUANT to TKV_NO_APPEND_PARTS
  *
  *   Switches shorten compiling and the object. README.md has a table of the bytes and seconds that each saves.
  *
@@ -824,6 +826,31 @@
  *     for (part = 0; part < n; part++)            // as jobs, or as iterations of a parallel loop
  *         st[part] = tkv_attend_part(kv, &call, part, n, workspace, bytes);
  *
+ *   An append runs as parts in the same way (tkv_append_part). They share the encoding of blocks that the append
+ *   demotes by age, in all sequences of its batch; the last part to end stores the new tokens. These blocks are left
+ *   to it alone: all blocks under a budget; beyond 128 blocks of an append; in an append that makes a table or learns
+ *   from queries; blocks that several entries of a sequence hold. tkv_seq_begin and tkv_seq_flush encode on one thread.
+ *   A prompt gains most: one chunk demotes as many tokens as it brings.
+ *
+ * Recipe R14: an append as parts
+ *     // main:
+ *     static tkv_append_params append;
+ *     size_t bytes;
+ *     st = tkv_create(&cfg, &kv);
+ *     append.k = k;
+ *     append.v = v;
+ *     append.n = TOKENS;
+ *     for (int chunk = 0; chunk < 16 && st == TKV_OK; chunk++) {
+ *         run_model(TOKENS);
+ *         st = tkv_get_append_bytes(kv, &append, &bytes);   // grows with the blocks that are due
+ *         void *workspace = calloc(1, bytes);
+ *         for (int part = 0; part < 4 && st == TKV_OK; part++)   // as jobs
+ *             st = tkv_append_part(kv, &append, part, 4, workspace, bytes);
+ *         free(workspace);
+ *     }
+ *     printf("%d tokens\n", tkv_get_length(kv, 0, 0));
+ * End of recipe
+ *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };
  *     typedef struct worker {
@@ -934,6 +961,7 @@
 #define tkv_append TKV_NAME_(tkv_append)
 #define tkv_append_ex TKV_NAME_(tkv_append_ex)
 #define tkv_append_params TKV_NAME_(tkv_append_params)
+#define tkv_append_part TKV_NAME_(tkv_append_part)
 #define tkv_apply_preset TKV_NAME_(tkv_apply_preset)
 #define tkv_attend TKV_NAME_(tkv_attend)
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
@@ -990,6 +1018,7 @@
 #define tkv_format_pair TKV_NAME_(tkv_format_pair)
 #define tkv_freeze_calibration TKV_NAME_(tkv_freeze_calibration)
 #define tkv_get_advice TKV_NAME_(tkv_get_advice)
+#define tkv_get_append_bytes TKV_NAME_(tkv_get_append_bytes)
 #define tkv_get_attend_bytes TKV_NAME_(tkv_get_attend_bytes)
 #define tkv_get_block_bytes TKV_NAME_(tkv_get_block_bytes)
 #define tkv_get_budget TKV_NAME_(tkv_get_budget)
@@ -1793,6 +1822,24 @@ typedef struct tkv_append_params {
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
+/* An append by threads of an engine, as in >>parts: each calls tkv_append_part once, with the same parameters and its
+ * own number. The parts share the encoding of blocks that are demoted; the last one to end appends. Chapter 13 of the
+ * manual says what is shared.
+ *
+ * Reports the bytes of the workspace for the next append: at most 128 encoded blocks, 4 KB for each channel of a
+ * padded key and value, and 128. Ask before each append.
+ * Errors:
+ *   TKV_ERR_ARG   a pointer is missing, or the layer, a sequence or a number is wrong */
+TKV_API tkv_status tkv_get_append_bytes(const tkv_cache *kv, const tkv_append_params *p, size_t *bytes);
+/* Runs one part of an append. The cache ends as after tkv_append_ex, with the same bits.
+ *   part, n_parts, workspace   as in tkv_attend_part
+ * From the first part to the end of the last one, no other call may use the cache, not even tkv_attend.
+ * Errors: those of tkv_append_ex come from the last part to end. And from every part, with nothing changed:
+ *   TKV_ERR_CAPACITY   bytes is less than tkv_get_append_bytes
+ *   TKV_ERR_ARG        kv or workspace is missing, or part or n_parts is out of range
+ * Cost: as tkv_append_ex; 16 parts at most encode; no allocation before the last part. */
+TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, int part, int n_parts,
+                                   void *workspace, size_t bytes);
 
 /* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
@@ -3286,6 +3333,12 @@ extern "C" {
 #define TKVI_HAS_STATES 1
 #endif
 
+#if defined(TKV_CORE) || defined(TKV_NO_APPEND_PARTS)
+#define TKVI_HAS_APPEND_PARTS 0
+#else
+#define TKVI_HAS_APPEND_PARTS 1
+#endif
+
 /* Formats that attention decodes. */
 #define TKVI_HAS_DECODED (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */
@@ -3674,6 +3727,57 @@ static void tkvi_unlock(int *lock) {
 }
 
 #endif /* TKVI_CORE_BASE_H */
+/* ======== core/parts.h ======== */
+/*
+ * core/parts.h - a call that threads of the caller run as parts, each with its own number. The parts share a workspace,
+ * count in its head, and the last one to end does what needs an order.
+ */
+#ifndef TKVI_CORE_PARTS_H
+#define TKVI_CORE_PARTS_H
+
+
+#define TKVI_MAX_PARTS_OF_CALL 65536
+#define TKVI_PARTS_CLEAR 128 /* bytes that the caller clears: room to align the head, and the head */
+
+/* At the front of the caller's workspace, all 0 between calls. */
+typedef struct tkvi_parts {
+    int n_ended; /* parts that have ended */
+    int failed;  /* of attention, as tkvi_call.failed */
+    int n_begun; /* of an append: parts that have begun to encode */
+    int n_taken; /* of an append: heads of blocks that parts have taken */
+} tkvi_parts;
+
+/* 1 if the arguments of a part are possible. */
+static int tkvi_is_part(int part, int n_parts, const void *workspace) {
+    return n_parts >= 1 && n_parts <= TKVI_MAX_PARTS_OF_CALL && part >= 0 && part < n_parts && workspace;
+}
+
+/* The head of a workspace, aligned. */
+static tkvi_parts *tkvi_parts_head(void *workspace) {
+    return (tkvi_parts *)(void *)((uint8_t *)workspace + (64 - (uintptr_t)workspace % 64) % 64);
+}
+
+/* What follows the head, aligned. */
+static uint8_t *tkvi_parts_data(tkvi_parts *head) { return (uint8_t *)head + tkvi_align_up(sizeof *head); }
+
+/* Adds one to a count of the head, and returns the new count. A part that reads it sees what those before wrote. */
+static int tkvi_count_up(int *count) {
+#if defined(__GNUC__) || defined(__clang__)
+    return __atomic_add_fetch(count, 1, __ATOMIC_ACQ_REL);
+#else
+    return ++*count;
+#endif
+}
+
+/* Counts a part that has ended. Returns 1 for the last one, which sees what the others have written. */
+static int tkvi_is_last_part(tkvi_parts *head, int n_parts) {
+    return tkvi_count_up(&head->n_ended) == n_parts;
+}
+
+/* Ends a call: clears the head, at any alignment of the workspace. */
+static void tkvi_parts_end(void *workspace) { memset(workspace, 0, TKVI_PARTS_CLEAR); }
+
+#endif /* TKVI_CORE_PARTS_H */
 /* ======== core/decimal.h ======== */
 /*
  * core/decimal.h - converts floats to decimal text and back, exactly. It does not use strtod and printf, because
@@ -25240,6 +25344,8 @@ typedef struct tkvi_query_stats {
     int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
 
+struct tkvi_prepared; /* reclaim/age.h */
+
 /* Work space. Sized at creation; the choice space grows with the longest list. */
 typedef struct tkvi_work_space {
     float *recode;           /* [64][head_dim], then [64][v_head_dim] decoded values, of the widest layers */
@@ -25247,9 +25353,10 @@ typedef struct tkvi_work_space {
     int split_sums_taken;    /* 1: a call uses split_sums */
     tkvi_prefill_area *area; /* [n_areas] where V is inside K (attention/attend.h) */
     int n_areas, area_taken[TKVI_MAX_AREAS];
-    float *solve;        /* [packed] for families that learn from queries */
-    uint8_t *choice;     /* for choosing among the tokens of the longest list; NULL: no eviction */
-    uint32_t choice_cap; /* blocks that `choice` has space for */
+    struct tkvi_prepared *prepared; /* blocks that parts of the append in progress have encoded, or NULL */
+    float *solve;                   /* [packed] for families that learn from queries */
+    uint8_t *choice;                /* for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap;            /* blocks that `choice` has space for */
 } tkvi_work_space;
 
 /* The number of tokens over which the heads of a layer's table are learned. */
@@ -27745,6 +27852,11 @@ static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
     return seen + steps <= turn ? 0 : (int)(n_heads * (seen + steps - turn) / steps);
 }
 
+/* 1 if an append of n tokens may make the layer's next table. */
+static int tkvi_is_table_due(const tkv_cache *kv, int layer, int n) {
+    return tkvi_n_heads_due(kv, layer, n) == tkvi_geometry_of(kv, layer)->n_kv_heads;
+}
+
 /* Learns the heads of the layer's next table that are due, and uses the table when it has all. n: as in
  * tkvi_n_heads_due. Returns 0 if there is no memory for the first table; then nothing has changed. A second table
  * without memory is tried again later, because the first one still works. Must not run in an open step: an abort
@@ -27824,6 +27936,14 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
 }
 
+/* 1 if the next append learns the states of a layer. */
+static int tkvi_are_query_states_due(const tkv_cache *kv, int layer) {
+    const tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
+    return TKVI_HAS_QUERY_LEARNERS && kv->tables.plan[layer].query_parts &&
+           query_stats->tokens >=
+               tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used));
+}
+
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     const int parts = kv->tables.plan[layer].query_parts;
@@ -27831,9 +27951,7 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     const tkvi_family *f = NULL;
     int head;
-    if (!TKVI_HAS_QUERY_LEARNERS || !parts ||
-        query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
-        return;
+    if (!tkvi_are_query_states_due(kv, layer)) return;
     while ((f = tkvi_next_family(parts, f)) != NULL)
         for (head = 0; head < g->n_kv_heads; head++)
             f->learn_queries(&kv->tables.cfg.format, g, tkvi_q_products_of(kv, layer, head), kv->work.solve,
@@ -29244,11 +29362,25 @@ static int tkvi_is_smaller(const tkv_cache *kv, int from, int to) {
 }
 
 typedef struct tkvi_recoding {
-    tkv_cache *kv;
+    const tkv_cache *kv;
     const tkvi_layout *from, *to;
     int layer, start;   /* start: first position of the block */
     uint64_t live_mask; /* slots that are recoded; all other slots are left out */
 } tkvi_recoding;
+
+/* A block that parts of an append have encoded before the append demotes it. */
+typedef struct tkvi_prepared_block {
+    uint32_t number;
+    tkvi_recoding recoding;
+    uint8_t *bytes; /* in the caller's workspace */
+} tkvi_prepared_block;
+
+#define TKVI_MAX_PREPARED 128 /* most blocks that the parts of an append encode */
+
+typedef struct tkvi_prepared {
+    int n;
+    tkvi_prepared_block block[TKVI_MAX_PREPARED];
+} tkvi_prepared;
 
 /* Decodes K or V of the slots in live_mask into consecutive rows of `out`. stride: floats per row. Returns the
  * number of rows. */
@@ -29265,12 +29397,12 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
     return n_rows;
 }
 
-/* Encodes the n tokens decoded in kv->work.recode (rows of K, then rows of V) as record r of one head, at dst. start:
+/* Encodes n tokens as record r of one head, at dst. k: their rows of K, and behind the space of 64 those of V. start:
  * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
-                               int n, uint8_t *dst) {
+                               const float *k, int n, uint8_t *dst) {
     const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
-    const float *k = kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
+    const float *v = k + g->k_pad * TKVI_BLOCK;
     tkvi_side to_k = r->k;
     const tkvi_family *family = r->k.format->family;
     if (family->learn_queries) to_k.head_state = tkvi_query_state_of(kv, family, layer, head);
@@ -29279,20 +29411,47 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)g->v_head_dim, n, dst + r->v_at);
 }
 
+/* Recodes one head of a block from the bytes src to the bytes dst. k: space for 64 decoded rows of K, then of V. */
+static void tkvi_recode_head(const tkvi_recoding *r, int head, float *k, const uint8_t *src, uint8_t *dst) {
+    const tkvi_geometry *g = tkvi_geometry_of(r->kv, r->layer);
+    const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
+    const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
+    const size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
+    const int n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
+    if (!tkvi_is_view(&from->v))
+        (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask,
+                                 k + g->k_pad * TKVI_BLOCK, dv);
+    tkvi_encode_record(r->kv, r->layer, head, to, r->start, k, n_tokens, dst + to->at);
+}
+
 /* Recodes all heads of a block from the bytes src to the bytes dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
-    const tkvi_geometry *g = tkvi_geometry_of(r->kv, r->layer);
-    const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
-    float *k = r->kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
-    size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
-    int head, n_tokens;
-    for (head = 0; head < g->n_kv_heads; head++) {
-        const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
-        n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
-        (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask, v, dv);
-        tkvi_encode_record(r->kv, r->layer, head, to, r->start, n_tokens, dst + to->at);
+    int head;
+    for (head = 0; head < r->to->n_kv_heads; head++) tkvi_recode_head(r, head, r->kv->work.recode, src, dst);
+}
+
+/* Copies a prepared block (a tkvi_rewrite). ctx: a tkvi_prepared_block. */
+static void tkvi_copy_prepared(void *ctx, const uint8_t *src, uint8_t *dst) {
+    const tkvi_prepared_block *b = (const tkvi_prepared_block *)ctx;
+    (void)src;
+    memcpy(dst, b->bytes, b->recoding.to->bytes.total);
+}
+
+/* Moves block `number` to the layout of a recoding. It copies the bytes that parts have encoded, if nothing that
+ * decides the bytes has changed since. Otherwise it encodes them. */
+static void tkvi_apply_recoding(tkv_cache *kv, uint32_t number, int layout, tkvi_recoding *r) {
+    tkvi_prepared *p = kv->work.prepared;
+    int i;
+    for (i = 0; TKVI_HAS_APPEND_PARTS && p && i < p->n; i++) {
+        tkvi_prepared_block *b = &p->block[i];
+        if (b->number != number || b->recoding.from != r->from || b->recoding.to != r->to ||
+            b->recoding.live_mask != r->live_mask)
+            continue;
+        tkvi_recode_block(&kv->pool, number, layout, tkvi_copy_prepared, b);
+        return;
     }
+    tkvi_recode_block(&kv->pool, number, layout, tkvi_recode_heads, r);
 }
 
 /* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
@@ -29321,9 +29480,36 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, uint32_t id) 
     }
 }
 
-/* Recodes block i of a list to `layout`, for all its holders. If tokens were evicted, the other tokens move to the
- * first slots, unless the format fixes slots, or other lists hold the block. Returns 0 without memory; the block then
- * stays as it is. */
+/* 1 if demotion to a layout changes the bytes of a block. It does not if they are not in RAM, or in the same format. A
+ * cache created with a budget never demotes to more bytes, even after the budget is removed. Nor does a copied block of
+ * sinks take the bytes of a whole block. */
+static int tkvi_is_recoded_to(const tkv_cache *kv, const tkvi_block *b, int layout) {
+    const tkvi_layout *from = &kv->tables.layout[b->layout];
+    if (tkvi_is_offloaded(b) || from->key == kv->tables.layout[layout].key) return 0;
+    return (!kv->tables.recode_pages && from->tokens == TKVI_BLOCK) || tkvi_is_smaller(kv, b->layout, layout);
+}
+
+/* Describes the recoding of block i of a list to `layout`. If tokens were evicted, the other tokens move to the first
+ * slots, unless the format fixes slots, or other lists hold the block. *is_packed: 1 if they do. */
+static tkvi_recoding tkvi_describe_recoding(const tkv_cache *kv, int layer, const tkvi_list *list,
+                                            const uint32_t *ids, int i, int layout, int *is_packed) {
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    tkvi_recoding r;
+    r.kv = kv;
+    r.from = &kv->tables.layout[b->layout];
+    r.to = &kv->tables.layout[layout];
+    r.layer = layer;
+    r.start = b->first_position;
+    r.live_mask = tkvi_used_mask(kv, list, ids, i);
+    *is_packed = TKVI_HAS_EVICT && kv->pool.token_meta &&
+                 (kv->pool.entry[ids[i]].evicted_mask & ~r.live_mask) && r.live_mask &&
+                 !tkvi_has_fixed_slots(kv) && b->refs == 1;
+    if (!*is_packed) r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i));
+    return r;
+}
+
+/* Recodes block i of a list to `layout`, for all its holders. Returns 0 without memory; the block then stays as it is.
+ */
 static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
@@ -29332,34 +29518,17 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     int is_packed;
     uint16_t previous_layout;
     tkvi_recoding r;
-    if (tkvi_is_offloaded(b)) return 1; /* its bytes are not in RAM */
-    if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return 1; /* same format */
-    /* A cache created with a budget never demotes to more bytes, even after the budget is removed. Nor does a copied
-     * block of sinks take the bytes of a whole block. */
-    if ((kv->tables.recode_pages || kv->tables.layout[b->layout].tokens < TKVI_BLOCK) &&
-        !tkvi_is_smaller(kv, b->layout, layout))
-        return 1;
+    if (!tkvi_is_recoded_to(kv, b, layout)) return 1;
     if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
     tkvi_copy_for_meter(kv, seq, layer, id);
     kv->counts.demoted++;
     previous_layout = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
-    r.kv = kv;
-    r.from = &kv->tables.layout[b->layout];
-    r.to = &kv->tables.layout[layout];
-    r.layer = layer;
-    r.start = b->first_position;
     tkvi_choose_anchors(kv, seq, layer, i);
-    r.live_mask = tkvi_used_mask(kv, list, ids, i);
-    is_packed = TKVI_HAS_EVICT && kv->pool.token_meta && (e->evicted_mask & ~r.live_mask) && r.live_mask &&
-                !tkvi_has_fixed_slots(kv) && b->refs == 1;
-    if (is_packed) {
-        tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
-    } else {
-        /* no token changes its slot */
-        r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i));
-        tkvi_store_exact_copy(kv, layer, id);
-    }
-    tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
+    r = tkvi_describe_recoding(kv, layer, list, ids, i, layout, &is_packed);
+    /* If tokens change slots, an exact copy does not match any more. */
+    if (is_packed) tkvi_forget_copy(&kv->pool, e->block);
+    else tkvi_store_exact_copy(kv, layer, id);
+    tkvi_apply_recoding(kv, e->block, layout, &r);
     tkvi_record_move(kv, id, list->len);
     tkvi_block_of(kv, id)->previous_layout = previous_layout;
     if (is_packed) {
@@ -29370,20 +29539,34 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     return 1;
 }
 
+/* Counts block i of a list in tier `due`. All blocks before it are in this tier or a colder one. */
+static void tkvi_count_in_tier(tkvi_list *list, int i, tkv_tier due) {
+    if (due != TKV_TIER_HOT && i >= list->sinks + list->archive + list->warm) list->warm++;
+    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
+        list->warm--;
+        list->archive++;
+    }
+}
+
 /* Records that block i is in tier `due` of its list now, and coded for tier `coded`, or both in a colder one as
  * before. All blocks before it are in this tier or a colder one, so only counts change. */
 static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due,
                             tkv_tier coded) {
     tkvi_block *b = tkvi_block_of(kv, ids[i]);
     kv->pool.n_late -= (uint32_t)(kv->pool.n_late && tkvi_is_late(&kv->pool, ids[i]));
-    if (due != TKV_TIER_HOT && i >= list->sinks + list->archive + list->warm) list->warm++;
-    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
-        list->warm--;
-        list->archive++;
-    }
+    tkvi_count_in_tier(list, i, due);
     kv->pool.entry[ids[i]].tier = (uint8_t)tkvi_tier_at(list, i);
     if ((int)coded > b->tier) b->tier = (uint8_t)coded;
     kv->pool.n_late += (uint32_t)tkvi_is_late(&kv->pool, ids[i]);
+}
+
+/* The tier that a block is coded for when entry `id` of it goes to tier `due`. That is the hottest tier of its holders,
+ * or a hotter one that needs no table. It is not hotter than now. */
+static tkv_tier tkvi_tier_to_code(const tkv_cache *kv, int layer, uint32_t id, tkv_tier due) {
+    const int coded = tkvi_block_of(kv, id)->tier;
+    tkv_tier tier = tkvi_hottest_tier(&kv->pool, id, due);
+    while ((int)tier > coded && tkvi_must_wait_for_table(kv, layer, tier)) tier = (tkv_tier)((int)tier - 1);
+    return tier;
 }
 
 /* Puts block i into tier `due` of its list. The block is coded again only if all its holders have it in a colder tier
@@ -29391,10 +29574,9 @@ static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids,
 static int tkvi_demote_to(tkv_cache *kv, int seq, int layer, int i, tkv_tier due) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int coded = tkvi_block_of(kv, ids[i])->tier;
-    tkv_tier tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
-    while ((int)tier > coded && tkvi_must_wait_for_table(kv, layer, tier)) tier = (tkv_tier)((int)tier - 1);
-    if ((int)tier > coded && !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
+    const tkv_tier tier = tkvi_tier_to_code(kv, layer, ids[i], due);
+    if ((int)tier > tkvi_block_of(kv, ids[i])->tier &&
+        !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
         return 0;
     tkvi_enter_tier(kv, list, ids, i, due, tier);
     return 1;
@@ -29442,13 +29624,12 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     tkvi_unlist_blocks(list, ids, first, end);
 }
 
-/* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
+/* Finds the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
  * at which blocks leave the hot tier. It is that of the plan, 0 for a flush, or TKVI_FOREVER for none. Positions from
- * exact_from on stay exact. partial_too: 1 also recodes a last block that is not full. If a block changed
- * its tier, returns its slots in use, up to the end of the entry. 0: none is due. -1: no memory. */
-static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exact_from, int partial_too) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+ * exact_from on stay exact. partial_too: 1 also takes a last block that is not full. *due_tier: the tier that it goes
+ * to. Returns its index; -1: none is due. */
+static int tkvi_find_due(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids,
+                         int hot_age, int exact_from, int partial_too, tkv_tier *due_tier) {
     const int first_hot = list->sinks + list->archive + list->warm;
     int i = list->sinks + list->archive;
     for (; i < list->n; i = first_hot) {
@@ -29457,11 +29638,23 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
         tkv_tier due = tkvi_tier_by_age(&kv->tables.plan[layer].now, hot_age, end, list->len);
         while (tkvi_must_wait_for_table(kv, layer, due))
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
-        if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return 0;
+        if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return -1;
         if (i < first_hot && due == TKV_TIER_WARM) continue; /* the younger warm blocks stay as well */
-        return tkvi_demote_to(kv, seq, layer, i, due) ? tkvi_block_tokens(kv, list, ids, i) : -1;
+        *due_tier = due;
+        return i;
     }
-    return 0;
+    return -1;
+}
+
+/* Ages the oldest due block of a list. hot_age, exact_from, partial_too: as in tkvi_find_due. If a block changed its
+ * tier, returns its slots in use, up to the end of the entry. 0: none is due. -1: no memory. */
+static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exact_from, int partial_too) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_tier due;
+    const int i = tkvi_find_due(kv, layer, list, ids, hot_age, exact_from, partial_too, &due);
+    if (i < 0) return 0;
+    return tkvi_demote_to(kv, seq, layer, i, due) ? tkvi_block_tokens(kv, list, ids, i) : -1;
 }
 
 /* The most tokens of a list that an append of n tokens recodes. They are more than this and the last append add. So
@@ -29481,6 +29674,30 @@ static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int par
         if (kv->counts.demoted != before) most -= aged;
     }
     return aged >= 0;
+}
+
+/* Adds to p the blocks of a list that tkvi_age_list recodes before an append, as far as it has space. It counts on a
+ * copy of the list, so a block with several entries in it may be missing. */
+static void tkvi_forecast_ageing(const tkv_cache *kv, int seq, int layer, int64_t most, tkvi_prepared *p) {
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkvi_list list = *tkvi_list_of(kv, seq, layer);
+    while (most > 0 && p->n < TKVI_MAX_PREPARED) {
+        tkvi_prepared_block *to = &p->block[p->n];
+        tkv_tier due, tier;
+        int is_packed, layout;
+        const int i = tkvi_find_due(kv, layer, &list, ids, kv->tables.plan[layer].now.hot, list.len, 0, &due);
+        if (i < 0) return;
+        tier = tkvi_tier_to_code(kv, layer, ids[i], due);
+        layout = tkvi_layout_of(&kv->tables, layer, tier);
+        if ((int)tier > tkvi_block_of(kv, ids[i])->tier &&
+            tkvi_is_recoded_to(kv, tkvi_block_of(kv, ids[i]), layout)) {
+            to->number = kv->pool.entry[ids[i]].block;
+            to->recoding = tkvi_describe_recoding(kv, layer, &list, ids, i, layout, &is_packed);
+            most -= tkvi_block_tokens(kv, &list, ids, i);
+            p->n++;
+        }
+        tkvi_count_in_tier(&list, i, due);
+    }
 }
 
 /* 1 if the last append left a due block of the list for later appends. */
@@ -29677,7 +29894,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                                  k + (size_t)n * dk, dk);
         n += tkvi_decode_tokens(&record_b->v, simd_ops, bytes_b + record_b->at + record_b->v_at, moved_mask,
                                 v + (size_t)n * dv, dv);
-        tkvi_encode_record(kv, layer, head, record_a, a->first_position, n, bytes_a + record_a->at);
+        tkvi_encode_record(kv, layer, head, record_a, a->first_position, k, n, bytes_a + record_a->at);
     }
     to->end_slot = from->end_slot ? (uint8_t)(tkvi_n_bits(used_a) + n_moved) : (uint8_t)0;
     if (kv->pool.token_meta) {
@@ -31347,8 +31564,6 @@ typedef struct tkvi_call {
     unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
     unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
-
-#define TKVI_MAX_PARTS_OF_CALL 65536
 
 /* Errors with blocks outside RAM. Tasks then skip their remaining work, and the call fails. */
 typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2, TKVI_FAILED_ROWS = 4 } tkvi_failure;
@@ -33119,56 +33334,36 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
 }
 
 /* >>parts: the same call, run by threads of the caller */
-/* At the front of the caller's workspace, all 0 between calls. */
-typedef struct tkvi_parts {
-    int n_ended; /* parts that have ended */
-    int failed;  /* as tkvi_call.failed */
-} tkvi_parts;
-
-#define TKVI_PARTS_CLEAR 128 /* bytes that the caller clears: room to align the head, and the head */
-
 /* Bytes of the workspace: room to align it, its head, and the sums of splits. */
 static size_t tkvi_parts_bytes_of(const tkvi_work *w) {
     const size_t sums = (size_t)TKVI_SUMS_FLOATS(w->call->plan->geometry.v_pad) * sizeof(float);
     return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks) * sums : 0);
 }
 
-/* Counts a part that has ended. Returns 1 for the last one, which sees what the others have written. */
-static int tkvi_is_last_part(tkvi_parts *head, int n_parts) {
-#if defined(__GNUC__) || defined(__clang__)
-    return __atomic_add_fetch(&head->n_ended, 1, __ATOMIC_ACQ_REL) == n_parts;
-#else
-    return ++head->n_ended == n_parts;
-#endif
-}
-
 /* One part of a call. The parts share the tasks of the first pass; the last one to end does the rest. */
 static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
                                    const tkvi_consumer *const *consumer, int n_consumers, int part,
                                    int n_parts, void *workspace, size_t bytes) {
-    uint8_t *at = (uint8_t *)workspace;
     tkvi_parts *head;
     tkvi_call c;
     tkvi_work w;
     tkv_task task;
     int64_t n;
     tkv_status st;
-    if (n_parts < 1 || n_parts > TKVI_MAX_PARTS_OF_CALL || part < 0 || part >= n_parts || !workspace)
-        return TKV_ERR_ARG;
+    if (!tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
     st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
     if (st) return st;
     if (bytes < tkvi_parts_bytes_of(&w)) return TKV_ERR_CAPACITY;
-    at += (64 - (uintptr_t)at % 64) % 64;
-    head = (tkvi_parts *)(void *)at;
+    head = tkvi_parts_head(workspace);
     c.failed = &head->failed;
-    if (w.few) w.parts = (float *)(void *)(at + tkvi_align_up(sizeof *head));
+    if (w.few) w.parts = (float *)(void *)tkvi_parts_data(head);
     tkvi_share_consumers(&w, 0);
     n = tkvi_first_pass(&c, &w, n_parts, &task);
     tkvi_run(&w, (int)(n * part / n_parts), (int)(n * (part + 1) / n_parts), 0, task);
     if (!tkvi_is_last_part(head, n_parts)) return TKV_OK;
     tkvi_clear_scores(&c);
     st = tkvi_end_work(&w, 0);
-    memset(workspace, 0, TKVI_PARTS_CLEAR); /* whatever its alignment, this has the head */
+    tkvi_parts_end(workspace);
     return st;
 }
 
@@ -34282,6 +34477,17 @@ static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
     return aged;
 }
 
+/* Describes an append. single_row: space for its row, if there is no batch. */
+static tkvi_request tkvi_request_of(const tkv_append_params *p, tkv_rows *single_row) {
+    tkvi_request request = tkvi_no_request();
+    single_row->seq = p->seq;
+    single_row->n = p->n;
+    request.rows = p->batch ? p->batch : single_row;
+    request.n_rows = p->batch ? p->n_batch : 1;
+    request.layer = p->layer;
+    return request;
+}
+
 static tkv_status tkvi_refuse_tokens(tkv_cache *kv, int n) {
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_create_in_place is full", 0, NULL);
@@ -34348,7 +34554,7 @@ static tkvi_source tkvi_describe_source(const tkvi_geometry *g, tkv_side side, c
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
     const tkvi_geometry *g;
-    tkvi_request request = tkvi_no_request();
+    tkvi_request request;
     tkv_rows single_row;
     tkvi_source k, v;
     tkv_status st;
@@ -34356,11 +34562,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
-    single_row.seq = p->seq;
-    single_row.n = p->n;
-    request.rows = p->batch ? p->batch : &single_row;
-    request.n_rows = p->batch ? p->n_batch : 1;
-    request.layer = p->layer;
+    request = tkvi_request_of(p, &single_row);
     if (request.n_rows < 0 || request.n_rows > cfg->limits.max_seqs)
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", request.n_rows, "; it must be at most max_seqs");
     if (p->layer < 0 || p->layer >= cfg->model.n_layers)
@@ -34830,6 +35032,143 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
 }
 
 #endif /* TKVI_STEP_SEQUENCE_H */
+/* ======== step/append_parts.h ======== */
+/*
+ * step/append_parts.h - an append as parts, run by threads of the caller.
+ *
+ * The parts find the blocks that the append will demote, and encode them into the caller's workspace. They take one
+ * head of a block after the other, and only read the cache. The last part to end appends. Where the append demotes a
+ * block that is prepared, it copies the bytes.
+ */
+#ifndef TKVI_STEP_APPEND_PARTS_H
+#define TKVI_STEP_APPEND_PARTS_H
+
+
+#define TKVI_MAX_ENCODERS 16 /* most parts of an append that encode: each has space for decoded rows */
+
+/* What the parts of an append do. All parts find the same. */
+typedef struct tkvi_append_work {
+    tkvi_prepared prepared;
+    int n_tasks, n_encoders; /* heads of all blocks; parts that encode */
+    size_t row_bytes;        /* bytes of an encoder's space */
+    size_t bytes;            /* bytes of the workspace */
+} tkvi_append_work;
+
+/* 1 if an append learns something that decides how blocks are coded. */
+static int tkvi_append_learns(const tkv_cache *kv, int layer, int64_t n) {
+    return tkvi_is_table_due(kv, layer, (int)(n < TKVI_FOREVER ? n : TKVI_FOREVER)) ||
+           tkvi_are_query_states_due(kv, layer);
+}
+
+/* Lists the blocks that an append will demote. Under a budget this depends on bytes in use, so it lists none. A wrong
+ * argument, which the append will refuse, is TKV_ERR_ARG, and there are none. */
+static tkv_status tkvi_list_demotions(const tkv_cache *kv, const tkv_append_params *p, tkvi_prepared *out) {
+    tkv_rows single_row;
+    tkvi_request request;
+    int64_t total = 0;
+    int i, has_step = 0;
+    out->n = 0;
+    if (!p) return TKV_ERR_ARG;
+    request = tkvi_request_of(p, &single_row);
+    if (request.n_rows < 0 || request.n_rows > kv->tables.cfg.limits.max_seqs || p->layer < 0 ||
+        p->layer >= kv->tables.cfg.model.n_layers || kv->tables.plan[p->layer].stored_layer != p->layer)
+        return TKV_ERR_ARG;
+    for (i = 0; i < request.n_rows; i++) {
+        if (!tkvi_has_seq(kv, request.rows[i].seq) || request.rows[i].n < 0) return TKV_ERR_ARG;
+        has_step |= kv->seq[request.rows[i].seq].in_step;
+        total += request.rows[i].n;
+    }
+    if (total == 0 || tkvi_has_budget(kv)) return TKV_OK;
+    if (!has_step && tkvi_append_learns(kv, p->layer, total)) return TKV_OK;
+    for (i = 0; i < request.n_rows; i++) {
+        const int seq = request.rows[i].seq, n = request.rows[i].n;
+        if (n && !kv->seq[seq].in_step)
+            tkvi_forecast_ageing(kv, seq, p->layer, tkvi_most_to_age(tkvi_list_of(kv, seq, p->layer), n),
+                                 out);
+    }
+    return TKV_OK;
+}
+
+/* Finds the work of an append, and its bytes. */
+static tkv_status tkvi_plan_append(const tkv_cache *kv, const tkv_append_params *p, tkvi_append_work *w) {
+    const tkv_status st = tkvi_list_demotions(kv, p, &w->prepared);
+    int i;
+    w->n_tasks = 0;
+    w->row_bytes = 0;
+    w->bytes = TKVI_PARTS_CLEAR;
+    for (i = 0; i < w->prepared.n; i++) {
+        const tkvi_recoding *r = &w->prepared.block[i].recoding;
+        const tkvi_geometry *g = tkvi_geometry_of(kv, r->layer);
+        w->n_tasks += r->to->n_kv_heads;
+        w->row_bytes = tkvi_align_up((size_t)((g->k_pad + g->v_pad) * TKVI_BLOCK) * sizeof(float));
+        w->bytes += r->to->bytes.total;
+    }
+    w->n_encoders = tkvi_min(w->n_tasks, TKVI_MAX_ENCODERS);
+    w->bytes += (size_t)w->n_encoders * w->row_bytes;
+    return st;
+}
+
+/* Gives each block its place in the workspace, behind the spaces of the encoders. */
+static void tkvi_place_prepared(tkvi_append_work *w, uint8_t *at) {
+    int i;
+    at += (size_t)w->n_encoders * w->row_bytes;
+    for (i = 0; i < w->prepared.n; i++) {
+        w->prepared.block[i].bytes = at;
+        at += w->prepared.block[i].recoding.to->bytes.total;
+    }
+}
+
+/* Encodes heads of blocks until all are taken. A part that comes after TKVI_MAX_ENCODERS others does nothing. */
+static void tkvi_encode_prepared(const tkv_cache *kv, const tkvi_append_work *w, tkvi_parts *head) {
+    const int encoder = tkvi_count_up(&head->n_begun) - 1;
+    while (encoder < w->n_encoders) {
+        uint8_t *rows = tkvi_parts_data(head) + (size_t)encoder * w->row_bytes;
+        const int task = tkvi_count_up(&head->n_taken) - 1;
+        const tkvi_prepared_block *b;
+        const tkvi_record *record;
+        int n_heads;
+        if (task >= w->n_tasks) return;
+        n_heads = w->prepared.block[0].recoding.to->n_kv_heads; /* that of the layer */
+        b = &w->prepared.block[task / n_heads];
+        record = &b->recoding.to->record[task % n_heads];
+        memset(b->bytes + record->at, 0, record->k.bytes + record->v.bytes); /* a format may leave gaps */
+        tkvi_recode_head(&b->recoding, task % n_heads, (float *)(void *)rows,
+                         tkvi_block_bytes(&kv->pool, &kv->pool.block[b->number]), b->bytes);
+    }
+}
+
+TKV_API tkv_status tkv_get_append_bytes(const tkv_cache *kv, const tkv_append_params *p, size_t *bytes) {
+    tkvi_append_work w;
+    tkv_status st;
+    if (!kv || !bytes) return TKV_ERR_ARG;
+    if (!TKVI_HAS_APPEND_PARTS) return TKV_ERR_UNSUPPORTED;
+    st = tkvi_plan_append(kv, p, &w);
+    if (!st) *bytes = w.bytes;
+    return st;
+}
+
+TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, int part, int n_parts,
+                                   void *workspace, size_t bytes) {
+    tkvi_append_work w;
+    tkvi_parts *head;
+    tkv_status st;
+    if (!kv || !tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
+    if (!TKVI_HAS_APPEND_PARTS) /* one part writes the sentence */
+        return part ? TKV_ERR_UNSUPPORTED : tkvi_refuse_left_out(kv, "TKV_NO_APPEND_PARTS leaves this out");
+    (void)tkvi_plan_append(kv, p, &w); /* tkv_append_ex tells the error */
+    if (bytes < w.bytes) return TKV_ERR_CAPACITY;
+    head = tkvi_parts_head(workspace);
+    tkvi_place_prepared(&w, tkvi_parts_data(head));
+    tkvi_encode_prepared(kv, &w, head);
+    if (!tkvi_is_last_part(head, n_parts)) return TKV_OK;
+    kv->work.prepared = &w.prepared;
+    st = tkv_append_ex(kv, p);
+    kv->work.prepared = NULL;
+    tkvi_parts_end(workspace);
+    return st;
+}
+
+#endif /* TKVI_STEP_APPEND_PARTS_H */
 /* ======== step/pins.h ======== */
 /*
  * step/pins.h - eviction on request. tkv_evict evicts the tokens that a policy chooses, or those that the caller

@@ -46,24 +46,46 @@ static inline double seconds_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static inline example begin_example(void) {
+typedef tkv_status (*append_function)(void *user, tkv_cache *kv, const tkv_append_params *p);
+
+static inline tkv_status append_whole(void *user, tkv_cache *kv, const tkv_append_params *p) {
+    (void)user;
+    return tkv_append_ex(kv, p);
+}
+
+/* Makes a cache with the prompt, chunk by chunk. seconds: that the appends took. */
+static inline tkv_cache *make_prompt(append_function append, void *user, double *seconds) {
     tkv_config cfg = tkv_default_config();
-    example e;
-    float *k, *v;
+    tkv_append_params p;
+    tkv_cache *kv;
     int i;
-    memset(&e, 0, sizeof e);
     cfg.model.n_layers = 1;
     cfg.model.n_heads = HEADS;
     cfg.model.n_kv_heads = KV_HEADS;
     cfg.model.head_dim = DIM;
-    check(tkv_create(&cfg, &e.kv));
-    for (i = 0; i < TOKENS; i += CHUNK) {
-        k = make_floats(CHUNK * KV_HEADS * DIM);
-        v = make_floats(CHUNK * KV_HEADS * DIM);
-        check(tkv_append(e.kv, 0, 0, k, v, CHUNK));
+    check(tkv_create(&cfg, &kv));
+    memset(&p, 0, sizeof p);
+    p.n = CHUNK;
+    srand(1); /* each time the same prompt */
+    for (i = 0, *seconds = 0.0; i < TOKENS; i += CHUNK) {
+        float *k = make_floats(CHUNK * KV_HEADS * DIM), *v = make_floats(CHUNK * KV_HEADS * DIM);
+        double start;
+        p.k = k;
+        p.v = v;
+        start = seconds_now();
+        check(append(user, kv, &p));
+        *seconds += seconds_now() - start;
         free(k);
         free(v);
     }
+    return kv;
+}
+
+static inline example begin_example(void) {
+    example e;
+    double seconds;
+    memset(&e, 0, sizeof e);
+    e.kv = make_prompt(append_whole, NULL, &seconds);
     e.q = make_floats(HEADS * DIM);
     e.out = make_floats(HEADS * DIM);
     e.whole = make_floats(HEADS * DIM);

@@ -671,6 +671,24 @@ typedef struct tkv_append_params {
  *   TKV_ERR_ARG     a sequence is in the batch twice, a pointer is missing, or the layer has no K and V of its own
  * Cost: as tkv_append, plus O(n_batch^2) to find duplicates. */
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p);
+/* An append by threads of an engine, as in >>parts: each calls tkv_append_part once, with the same parameters and its
+ * own number. The parts share the encoding of blocks that are demoted; the last one to end appends. Chapter 13 of the
+ * manual says what is shared.
+ *
+ * Reports the bytes of the workspace for the next append: at most 128 encoded blocks, 4 KB for each channel of a
+ * padded key and value, and 128. Ask before each append.
+ * Errors:
+ *   TKV_ERR_ARG   a pointer is missing, or the layer, a sequence or a number is wrong */
+TKV_API tkv_status tkv_get_append_bytes(const tkv_cache *kv, const tkv_append_params *p, size_t *bytes);
+/* Runs one part of an append. The cache ends as after tkv_append_ex, with the same bits.
+ *   part, n_parts, workspace   as in tkv_attend_part
+ * From the first part to the end of the last one, no other call may use the cache, not even tkv_attend.
+ * Errors: those of tkv_append_ex come from the last part to end. And from every part, with nothing changed:
+ *   TKV_ERR_CAPACITY   bytes is less than tkv_get_append_bytes
+ *   TKV_ERR_ARG        kv or workspace is missing, or part or n_parts is out of range
+ * Cost: as tkv_append_ex; 16 parts at most encode; no allocation before the last part. */
+TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, int part, int n_parts,
+                                   void *workspace, size_t bytes);
 
 /* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head

@@ -28,7 +28,8 @@
  *   10 Quality                                   R3 loading a calibration
  *   11 Bytes
  *   12 Numerics
- *   13 Errors, threads, SIMD                     R6 threads of a pool
+ *   13 Errors, threads, SIMD                     R14 an append as parts
+ *                                                R6 threads of a pool
  *   14 Reports
  *   15 The CUDA companion
  *
@@ -100,7 +101,8 @@
  *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
- *   TKV_CORE                 implementation     sets the ten from TKV_NO_KVQUANT to TKV_NO_STATES
+ *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
+ *   TKV_CORE                 implementation     sets the eleven from TKV_NO_KVQUANT to TKV_NO_APPEND_PARTS
  *
  *   Switches shorten compiling and the object. README.md has a table of the bytes and seconds that each saves.
  *
@@ -821,6 +823,31 @@
  *
  *     for (part = 0; part < n; part++)            // as jobs, or as iterations of a parallel loop
  *         st[part] = tkv_attend_part(kv, &call, part, n, workspace, bytes);
+ *
+ *   An append runs as parts in the same way (tkv_append_part). They share the encoding of blocks that the append
+ *   demotes by age, in all sequences of its batch; the last part to end stores the new tokens. These blocks are left
+ *   to it alone: all blocks under a budget; beyond 128 blocks of an append; in an append that makes a table or learns
+ *   from queries; blocks that several entries of a sequence hold. tkv_seq_begin and tkv_seq_flush encode on one thread.
+ *   A prompt gains most: one chunk demotes as many tokens as it brings.
+ *
+ * Recipe R14: an append as parts
+ *     // main:
+ *     static tkv_append_params append;
+ *     size_t bytes;
+ *     st = tkv_create(&cfg, &kv);
+ *     append.k = k;
+ *     append.v = v;
+ *     append.n = TOKENS;
+ *     for (int chunk = 0; chunk < 16 && st == TKV_OK; chunk++) {
+ *         run_model(TOKENS);
+ *         st = tkv_get_append_bytes(kv, &append, &bytes);   // grows with the blocks that are due
+ *         void *workspace = calloc(1, bytes);
+ *         for (int part = 0; part < 4 && st == TKV_OK; part++)   // as jobs
+ *             st = tkv_append_part(kv, &append, part, 4, workspace, bytes);
+ *         free(workspace);
+ *     }
+ *     printf("%d tokens\n", tkv_get_length(kv, 0, 0));
+ * End of recipe
  *
  * Recipe R6: threads of a pool
  *     enum { THREADS = 3 };

@@ -33,6 +33,7 @@ extern "C" {
 #endif
 #include "core/switches.h"
 #include "core/base.h"
+#include "core/parts.h"
 #include "core/decimal.h"
 #include "core/checksum.h"
 #include "core/log_scale.h"
@@ -124,6 +125,7 @@ extern "C" {
 #include "step/consumers.h"
 #include "step/shrink.h"
 #include "step/sequence.h"
+#include "step/append_parts.h"
 #include "step/pins.h"
 #include "step/states.h"
 #include "step/fork.h"

@@ -338,18 +338,44 @@ static void try_configs(rig *r) {
 }
 
 /* >>appending, steps, truncation */
-static int append_with(rig *r, size_t at, int x) {
+typedef tkv_status (*append_fn)(tkv_cache *, const tkv_append_params *);
+
+static uint64_t part_space[1 << 15];
+
+static tkv_status append_in_one_part(tkv_cache *kv, const tkv_append_params *p) {
+    memset(part_space, 0, 128);
+    return tkv_append_part(kv, p, 0, 1, part_space, sizeof part_space);
+}
+
+static int append_part(rig *r, int part, int n_parts) {
+    tkv_append_params p;
+    memset(&p, 0, sizeof p);
+    p.k = k_in;
+    p.v = v_in;
+    p.n = 1;
+    memset(part_space, 0, 128);
+    return tkv_append_part(r->kv, &p, part, n_parts, part_space, sizeof part_space);
+}
+
+static tkv_status get_append_bytes(tkv_cache *kv, const tkv_append_params *p) {
+    size_t bytes = 0;
+    const tkv_status st = tkv_get_append_bytes(kv, p, &bytes);
+    CHECK(st || (bytes >= 128 && bytes <= sizeof part_space));
+    return st;
+}
+
+static int append_with(rig *r, append_fn run, size_t at, int x) {
     tkv_append_params p;
     memset(&p, 0, sizeof p);
     p.k = k_in;
     p.v = v_in;
     p.n = 1;
     set_int(&p, at, x);
-    return tkv_append_ex(r->kv, &p);
+    return run(r->kv, &p);
 }
 
 /* Sets a field of entry 1 of a batch, or n_batch. */
-static int append_batch(rig *r, size_t at, int x, int n_batch) {
+static int append_batch(rig *r, append_fn run, size_t at, int x, int n_batch) {
     tkv_append_params p;
     tkv_rows rows[3];
     memset(&p, 0, sizeof p);
@@ -361,7 +387,7 @@ static int append_batch(rig *r, size_t at, int x, int n_batch) {
     p.v = v_in;
     p.batch = rows;
     p.n_batch = n_batch;
-    return tkv_append_ex(r->kv, &p);
+    return run(r->kv, &p);
 }
 
 static int append_positions(rig *r, int x) {
@@ -390,7 +416,32 @@ static int end_step(rig *r, tkv_status (*step)(tkv_cache *, int), int x) {
     return st;
 }
 
+/* Arguments of an append. run: a call that appends. */
+static void try_append_params(rig *r, const char *name, append_fn run) {
+    EACH(name, "seq", EVERY, SEQS, "AAAAAA", append_with(r, run, OF(tkv_append_params, seq), x));
+    EACH(name, "layer", EVERY, LAYERS, "AAAAAAAA", append_with(r, run, OF(tkv_append_params, layer), x));
+    EACH(name, "layer", EVERY, TKV_ALL_LAYERS, "...A", append_with(r, run, OF(tkv_append_params, layer), x));
+    EACH(name, "n", EVERY, CHUNK, "AAAOCC", append_with(r, run, OF(tkv_append_params, n), x));
+    EACH(name, "k_type", EVERY, 3, "AAAAAA", append_with(r, run, OF(tkv_append_params, k_type), x));
+    EACH(name, "v_type", EVERY, 3, "AAAAAA", append_with(r, run, OF(tkv_append_params, v_type), x));
+    EACH(name, "batch[1].seq", EVERY, SEQS, "AAAAAA", append_batch(r, run, OF(tkv_rows, seq), x, 2));
+    EACH(name, "batch[1].n", EVERY, CHUNK, "AAAOCC", append_batch(r, run, OF(tkv_rows, n), x, 2));
+    EACH(name, "n_batch", EVERY, SEQS, "AAAOAA", append_batch(r, run, OF(tkv_rows, n), 1, x));
+}
+
 static void try_appends(rig *r) {
+    try_append_params(r, "tkv_append_ex", tkv_append_ex);
+    try_append_params(r, "tkv_append_part", append_in_one_part);
+    EACH("tkv_append_part", "part", EVERY, 2, "AAA*AA", append_part(r, x, 3));
+    EACH("tkv_append_part", "n_parts", EVERY, 65536, "AAA*AA", append_part(r, 0, x));
+    SAFE("tkv_get_append_bytes", "seq", EVERY, SEQS, "AAAAAA",
+         append_with(r, get_append_bytes, OF(tkv_append_params, seq), x));
+    SAFE("tkv_get_append_bytes", "layer", EVERY, LAYERS, "AAAAAAAA",
+         append_with(r, get_append_bytes, OF(tkv_append_params, layer), x));
+    SAFE("tkv_get_append_bytes", "n", EVERY, CHUNK, "AAAO**",
+         append_with(r, get_append_bytes, OF(tkv_append_params, n), x));
+    SAFE("tkv_get_append_bytes", "n_batch", EVERY, SEQS, "AAAOAA",
+         append_batch(r, get_append_bytes, OF(tkv_rows, n), 1, x));
     EACH("tkv_append", "seq", EVERY, SEQS, "AAAAAA", tkv_append(r->kv, x, 0, k_in, v_in, 1));
     EACH("tkv_append", "layer", EVERY, LAYERS, "AAAAAAAA", tkv_append(r->kv, 0, x, k_in, v_in, 1));
     EACH("tkv_append", "n", EVERY, CHUNK, "AAAOCC", tkv_append(r->kv, 0, 0, k_in, v_in, x));
@@ -406,17 +457,6 @@ static void try_appends(rig *r) {
     EACH("tkv_append_ex", "n, positions", EVERY, CHUNK, "AAAOCC",
          append_at(r->kv, 0, 0, LENGTH, k_in, v_in, x));
     EACH("tkv_append_ex", "positions[1]", EVERY, SHORT, "RRRORRRR", append_positions(r, x));
-    EACH("tkv_append_ex", "seq", EVERY, SEQS, "AAAAAA", append_with(r, OF(tkv_append_params, seq), x));
-    EACH("tkv_append_ex", "layer", EVERY, LAYERS, "AAAAAAAA",
-         append_with(r, OF(tkv_append_params, layer), x));
-    EACH("tkv_append_ex", "layer", EVERY, TKV_ALL_LAYERS, "...A",
-         append_with(r, OF(tkv_append_params, layer), x));
-    EACH("tkv_append_ex", "n", EVERY, CHUNK, "AAAOCC", append_with(r, OF(tkv_append_params, n), x));
-    EACH("tkv_append_ex", "k_type", EVERY, 3, "AAAAAA", append_with(r, OF(tkv_append_params, k_type), x));
-    EACH("tkv_append_ex", "v_type", EVERY, 3, "AAAAAA", append_with(r, OF(tkv_append_params, v_type), x));
-    EACH("tkv_append_ex", "batch[1].seq", EVERY, SEQS, "AAAAAA", append_batch(r, OF(tkv_rows, seq), x, 2));
-    EACH("tkv_append_ex", "batch[1].n", EVERY, CHUNK, "AAAOCC", append_batch(r, OF(tkv_rows, n), x, 2));
-    EACH("tkv_append_ex", "n_batch", EVERY, SEQS, "AAAOAA", append_batch(r, OF(tkv_rows, n), 1, x));
     EACH("tkv_seq_begin", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_begin(r->kv, x));
     EACH("tkv_seq_commit", "seq", EVERY, SEQS, "AAAAAA", end_step(r, tkv_seq_commit, x));
     EACH("tkv_seq_abort", "seq", EVERY, SEQS, "AAAAAA", end_step(r, tkv_seq_abort, x));
@@ -520,8 +560,6 @@ static int attend_non_causal(rig *r, attend_fn run, int x) {
     p.out = r->o.out;
     return run(r->kv, &p);
 }
-
-static uint64_t part_space[1 << 15];
 
 static tkv_status attend_in_one_part(tkv_cache *kv, const tkv_attend_params *p) {
     memset(part_space, 0, 128);

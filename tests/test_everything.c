@@ -464,8 +464,27 @@ static void allow_reclaim(int used) {
     }
 }
 
+/* Appends as a whole or as parts. The parts run in a falling order. */
+static tkv_status append_somehow(const tkv_append_params *p) {
+    static unsigned char space[1 << 20];
+    const int n_parts = rand_below(3) ? 0 : 1 + rand_below(20);
+    size_t bytes = 0;
+    tkv_status st = TKV_OK;
+    int i;
+    if (!n_parts) return tkv_append_ex(kv, p);
+    CHECK_EQ(tkv_get_append_bytes(kv, p, &bytes), TKV_OK);
+    CHECK_LE(bytes, sizeof space);
+    memset(space, 0, 128);
+    for (i = n_parts; i-- > 0;) {
+        CHECK_EQ(st, TKV_OK);
+        st = tkv_append_part(kv, p, i, n_parts, space, bytes);
+    }
+    return st;
+}
+
 static tkv_status call_append(int seq, int layer) {
     model_sequence *s = &model[seq][layer];
+    tkv_append_params p;
     const int lag = max_len(seq) - s->len, n_free = CHUNK - (in_step[seq] ? s->len - s->step_len : 0);
     int n = lag && rand_below(8) ? lag : 1 + rand_below(rand_below(3) ? 12 : CHUNK);
     tkv_status st;
@@ -475,7 +494,13 @@ static tkv_status call_append(int seq, int layer) {
     allow_reclaim(seq);
     if (cfg.evict.keep_tokens && !in_step[seq]) call.may_evict[seq] = 1;
     sprintf(call.text, "append %d tokens to sequence %d, layer %d", n, seq, layer);
-    st = tkv_append(kv, seq, layer, k_in, v_in, n);
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.k = k_in;
+    p.v = v_in;
+    st = append_somehow(&p);
     if (!st) append_to_model(seq, layer, 0, n, NULL);
     else
         CHECK_MSG(s->len + n > reserved[seq], "refused what is reserved, up to %d: %s", reserved[seq],
@@ -507,7 +532,7 @@ static tkv_status call_append_at(int seq, int layer) {
     p.k = k_in;
     p.v = v_in;
     p.token_positions = positions;
-    st = tkv_append_ex(kv, &p);
+    st = append_somehow(&p);
     reserved[seq] = 0;
     if (st == TKV_ERR_RANGE) CHECK(window_of(layer));
     if (st) return st;
@@ -541,7 +566,7 @@ static tkv_status call_append_batch(int seq, int layer) {
         if (cfg.evict.keep_tokens && !in_step[s]) call.may_evict[s] = 1;
     for (s = 0; s < SEQS; s++) call.may_discard[s] = call.may_discard[s] && rows[s].n == 0;
     sprintf(call.text, "append %d, %d, %d tokens to layer %d", rows[0].n, rows[1].n, rows[2].n, layer);
-    st = tkv_append_ex(kv, &p);
+    st = append_somehow(&p);
     for (s = 0, n = 0; s < SEQS && !st; s++) {
         append_to_model(s, layer, n, rows[s].n, NULL);
         n += rows[s].n;

@@ -211,6 +211,9 @@ class Recipes(unittest.TestCase):
         self.assertGreater(int(said.group(1)), 6000 - 64 - 0.2 * 400)
         self.assertLessEqual(int(said.group(1)), 6000)
 
+    def test_r14_append_as_parts(self):
+        self.assertEqual(self.run_recipe("R14"), "1024 tokens\n")
+
     def test_r10_rows_from_the_model(self):
         said = re.match(r"^4096 tokens, (\d+) of them discarded; attention asked (\d+) times\n$", self.run_recipe("R10"))
         self.assertTrue(said)

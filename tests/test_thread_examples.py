@@ -40,7 +40,7 @@ class Threads(unittest.TestCase):
         self.run_example("threads_std.cpp", 3)
 
     def test_job_queue(self):
-        self.run_example("threads_queue.c", 3)
+        self.run_example("threads_queue.c", 4)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@
 #define TKVI_ATTENTION_ATTEND_H
 
 #include "cache/consumers.h"
+#include "core/parts.h"
 #include "kernels/dispatch.h"
 #include "reclaim/discard.h"
 
@@ -76,8 +77,6 @@ typedef struct tkvi_call {
     unsigned observing[TKVI_OBSERVES_KINDS]; /* by kind, consumers that take part: bit i for consumer[i] */
     unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
-
-#define TKVI_MAX_PARTS_OF_CALL 65536
 
 /* Errors with blocks outside RAM. Tasks then skip their remaining work, and the call fails. */
 typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2, TKVI_FAILED_ROWS = 4 } tkvi_failure;
@@ -1848,56 +1847,36 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
 }
 
 /* >>parts: the same call, run by threads of the caller */
-/* At the front of the caller's workspace, all 0 between calls. */
-typedef struct tkvi_parts {
-    int n_ended; /* parts that have ended */
-    int failed;  /* as tkvi_call.failed */
-} tkvi_parts;
-
-#define TKVI_PARTS_CLEAR 128 /* bytes that the caller clears: room to align the head, and the head */
-
 /* Bytes of the workspace: room to align it, its head, and the sums of splits. */
 static size_t tkvi_parts_bytes_of(const tkvi_work *w) {
     const size_t sums = (size_t)TKVI_SUMS_FLOATS(w->call->plan->geometry.v_pad) * sizeof(float);
     return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks) * sums : 0);
 }
 
-/* Counts a part that has ended. Returns 1 for the last one, which sees what the others have written. */
-static int tkvi_is_last_part(tkvi_parts *head, int n_parts) {
-#if defined(__GNUC__) || defined(__clang__)
-    return __atomic_add_fetch(&head->n_ended, 1, __ATOMIC_ACQ_REL) == n_parts;
-#else
-    return ++head->n_ended == n_parts;
-#endif
-}
-
 /* One part of a call. The parts share the tasks of the first pass; the last one to end does the rest. */
 static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
                                    const tkvi_consumer *const *consumer, int n_consumers, int part,
                                    int n_parts, void *workspace, size_t bytes) {
-    uint8_t *at = (uint8_t *)workspace;
     tkvi_parts *head;
     tkvi_call c;
     tkvi_work w;
     tkv_task task;
     int64_t n;
     tkv_status st;
-    if (n_parts < 1 || n_parts > TKVI_MAX_PARTS_OF_CALL || part < 0 || part >= n_parts || !workspace)
-        return TKV_ERR_ARG;
+    if (!tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
     st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
     if (st) return st;
     if (bytes < tkvi_parts_bytes_of(&w)) return TKV_ERR_CAPACITY;
-    at += (64 - (uintptr_t)at % 64) % 64;
-    head = (tkvi_parts *)(void *)at;
+    head = tkvi_parts_head(workspace);
     c.failed = &head->failed;
-    if (w.few) w.parts = (float *)(void *)(at + tkvi_align_up(sizeof *head));
+    if (w.few) w.parts = (float *)(void *)tkvi_parts_data(head);
     tkvi_share_consumers(&w, 0);
     n = tkvi_first_pass(&c, &w, n_parts, &task);
     tkvi_run(&w, (int)(n * part / n_parts), (int)(n * (part + 1) / n_parts), 0, task);
     if (!tkvi_is_last_part(head, n_parts)) return TKV_OK;
     tkvi_clear_scores(&c);
     st = tkvi_end_work(&w, 0);
-    memset(workspace, 0, TKVI_PARTS_CLEAR); /* whatever its alignment, this has the head */
+    tkvi_parts_end(workspace);
     return st;
 }
 

@@ -122,6 +122,8 @@ typedef struct tkvi_query_stats {
     int used;   /* `tokens` when the factors were last computed; 0: never */
 } tkvi_query_stats;
 
+struct tkvi_prepared; /* reclaim/age.h */
+
 /* Work space. Sized at creation; the choice space grows with the longest list. */
 typedef struct tkvi_work_space {
     float *recode;           /* [64][head_dim], then [64][v_head_dim] decoded values, of the widest layers */
@@ -129,9 +131,10 @@ typedef struct tkvi_work_space {
     int split_sums_taken;    /* 1: a call uses split_sums */
     tkvi_prefill_area *area; /* [n_areas] where V is inside K (attention/attend.h) */
     int n_areas, area_taken[TKVI_MAX_AREAS];
-    float *solve;        /* [packed] for families that learn from queries */
-    uint8_t *choice;     /* for choosing among the tokens of the longest list; NULL: no eviction */
-    uint32_t choice_cap; /* blocks that `choice` has space for */
+    struct tkvi_prepared *prepared; /* blocks that parts of the append in progress have encoded, or NULL */
+    float *solve;                   /* [packed] for families that learn from queries */
+    uint8_t *choice;                /* for choosing among the tokens of the longest list; NULL: no eviction */
+    uint32_t choice_cap;            /* blocks that `choice` has space for */
 } tkvi_work_space;
 
 /* The number of tokens over which the heads of a layer's table are learned. */

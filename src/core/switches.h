@@ -71,6 +71,12 @@
 #define TKVI_HAS_STATES 1
 #endif
 
+#if defined(TKV_CORE) || defined(TKV_NO_APPEND_PARTS)
+#define TKVI_HAS_APPEND_PARTS 0
+#else
+#define TKVI_HAS_APPEND_PARTS 1
+#endif
+
 /* Formats that attention decodes. */
 #define TKVI_HAS_DECODED (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */

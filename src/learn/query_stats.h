@@ -25,6 +25,14 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
         for (i = 0; i <= j; i++) *sum++ += (int64_t)x[i] * x[j];
 }
 
+/* 1 if the next append learns the states of a layer. */
+static int tkvi_are_query_states_due(const tkv_cache *kv, int layer) {
+    const tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
+    return TKVI_HAS_QUERY_LEARNERS && kv->tables.plan[layer].query_parts &&
+           query_stats->tokens >=
+               tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used));
+}
+
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     const int parts = kv->tables.plan[layer].query_parts;
@@ -32,9 +40,7 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     const tkvi_family *f = NULL;
     int head;
-    if (!TKVI_HAS_QUERY_LEARNERS || !parts ||
-        query_stats->tokens < tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used)))
-        return;
+    if (!tkvi_are_query_states_due(kv, layer)) return;
     while ((f = tkvi_next_family(parts, f)) != NULL)
         for (head = 0; head < g->n_kv_heads; head++)
             f->learn_queries(&kv->tables.cfg.format, g, tkvi_q_products_of(kv, layer, head), kv->work.solve,

@@ -321,6 +321,11 @@ static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
     return seen + steps <= turn ? 0 : (int)(n_heads * (seen + steps - turn) / steps);
 }
 
+/* 1 if an append of n tokens may make the layer's next table. */
+static int tkvi_is_table_due(const tkv_cache *kv, int layer, int n) {
+    return tkvi_n_heads_due(kv, layer, n) == tkvi_geometry_of(kv, layer)->n_kv_heads;
+}
+
 /* Learns the heads of the layer's next table that are due, and uses the table when it has all. n: as in
  * tkvi_n_heads_due. Returns 0 if there is no memory for the first table; then nothing has changed. A second table
  * without memory is tried again later, because the first one still works. Must not run in an open step: an abort

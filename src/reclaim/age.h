@@ -42,11 +42,25 @@ static int tkvi_is_smaller(const tkv_cache *kv, int from, int to) {
 }
 
 typedef struct tkvi_recoding {
-    tkv_cache *kv;
+    const tkv_cache *kv;
     const tkvi_layout *from, *to;
     int layer, start;   /* start: first position of the block */
     uint64_t live_mask; /* slots that are recoded; all other slots are left out */
 } tkvi_recoding;
+
+/* A block that parts of an append have encoded before the append demotes it. */
+typedef struct tkvi_prepared_block {
+    uint32_t number;
+    tkvi_recoding recoding;
+    uint8_t *bytes; /* in the caller's workspace */
+} tkvi_prepared_block;
+
+#define TKVI_MAX_PREPARED 128 /* most blocks that the parts of an append encode */
+
+typedef struct tkvi_prepared {
+    int n;
+    tkvi_prepared_block block[TKVI_MAX_PREPARED];
+} tkvi_prepared;
 
 /* Decodes K or V of the slots in live_mask into consecutive rows of `out`. stride: floats per row. Returns the
  * number of rows. */
@@ -63,12 +77,12 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
     return n_rows;
 }
 
-/* Encodes the n tokens decoded in kv->work.recode (rows of K, then rows of V) as record r of one head, at dst. start:
+/* Encodes n tokens as record r of one head, at dst. k: their rows of K, and behind the space of 64 those of V. start:
  * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
-                               int n, uint8_t *dst) {
+                               const float *k, int n, uint8_t *dst) {
     const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
-    const float *k = kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
+    const float *v = k + g->k_pad * TKVI_BLOCK;
     tkvi_side to_k = r->k;
     const tkvi_family *family = r->k.format->family;
     if (family->learn_queries) to_k.head_state = tkvi_query_state_of(kv, family, layer, head);
@@ -77,20 +91,47 @@ static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const t
     tkvi_encode_side(&r->v, kv->kernels->simd_ops, v, (size_t)g->v_head_dim, n, dst + r->v_at);
 }
 
+/* Recodes one head of a block from the bytes src to the bytes dst. k: space for 64 decoded rows of K, then of V. */
+static void tkvi_recode_head(const tkvi_recoding *r, int head, float *k, const uint8_t *src, uint8_t *dst) {
+    const tkvi_geometry *g = tkvi_geometry_of(r->kv, r->layer);
+    const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
+    const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
+    const size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
+    const int n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
+    if (!tkvi_is_view(&from->v))
+        (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask,
+                                 k + g->k_pad * TKVI_BLOCK, dv);
+    tkvi_encode_record(r->kv, r->layer, head, to, r->start, k, n_tokens, dst + to->at);
+}
+
 /* Recodes all heads of a block from the bytes src to the bytes dst (a tkvi_rewrite). ctx: a tkvi_recoding. */
 static void tkvi_recode_heads(void *ctx, const uint8_t *src, uint8_t *dst) {
     const tkvi_recoding *r = (const tkvi_recoding *)ctx;
-    const tkvi_geometry *g = tkvi_geometry_of(r->kv, r->layer);
-    const tkvi_simd_ops *simd_ops = r->kv->kernels->simd_ops;
-    float *k = r->kv->work.recode, *v = k + g->k_pad * TKVI_BLOCK;
-    size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
-    int head, n_tokens;
-    for (head = 0; head < g->n_kv_heads; head++) {
-        const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
-        n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
-        (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask, v, dv);
-        tkvi_encode_record(r->kv, r->layer, head, to, r->start, n_tokens, dst + to->at);
+    int head;
+    for (head = 0; head < r->to->n_kv_heads; head++) tkvi_recode_head(r, head, r->kv->work.recode, src, dst);
+}
+
+/* Copies a prepared block (a tkvi_rewrite). ctx: a tkvi_prepared_block. */
+static void tkvi_copy_prepared(void *ctx, const uint8_t *src, uint8_t *dst) {
+    const tkvi_prepared_block *b = (const tkvi_prepared_block *)ctx;
+    (void)src;
+    memcpy(dst, b->bytes, b->recoding.to->bytes.total);
+}
+
+/* Moves block `number` to the layout of a recoding. It copies the bytes that parts have encoded, if nothing that
+ * decides the bytes has changed since. Otherwise it encodes them. */
+static void tkvi_apply_recoding(tkv_cache *kv, uint32_t number, int layout, tkvi_recoding *r) {
+    tkvi_prepared *p = kv->work.prepared;
+    int i;
+    for (i = 0; TKVI_HAS_APPEND_PARTS && p && i < p->n; i++) {
+        tkvi_prepared_block *b = &p->block[i];
+        if (b->number != number || b->recoding.from != r->from || b->recoding.to != r->to ||
+            b->recoding.live_mask != r->live_mask)
+            continue;
+        tkvi_recode_block(&kv->pool, number, layout, tkvi_copy_prepared, b);
+        return;
     }
+    tkvi_recode_block(&kv->pool, number, layout, tkvi_recode_heads, r);
 }
 
 /* Gives the quality meter its copy of an exact block that is about to be recoded (cache/meter.h). */
@@ -119,9 +160,36 @@ static void tkvi_copy_for_meter(tkv_cache *kv, int seq, int layer, uint32_t id) 
     }
 }
 
-/* Recodes block i of a list to `layout`, for all its holders. If tokens were evicted, the other tokens move to the
- * first slots, unless the format fixes slots, or other lists hold the block. Returns 0 without memory; the block then
- * stays as it is. */
+/* 1 if demotion to a layout changes the bytes of a block. It does not if they are not in RAM, or in the same format. A
+ * cache created with a budget never demotes to more bytes, even after the budget is removed. Nor does a copied block of
+ * sinks take the bytes of a whole block. */
+static int tkvi_is_recoded_to(const tkv_cache *kv, const tkvi_block *b, int layout) {
+    const tkvi_layout *from = &kv->tables.layout[b->layout];
+    if (tkvi_is_offloaded(b) || from->key == kv->tables.layout[layout].key) return 0;
+    return (!kv->tables.recode_pages && from->tokens == TKVI_BLOCK) || tkvi_is_smaller(kv, b->layout, layout);
+}
+
+/* Describes the recoding of block i of a list to `layout`. If tokens were evicted, the other tokens move to the first
+ * slots, unless the format fixes slots, or other lists hold the block. *is_packed: 1 if they do. */
+static tkvi_recoding tkvi_describe_recoding(const tkv_cache *kv, int layer, const tkvi_list *list,
+                                            const uint32_t *ids, int i, int layout, int *is_packed) {
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    tkvi_recoding r;
+    r.kv = kv;
+    r.from = &kv->tables.layout[b->layout];
+    r.to = &kv->tables.layout[layout];
+    r.layer = layer;
+    r.start = b->first_position;
+    r.live_mask = tkvi_used_mask(kv, list, ids, i);
+    *is_packed = TKVI_HAS_EVICT && kv->pool.token_meta &&
+                 (kv->pool.entry[ids[i]].evicted_mask & ~r.live_mask) && r.live_mask &&
+                 !tkvi_has_fixed_slots(kv) && b->refs == 1;
+    if (!*is_packed) r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i));
+    return r;
+}
+
+/* Recodes block i of a list to `layout`, for all its holders. Returns 0 without memory; the block then stays as it is.
+ */
 static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layout) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer), id = ids[i];
@@ -130,34 +198,17 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     int is_packed;
     uint16_t previous_layout;
     tkvi_recoding r;
-    if (tkvi_is_offloaded(b)) return 1; /* its bytes are not in RAM */
-    if (kv->tables.layout[b->layout].key == kv->tables.layout[layout].key) return 1; /* same format */
-    /* A cache created with a budget never demotes to more bytes, even after the budget is removed. Nor does a copied
-     * block of sinks take the bytes of a whole block. */
-    if ((kv->tables.recode_pages || kv->tables.layout[b->layout].tokens < TKVI_BLOCK) &&
-        !tkvi_is_smaller(kv, b->layout, layout))
-        return 1;
+    if (!tkvi_is_recoded_to(kv, b, layout)) return 1;
     if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
     tkvi_copy_for_meter(kv, seq, layer, id);
     kv->counts.demoted++;
     previous_layout = tkvi_is_hot_layout(kv, layer, b->layout) ? 0 : (uint16_t)(b->layout + 1);
-    r.kv = kv;
-    r.from = &kv->tables.layout[b->layout];
-    r.to = &kv->tables.layout[layout];
-    r.layer = layer;
-    r.start = b->first_position;
     tkvi_choose_anchors(kv, seq, layer, i);
-    r.live_mask = tkvi_used_mask(kv, list, ids, i);
-    is_packed = TKVI_HAS_EVICT && kv->pool.token_meta && (e->evicted_mask & ~r.live_mask) && r.live_mask &&
-                !tkvi_has_fixed_slots(kv) && b->refs == 1;
-    if (is_packed) {
-        tkvi_forget_copy(&kv->pool, e->block); /* tokens change slots, so the exact copy does not match */
-    } else {
-        /* no token changes its slot */
-        r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i));
-        tkvi_store_exact_copy(kv, layer, id);
-    }
-    tkvi_recode_block(&kv->pool, e->block, layout, tkvi_recode_heads, &r);
+    r = tkvi_describe_recoding(kv, layer, list, ids, i, layout, &is_packed);
+    /* If tokens change slots, an exact copy does not match any more. */
+    if (is_packed) tkvi_forget_copy(&kv->pool, e->block);
+    else tkvi_store_exact_copy(kv, layer, id);
+    tkvi_apply_recoding(kv, e->block, layout, &r);
     tkvi_record_move(kv, id, list->len);
     tkvi_block_of(kv, id)->previous_layout = previous_layout;
     if (is_packed) {
@@ -168,20 +219,34 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     return 1;
 }
 
+/* Counts block i of a list in tier `due`. All blocks before it are in this tier or a colder one. */
+static void tkvi_count_in_tier(tkvi_list *list, int i, tkv_tier due) {
+    if (due != TKV_TIER_HOT && i >= list->sinks + list->archive + list->warm) list->warm++;
+    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
+        list->warm--;
+        list->archive++;
+    }
+}
+
 /* Records that block i is in tier `due` of its list now, and coded for tier `coded`, or both in a colder one as
  * before. All blocks before it are in this tier or a colder one, so only counts change. */
 static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids, int i, tkv_tier due,
                             tkv_tier coded) {
     tkvi_block *b = tkvi_block_of(kv, ids[i]);
     kv->pool.n_late -= (uint32_t)(kv->pool.n_late && tkvi_is_late(&kv->pool, ids[i]));
-    if (due != TKV_TIER_HOT && i >= list->sinks + list->archive + list->warm) list->warm++;
-    if (due == TKV_TIER_ARCHIVE && i >= list->sinks + list->archive) {
-        list->warm--;
-        list->archive++;
-    }
+    tkvi_count_in_tier(list, i, due);
     kv->pool.entry[ids[i]].tier = (uint8_t)tkvi_tier_at(list, i);
     if ((int)coded > b->tier) b->tier = (uint8_t)coded;
     kv->pool.n_late += (uint32_t)tkvi_is_late(&kv->pool, ids[i]);
+}
+
+/* The tier that a block is coded for when entry `id` of it goes to tier `due`. That is the hottest tier of its holders,
+ * or a hotter one that needs no table. It is not hotter than now. */
+static tkv_tier tkvi_tier_to_code(const tkv_cache *kv, int layer, uint32_t id, tkv_tier due) {
+    const int coded = tkvi_block_of(kv, id)->tier;
+    tkv_tier tier = tkvi_hottest_tier(&kv->pool, id, due);
+    while ((int)tier > coded && tkvi_must_wait_for_table(kv, layer, tier)) tier = (tkv_tier)((int)tier - 1);
+    return tier;
 }
 
 /* Puts block i into tier `due` of its list. The block is coded again only if all its holders have it in a colder tier
@@ -189,10 +254,9 @@ static void tkvi_enter_tier(tkv_cache *kv, tkvi_list *list, const uint32_t *ids,
 static int tkvi_demote_to(tkv_cache *kv, int seq, int layer, int i, tkv_tier due) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int coded = tkvi_block_of(kv, ids[i])->tier;
-    tkv_tier tier = tkvi_hottest_tier(&kv->pool, ids[i], due);
-    while ((int)tier > coded && tkvi_must_wait_for_table(kv, layer, tier)) tier = (tkv_tier)((int)tier - 1);
-    if ((int)tier > coded && !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
+    const tkv_tier tier = tkvi_tier_to_code(kv, layer, ids[i], due);
+    if ((int)tier > tkvi_block_of(kv, ids[i])->tier &&
+        !tkvi_demote_block(kv, seq, layer, i, tkvi_layout_of(&kv->tables, layer, tier)))
         return 0;
     tkvi_enter_tier(kv, list, ids, i, due, tier);
     return 1;
@@ -240,13 +304,12 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     tkvi_unlist_blocks(list, ids, first, end);
 }
 
-/* Ages the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
+/* Finds the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
  * at which blocks leave the hot tier. It is that of the plan, 0 for a flush, or TKVI_FOREVER for none. Positions from
- * exact_from on stay exact. partial_too: 1 also recodes a last block that is not full. If a block changed
- * its tier, returns its slots in use, up to the end of the entry. 0: none is due. -1: no memory. */
-static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exact_from, int partial_too) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+ * exact_from on stay exact. partial_too: 1 also takes a last block that is not full. *due_tier: the tier that it goes
+ * to. Returns its index; -1: none is due. */
+static int tkvi_find_due(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids,
+                         int hot_age, int exact_from, int partial_too, tkv_tier *due_tier) {
     const int first_hot = list->sinks + list->archive + list->warm;
     int i = list->sinks + list->archive;
     for (; i < list->n; i = first_hot) {
@@ -255,11 +318,23 @@ static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exa
         tkv_tier due = tkvi_tier_by_age(&kv->tables.plan[layer].now, hot_age, end, list->len);
         while (tkvi_must_wait_for_table(kv, layer, due))
             due = due == TKV_TIER_ARCHIVE ? TKV_TIER_WARM : TKV_TIER_HOT;
-        if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return 0;
+        if (due == TKV_TIER_HOT || end > exact_from || (!is_full && !partial_too)) return -1;
         if (i < first_hot && due == TKV_TIER_WARM) continue; /* the younger warm blocks stay as well */
-        return tkvi_demote_to(kv, seq, layer, i, due) ? tkvi_block_tokens(kv, list, ids, i) : -1;
+        *due_tier = due;
+        return i;
     }
-    return 0;
+    return -1;
+}
+
+/* Ages the oldest due block of a list. hot_age, exact_from, partial_too: as in tkvi_find_due. If a block changed its
+ * tier, returns its slots in use, up to the end of the entry. 0: none is due. -1: no memory. */
+static int tkvi_age_next(tkv_cache *kv, int seq, int layer, int hot_age, int exact_from, int partial_too) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkv_tier due;
+    const int i = tkvi_find_due(kv, layer, list, ids, hot_age, exact_from, partial_too, &due);
+    if (i < 0) return 0;
+    return tkvi_demote_to(kv, seq, layer, i, due) ? tkvi_block_tokens(kv, list, ids, i) : -1;
 }
 
 /* The most tokens of a list that an append of n tokens recodes. They are more than this and the last append add. So
@@ -279,6 +354,30 @@ static int tkvi_age_list(tkv_cache *kv, int seq, int layer, int hot_age, int par
         if (kv->counts.demoted != before) most -= aged;
     }
     return aged >= 0;
+}
+
+/* Adds to p the blocks of a list that tkvi_age_list recodes before an append, as far as it has space. It counts on a
+ * copy of the list, so a block with several entries in it may be missing. */
+static void tkvi_forecast_ageing(const tkv_cache *kv, int seq, int layer, int64_t most, tkvi_prepared *p) {
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkvi_list list = *tkvi_list_of(kv, seq, layer);
+    while (most > 0 && p->n < TKVI_MAX_PREPARED) {
+        tkvi_prepared_block *to = &p->block[p->n];
+        tkv_tier due, tier;
+        int is_packed, layout;
+        const int i = tkvi_find_due(kv, layer, &list, ids, kv->tables.plan[layer].now.hot, list.len, 0, &due);
+        if (i < 0) return;
+        tier = tkvi_tier_to_code(kv, layer, ids[i], due);
+        layout = tkvi_layout_of(&kv->tables, layer, tier);
+        if ((int)tier > tkvi_block_of(kv, ids[i])->tier &&
+            tkvi_is_recoded_to(kv, tkvi_block_of(kv, ids[i]), layout)) {
+            to->number = kv->pool.entry[ids[i]].block;
+            to->recoding = tkvi_describe_recoding(kv, layer, &list, ids, i, layout, &is_packed);
+            most -= tkvi_block_tokens(kv, &list, ids, i);
+            p->n++;
+        }
+        tkvi_count_in_tier(&list, i, due);
+    }
 }
 
 /* 1 if the last append left a due block of the list for later appends. */

@@ -178,7 +178,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                                  k + (size_t)n * dk, dk);
         n += tkvi_decode_tokens(&record_b->v, simd_ops, bytes_b + record_b->at + record_b->v_at, moved_mask,
                                 v + (size_t)n * dv, dv);
-        tkvi_encode_record(kv, layer, head, record_a, a->first_position, n, bytes_a + record_a->at);
+        tkvi_encode_record(kv, layer, head, record_a, a->first_position, k, n, bytes_a + record_a->at);
     }
     to->end_slot = from->end_slot ? (uint8_t)(tkvi_n_bits(used_a) + n_moved) : (uint8_t)0;
     if (kv->pool.token_meta) {

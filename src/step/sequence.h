@@ -463,6 +463,17 @@ static int tkvi_age_for_append(tkv_cache *kv, int seq, int layer, int n) {
     return aged;
 }
 
+/* Describes an append. single_row: space for its row, if there is no batch. */
+static tkvi_request tkvi_request_of(const tkv_append_params *p, tkv_rows *single_row) {
+    tkvi_request request = tkvi_no_request();
+    single_row->seq = p->seq;
+    single_row->n = p->n;
+    request.rows = p->batch ? p->batch : single_row;
+    request.n_rows = p->batch ? p->n_batch : 1;
+    request.layer = p->layer;
+    return request;
+}
+
 static tkv_status tkvi_refuse_tokens(tkv_cache *kv, int n) {
     if (kv->pool.keep_all && !tkvi_has_budget(kv))
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "the memory given to tkv_create_in_place is full", 0, NULL);
@@ -529,7 +540,7 @@ static tkvi_source tkvi_describe_source(const tkvi_geometry *g, tkv_side side, c
 TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     const tkv_config *cfg;
     const tkvi_geometry *g;
-    tkvi_request request = tkvi_no_request();
+    tkvi_request request;
     tkv_rows single_row;
     tkvi_source k, v;
     tkv_status st;
@@ -537,11 +548,7 @@ TKV_API tkv_status tkv_append_ex(tkv_cache *kv, const tkv_append_params *p) {
     if (!kv) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     if (!p) return tkvi_fail(kv, TKV_ERR_ARG, "the parameters are missing", 0, NULL);
-    single_row.seq = p->seq;
-    single_row.n = p->n;
-    request.rows = p->batch ? p->batch : &single_row;
-    request.n_rows = p->batch ? p->n_batch : 1;
-    request.layer = p->layer;
+    request = tkvi_request_of(p, &single_row);
     if (request.n_rows < 0 || request.n_rows > cfg->limits.max_seqs)
         return tkvi_fail(kv, TKV_ERR_ARG, "n_batch is", request.n_rows, "; it must be at most max_seqs");
     if (p->layer < 0 || p->layer >= cfg->model.n_layers)

@@ -58,6 +58,11 @@ static const char *const no_states = "TKV_NO_STATES";
 #else
 static const char *const no_states = NULL;
 #endif
+#if defined(TKV_CORE) || defined(TKV_NO_APPEND_PARTS)
+static const char *const no_append_parts = "TKV_NO_APPEND_PARTS";
+#else
+static const char *const no_append_parts = NULL;
+#endif
 
 enum { TOKENS = 700, DIM = 32, HEADS = 2, KEYS = 64, KEY_BYTES = 1 << 15 };
 
@@ -132,6 +137,24 @@ static int config_refused(const tkv_config *cfg, const char *field, const char *
 /* The call was refused, and the sentence names the switch. */
 static int refused(const tkv_cache *kv, tkv_status st, const char *switch_name) {
     return st == TKV_ERR_UNSUPPORTED && strstr(tkv_get_last_error(kv), switch_name) != NULL;
+}
+
+static void append_parts(void) {
+    static unsigned char workspace[1 << 20];
+    tkv_config cfg = config();
+    tkv_cache *kv = cache(&cfg);
+    tkv_append_params p;
+    size_t bytes = 0;
+    tkv_status st;
+    memset(&p, 0, sizeof p);
+    p.k = k;
+    p.v = v;
+    p.n = 50;
+    st = tkv_get_append_bytes(kv, &p, &bytes);
+    CHECK(no_append_parts ? st == TKV_ERR_UNSUPPORTED : bytes >= 128 && bytes <= sizeof workspace);
+    st = tkv_append_part(kv, &p, 0, 1, workspace, sizeof workspace);
+    CHECK(no_append_parts ? refused(kv, st, no_append_parts) : st == TKV_OK && agrees(kv));
+    tkv_destroy(kv);
 }
 
 static const char *switch_of(tkv_format f) {
@@ -560,6 +583,7 @@ int main(void) {
     metering();
     moving();
     states();
+    append_parts();
     reports();
     return failed != 0;
 }
