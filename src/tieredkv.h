@@ -125,6 +125,7 @@ extern "C" {
 #include "step/shrink.h"
 #include "step/sequence.h"
 #include "step/pins.h"
+#include "step/sinks.h"
 #include "step/states.h"
 #include "step/fork.h"
 #include "step/turns.h"
